@@ -88,7 +88,7 @@ build: setup  ## wheel and sdist in dist/
 bar-ncf: setup  ## quality on MovieLens-1M against the published numbers
 	$(BIN)/python bench/bar_ncf.py
 
-bar-ctr: setup  ## quality on Frappe and Adult against plain torch, beside the published numbers (an hour or two, in as many goes as it takes; ARGS=--all: three seeds of every job)
+bar-ctr: setup  ## quality on Frappe and Adult against plain torch, beside the published numbers (about an hour, in as many goes as it takes; ARGS=--all: three seeds of every job)
 	$(BIN)/python bench/bar_ctr.py $(ARGS)
 
 bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (three hours, in as many goes as it takes; ARGS=--quick)

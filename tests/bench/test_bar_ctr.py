@@ -119,3 +119,9 @@ def test_lazy_adam_is_the_adam_of_shards(bench):
 def test_a_job_may_be_as_much_worse_as_the_seeds_of_the_control_differ(metric, ours, control, holds, bench):
     compared = bench("bar_ctr").Comparison("frappe-fm", metric, ours, control)
     assert compared.holds is holds
+
+
+@pytest.mark.parametrize(("of_others", "holds"), [(0.0, False), (0.0012, True)])
+def test_one_seed_is_allowed_what_the_seeds_of_another_job_differ(bench, of_others, holds):
+    compared = bench("bar_ctr").Comparison("frappe-dlrm", "auc", [0.983], [0.984], of_others=of_others)
+    assert compared.holds is holds
