@@ -44,7 +44,7 @@ def members_of(module: str) -> Mapping[str, object]:
 
 
 def find(name: str) -> object:
-    """What `module:name` stands for; the name may have dots. BadModule where there is no such module or member."""
+    """Import a module and return its member `module:name`; the name may have dots. BadModule where there is none."""
     module, _, path = name.partition(":")
     members = members_of(module)
     found: object = members.get(path.partition(".")[0], inspect.Parameter.empty)

@@ -13,12 +13,12 @@ class History:
         self.file = open(self.path, "w")
 
     def evaluated(self, evaluation):
-        """After each evaluation."""
+        """Write the figures of one evaluation as a line."""
         figures = evaluation.figures[self.split]
         self.file.write(f"{evaluation.step},{','.join(f'{value:.6g}' for value in figures.values())}\n")
         self.file.flush()
 
     def close(self):
-        """At the end, however the run ends."""
+        """Close the file; it is called however the run ends."""
         if hasattr(self, "file"):
             self.file.close()

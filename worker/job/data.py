@@ -63,7 +63,7 @@ class DataSection(Section):
 
     @property
     def evaluation(self) -> Evaluation:
-        """What an evaluation computes its metrics of."""
+        """How the data is evaluated: pointwise (labels, logits), candidates (ranked lists) or ranking (all items)."""
         return "pointwise"
 
     @property
@@ -360,7 +360,7 @@ class CriteoSection(DataSection):
         return self.stream
 
     def first_rows(self) -> DataSection:
-        """A stream."""
+        """Return this section as a stream, which opens without reading whole files."""
         return self.model_copy(update={"stream": True})
 
     def look(self, folder: Path) -> None:
@@ -454,7 +454,7 @@ class UserReaderSection(DataSection):
 
     @property
     def evaluation(self) -> Evaluation:
-        """What an evaluation computes its metrics of; `open` compares it with the reader's."""
+        """How the data is evaluated, as the job says: pointwise or candidates; `open` compares it with the reader's."""
         return self.evaluates
 
     @property

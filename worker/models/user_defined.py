@@ -126,7 +126,7 @@ def reads_dense(model: nn.Module) -> bool:
 
 
 def embedding_inputs_of(model: nn.Module) -> Callable[[Batch], Mapping[str, Tensor]] | None:
-    """What a model says of the ids that its tables read of a batch; None where it says nothing."""
+    """Return a function that gives the ids that each table reads of a batch; None without a method embedding_inputs."""
     inputs = getattr(model, "embedding_inputs", None)
     if inputs is None:
         return None
@@ -136,7 +136,7 @@ def embedding_inputs_of(model: nn.Module) -> Callable[[Batch], Mapping[str, Tens
 
 
 def take_first_values(model: nn.Module, given: Callable[[str], bool]) -> None:
-    """Give up the first values of the tables, by name, for which the job gives some: they go to the meta device."""
+    """Move the tables whose first values the job gives (`given`, by name) to the meta device, without their own."""
     moved: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and not module.weight.is_meta and given(name):

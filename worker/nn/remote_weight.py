@@ -96,7 +96,10 @@ class RemoteWeight(nn.Parameter):
     _was_used: bool  # in the step before
 
     def whole(self) -> Tensor:
-        """What a use as a whole computes with; its gradient is the session's. TableTooLarge or NoRowsRead."""
+        """Return all rows, (num_embeddings, dim), or with batch_rows those that this step has looked up, (U, dim).
+
+        The session collects their gradient. TableTooLarge beyond the limit; NoRowsRead before the step's first lookup.
+        """
         if self.batch_rows:
             return self._rows_of_step()
         if not torch.is_inference_mode_enabled() and torch.is_grad_enabled() and self.requires_grad:

@@ -38,7 +38,7 @@ def first_warning(figures: Figures, split: str, step: int) -> str | None:
 
 
 def waiting_advice(job: Job, workers: int, shares: Waited) -> tuple[str, ...]:
-    """What would shorten each wait that takes more than 20 % of the training time, and what that costs.
+    """Return a line for each kind of wait above 20 % of the training time: what would shorten it, and what that costs.
 
     `shares` are those of the training time.
     """

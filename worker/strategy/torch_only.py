@@ -164,7 +164,7 @@ class TorchStrategy:
         return ClientStats(wait_seconds=waited, workers_wait_seconds=waited, skipped_rows=skipped)
 
     def codecs(self) -> str:
-        """Nothing travels to shards."""
+        """Return an empty text: without shards no codec is used."""
         return ""
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:

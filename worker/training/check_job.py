@@ -32,7 +32,7 @@ _SAMPLES = 1024  # of each split, at most
 
 
 class Progress:
-    """What this process does, said on a pipe; and what the user's code did that it should not."""
+    """Tells the parent process, through a pipe, what the check does now; notes prints and processes of user code."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe, self._pid = pipe, os.getpid()
@@ -43,7 +43,7 @@ class Progress:
         self._forked = ""
 
     def say(self, **what: object) -> None:
-        """Write a line."""
+        """Send a record to the parent, as one line of JSON."""
         os.write(self._pipe, json.dumps(what).encode() + b"\n")
 
     @contextmanager

@@ -33,7 +33,7 @@ def job_file(case: Case) -> Finding | None:
     remedy="correct what is named, in the file and line; `embershard train` would name the same",
 )
 def job_data(case: Case) -> Finding | None:
-    """What `embershard train` tries before it starts anything."""
+    """Check that the job's reader and model work on the first samples, as `embershard train` does before it starts."""
     if case.job is None:
         return None
     return fail(case.data_mistake) if case.data_mistake else ok("the first samples of every split")
