@@ -28,6 +28,7 @@ from embershard.worker.data.batch import RowsDataset as RowsDataset
 from embershard.worker.data.batch import Samples as Samples
 from embershard.worker.data.batch import Schema as Schema
 from embershard.worker.data.hashing import hash_ids as hash_ids
+from embershard.worker.data.inputs.feature_ids import feature_id as feature_id
 from embershard.worker.data.splits import SplitSampler as SplitSampler
 from embershard.worker.data.user_defined import Reader as Reader
 from embershard.worker.nn.activations import checkpoint_activations as checkpoint_activations
