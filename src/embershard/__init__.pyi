@@ -44,3 +44,4 @@ from embershard.worker.nn.optimizer import ShardOptimizer as ShardOptimizer
 from embershard.worker.nn.wrap import wrap as wrap
 from embershard.worker.session.connect import connect as connect
 from embershard.worker.session.session import Session as Session
+from embershard.worker.trained.serving import load_exported as load_exported

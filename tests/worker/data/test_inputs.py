@@ -72,7 +72,7 @@ def test_rows_become_what_the_reader_makes_of_them(tmp_path, case):
     ids, dense = inputs(rows)
     assert ids.tolist() == batch.ids.tolist()
     np.testing.assert_array_equal(dense, batch.dense)
-    ids, dense = inputs({feature.name: [] for feature in (*inputs.categorical, *inputs.numeric)})
+    ids, dense = inputs({name: [] for name in inputs.names})
     assert (len(ids), len(dense)) == (0, 0)
 
 

@@ -65,6 +65,11 @@ class RowInputs:
     numeric: tuple[NumericInput, ...] = ()
     ignored: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that rows must have."""
+        return (*(feature.name for feature in self.categorical), *(feature.name for feature in self.numeric))
+
     def as_data(self) -> dict[str, object]:
         """It as what JSON can say; `of` takes it."""
         return {"kind": "columns", **asdict(self)}
@@ -104,7 +109,7 @@ class RowInputs:
 
     def _columns(self, rows: object) -> Columns:
         given = _by_name(rows)
-        wanted = [feature.name for feature in (*self.categorical, *self.numeric)]
+        wanted = self.names
         for name in given:
             if name not in wanted and name not in self.ignored:
                 raise BadFeature(feature=name, value=None, reason=f"unknown (known: {', '.join(wanted)})")

@@ -71,10 +71,11 @@ class Adult(RowsDataset):
         tables = {name: _read(path) for name, path in files.items()}
         vocabularies = {name: np.unique(_texts(tables["train"], name)) for name in CATEGORICAL}
         dense = {name: np.stack([column(table, n) for n in NUMERIC], axis=1) for name, table in tables.items()}
-        mean, std = np.zeros(len(NUMERIC)), np.ones(len(NUMERIC))
+        mean: npt.NDArray[np.float64] = np.zeros(len(NUMERIC))
+        std: npt.NDArray[np.float64] = np.ones(len(NUMERIC))
         if standardise:
-            mean, std = (f(dense["train"], axis=0, dtype=np.float64) for f in (np.mean, np.std))
-            std = np.where(std > 0, std, 1)
+            mean, std = (np.asarray(f(dense["train"], axis=0, dtype=np.float64)) for f in (np.mean, np.std))
+            std = np.asarray(np.where(std > 0, std, 1))
             dense = {name: (x - mean) / std for name, x in dense.items()}
         rows = {
             name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
