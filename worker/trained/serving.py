@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embershard.proto.arrays import Floats
-from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.errors import BadExport, BadIds, CannotServe
 from embershard.worker.data.batch import Batch, Dataset, Schema
 from embershard.worker.data.features import PADDING
 from embershard.worker.data.inputs.rows import RowInputs
@@ -31,7 +31,6 @@ from embershard.worker.trained.folder import (
     MODEL,
     ONNX,
     TABLES,
-    BadExport,
     ExportFacts,
     TableFacts,
     read_facts,
@@ -41,20 +40,6 @@ from embershard.worker.trained.served_tables import ServedEmbedding, ServedEmbed
 
 Dense = Literal["torch", "onnx", "int8"]
 Score = Callable[[Tensor, Tensor | None], Floats]  # ids (N, C), dense (N, D) -> logits
-
-
-class BadIds(EmbershardError):
-    """Ids or dense features of another shape or type than the model's, or ids that it does not have."""
-
-    status = Status.INVALID_ARGUMENT
-    template = "{what}: {reason}"
-
-
-class CannotServe(EmbershardError):
-    """Something that this export does not have, or this machine has not installed."""
-
-    status = Status.FAILED_PRECONDITION
-    template = "{what}: {reason}"
 
 
 def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = False) -> ExportedModel:

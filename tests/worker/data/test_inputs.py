@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from embershard.errors import BadFeature
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.inputs.rows import BadFeature, CategoricalInput, NumericInput, RowInputs
+from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.readers.adult import CATEGORICAL, LAYOUT, NUMERIC, Adult
 from embershard.worker.data.readers.criteo import CriteoTsv
 from embershard.worker.data.readers.ctr_csv import CtrCsv

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import embershard as es
+from embershard.errors import BadExport, BadFeature, BadIds, CannotServe
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.inputs.rows import BadFeature
 from embershard.worker.models.two_tower import TwoTower
 from embershard.worker.trained.export import export_weights
-from embershard.worker.trained.folder import INT8, TABLES, BadExport, ExportFacts, write_facts, write_tensors
+from embershard.worker.trained.folder import INT8, TABLES, ExportFacts, write_facts, write_tensors
 from embershard.worker.trained.onnx import export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.served_tables import ServedEmbeddingBag, SortedRows
-from embershard.worker.trained.serving import BadIds, CannotServe, inputs_of
+from embershard.worker.trained.serving import inputs_of
 from embershard.worker.training.trainer import Trainer
 from harness.job import make_job
 

@@ -15,17 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.errors import BadFeature
 from embershard.worker.data.inputs.feature_ids import feature_ids, feature_key, spelled
 
 Columns = Mapping[str, Sequence[object]]
-
-
-class BadFeature(EmbershardError):
-    """A feature of a request that the model does not know, that is missing, or a value that it cannot be."""
-
-    status = Status.INVALID_ARGUMENT
-    template = "feature {feature!r}: {reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
