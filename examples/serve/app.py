@@ -6,6 +6,7 @@ python app.py OUT --port 8000
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -26,9 +27,10 @@ class ScoreRequest(BaseModel):
     rows: dict[str, list[Any]]  # score() checks names and values
 
 
-def make_app(
-    folder: str, *, dense: Literal["torch", "onnx", "int8"] = "torch", threads: int = 2, max_rows: int = 10_000
-) -> FastAPI:
+Dense = Literal["torch", "onnx", "int8"]
+
+
+def make_app(folder: str, *, dense: Dense = "torch", threads: int = 2, max_rows: int = 10_000) -> FastAPI:
     """An app that scores by the model in this folder, in so many threads."""
     model = es.load_exported(folder, dense=dense)
     torch.set_num_threads(1)  # each request is computed by one of `threads`
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     app = make_app(given.folder, dense=given.dense, threads=given.threads)
+    gc.freeze()  # else now and then a request waits while all that torch has loaded is looked through
     uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
 
 

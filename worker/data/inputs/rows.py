@@ -6,10 +6,11 @@ In plain Python and numpy, so that a server needs neither pyarrow nor numba. `Ro
 from __future__ import annotations
 
 import bisect
+import contextlib
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +89,7 @@ class RowInputs:
         ids = np.empty((count, len(self.categorical)), np.int64)
         hashed = [(i, c) for i, c in enumerate(self.categorical) if c.ids == "hashed"]
         if hashed and count:
-            keys = [key for _, c in hashed for key in [feature_key(c.name)] * count]
+            keys = np.repeat(np.array([feature_key(c.name) for _, c in hashed], np.uint64), count)
             texts = [text for _, c in hashed for text in _spelled(c.name, columns[c.name])]
             ids[:, [i for i, _ in hashed]] = feature_ids(keys, texts).reshape(len(hashed), count).T
         for i, feature in enumerate(self.categorical):
@@ -153,10 +154,13 @@ def _bad(name: str, row: int, value: object, reason: str) -> BadFeature:
 
 
 def _spelled(name: str, values: Sequence[object]) -> list[bytes]:
+    if set(map(type, values)) == {str}:  # as most are, in a tenth of the time
+        with contextlib.suppress(UnicodeEncodeError):
+            return [value.encode() for value in cast(Sequence[str], values)]
     out = []
     for row, value in enumerate(values):
         try:
-            out.append(value.encode() if type(value) is str else spelled(value))
+            out.append(spelled(value))
         except TypeError:
             raise _bad(name, row, value, "is neither a text nor an integer") from None
         except UnicodeEncodeError:
@@ -183,8 +187,11 @@ def _places(feature: CategoricalInput, values: Sequence[object]) -> list[int]:
     return found
 
 
+_NUMBERS = {float, int, type(None)}  # and others that are slower to know
+
+
 def _dense(feature: NumericInput, values: Sequence[object]) -> Floats:
-    if not isinstance(values, np.ndarray):
+    if not isinstance(values, np.ndarray) and not set(map(type, values)) <= _NUMBERS:
         for row, value in enumerate(values):
             if value is not None and not isinstance(value, numbers.Real):
                 raise _bad(feature.name, row, value, "is no number")
