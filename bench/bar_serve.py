@@ -64,7 +64,9 @@ def main() -> None:
         (folder / "bodies.json").write_text(json.dumps(bodies))
         timings = {dense: timed(folder, dense) for dense in given.dense}
     header = ["dense part", "p50 ms", "p99 ms", "worst ms", "requests/s at most"]
-    print_table(header, [[d, t["p50_ms"], t["p99_ms"], t["worst_ms"], t["most_per_second"]] for d, t in timings.items()])
+    print_table(
+        header, [[d, t["p50_ms"], t["p99_ms"], t["worst_ms"], t["most_per_second"]] for d, t in timings.items()]
+    )
     p99 = timings[given.dense[0]]["p99_ms"]
     failures = []
     if result["scores_differ_by"] > SCORES_WITHIN:
@@ -81,7 +83,12 @@ def make_export(folder: Path, data: Path, dense: list[str]) -> None:
     (folder / "job.yaml").write_text((EXAMPLES / "criteo.yaml").read_text())
     (folder / "keep_logits.py").write_text(KEEP)
     # constant: on samples of a job with code of its own, cosine is not told how many steps there are
-    sets = ["workers=1", "train.lr_schedule.name=constant", 'metrics=["keep_logits:keep"]', "checkpoint.folder=checkpoints"]
+    sets = [
+        "workers=1",
+        "train.lr_schedule.name=constant",
+        'metrics=["keep_logits:keep"]',
+        "checkpoint.folder=checkpoints",
+    ]
     common = ["--data", str(data), *(word for one in sets for word in ("--set", one))]
     parts = [f"--{part}" for part in dense if part != "torch"]
     export = ["export", "checkpoints", "job.yaml", "out", "--latest", *parts]

@@ -13,6 +13,7 @@ import typer
 
 from embershard.cli.source import open_source
 from embershard.proto.errors import JobError
+from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
@@ -25,7 +26,7 @@ from embershard.worker.trained.folder import INT8, ONNX, ExportFacts, remove_fil
 from embershard.worker.trained.onnx import check_onnx, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.reading import Averaged, average_of, trained
-from embershard.worker.trained.serving import inputs_of
+from embershard.worker.trained.served_inputs import inputs_of, job_data
 from embershard.worker.training.evaluate import Evaluator, metrics_of
 
 
@@ -56,13 +57,14 @@ def export(
     if onnx:
         check_onnx()
     settings = load_job(job, overrides or (), data)
-    dataset = settings.data.open(job.parent, settings.train.seed)
-    if int8 and not dataset.splits:
-        raise JobError(
-            where=str(job), reason="--int8 compares by an evaluation, and the job's data has no split for it"
-        )
     with contextlib.ExitStack() as stack:
         found = open_source(source, stack, latest=latest, imports=imports or ())
+        settings = with_preprocessing(settings, job.parent, found.checkpoint)
+        dataset = settings.data.open(job.parent, settings.train.seed)
+        if int8 and not dataset.splits:
+            raise JobError(
+                where=str(job), reason="--int8 compares by an evaluation, and the job's data has no split for it"
+            )
         if found.checkpoint is not None:
             typer.echo(f"from {found.checkpoint.url}, of step {found.checkpoint.manifest.step}")
         strategy = trained(settings, dataset.schema, found.session, found.checkpoint)
@@ -77,7 +79,7 @@ def export(
             rest = f", {initial:,} with their first values" if initial else ""
             typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
         typer.echo(f"{out / 'model.safetensors'}: {len(dense)} dense tensors")
-        inputs = inputs_of(dataset)
+        inputs = inputs_of(settings, dataset)
         if inputs is None:
             typer.echo(f"reader {settings.data.reader} does not tell what it does with columns: serve by score_ids")
         if onnx:
@@ -86,8 +88,7 @@ def export(
             typer.echo(f"{export_onnx(part, dataset.schema, out)}: the dense part")
         if int8:
             _export_int8(settings, dataset, strategy, averaged, out)
-        job_data = settings.model_dump(mode="json")
-        write_facts(out, ExportFacts(job=job_data, schema=dataset.schema, inputs=inputs, tables=facts))
+        write_facts(out, ExportFacts(job=job_data(settings), schema=dataset.schema, inputs=inputs, tables=facts))
 
 
 def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path) -> None:
