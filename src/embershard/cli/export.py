@@ -58,7 +58,9 @@ def export(
         check_onnx()
     settings = load_job(job, overrides or (), data)
     with contextlib.ExitStack() as stack:
-        found = open_source(source, stack, latest=latest, imports=imports or ())
+        # to write tables down they need not be in memory; to score by them they must
+        dense = None if onnx or int8 else [f"{settings.prefix}dense", f"{settings.prefix}dense.blocks"]
+        found = open_source(source, stack, latest=latest, imports=imports or (), tables=dense)
         settings = with_preprocessing(settings, job.parent, found.checkpoint)
         dataset = settings.data.open(job.parent, settings.train.seed)
         if int8 and not dataset.splits:
@@ -71,14 +73,14 @@ def export(
         averaged = average_of(settings, strategy, found.session, found.checkpoint)
         with averaged():
             facts = export_weights(strategy.model, out, found.read_table, strategy.table_rows())
-            dense = {name: value.clone() for name, value in dense_state(strategy.model).items()}
+            num_dense = len(dense_state(strategy.model))
         for file in (ONNX, INT8):
             remove_file(out / file)  # of an earlier export, whose weights these are not
         for name, fact in facts.items():
             initial = fact.rows - fact.trained
             rest = f", {initial:,} with their first values" if initial else ""
             typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
-        typer.echo(f"{out / 'model.safetensors'}: {len(dense)} dense tensors")
+        typer.echo(f"{out / 'model.safetensors'}: {num_dense} dense tensors")
         inputs = inputs_of(settings, dataset)
         if inputs is None:
             typer.echo(f"reader {settings.data.reader} does not tell what it does with columns: serve by score_ids")
