@@ -68,7 +68,7 @@ class Evaluator:
                 for collector in collectors:
                     _gather(collector, self._group)
                 if self._group.is_first:
-                    figures[split] = self._metrics.compute(collectors)
+                    figures[split] = self._metrics.compute(collectors, split)
         return self._group.broadcast_json(figures)
 
     def _score(self, split: str) -> Sequence[Collector]:
@@ -147,13 +147,13 @@ class Metrics:
         built_in: list[Pointwise | Candidates] = [Pointwise() if pointwise else Candidates(self.top_k)]
         return built_in + [Pointwise()] * (bool(self.own) and not pointwise)
 
-    def compute(self, collectors: Sequence[Collector]) -> Figures:
-        """The figures of what was collected. UserCodeFailed where a user's metric raises."""
+    def compute(self, collectors: Sequence[Collector], split: str = "") -> Figures:
+        """The figures of what was collected of a split. UserCodeFailed, naming it, where a user's metric raises."""
         found = collectors[0].compute()
         for metric in self.own:
             scores = collectors[-1]
             assert isinstance(scores, Pointwise)
-            found[metric.name] = metric(*scores.arrays())
+            found[metric.name] = metric(*scores.arrays(), split=split)
         return {name: found[name] for name in (*self.names, *(_COUNTS & found.keys()))} if self.names else found
 
 
