@@ -93,8 +93,8 @@ class ModelSection(Section):
 
         model: Callable[..., Recommender] = MODELS[self.name]
         shape = {
-            "num_ids": schema.table_rows,
-            "num_fields": len(schema.features),
+            "num_ids": schema if schema.fields else schema.table_rows,
+            "num_fields": schema.num_vectors,
             "dim": dim,
             "num_dense": schema.num_dense,
         }
