@@ -84,7 +84,7 @@ def test_padding_has_no_gradient_and_nothing_but_what_is_read_has_one():
 
 def test_a_schema_without_fields_gives_one_plain_table():
     assert type(embed_features(es.Schema(("user", "item"), 0, 10), 3, None)) is torch.nn.Embedding
-    assert [n for n, _ in LR(10).named_parameters()][0] == "linear.weight"
+    assert next(n for n, _ in LR(10).named_parameters()) == "linear.weight"
 
 
 def test_tables_have_modules_of_names_that_modules_may_have():
