@@ -89,7 +89,7 @@ class ModelSection(Section):
 
     def build(self, schema: Schema, dim: int, device: Device) -> Recommender:
         """The model for this data, its tables on `device`."""
-        from embershard.worker.models.registry import MODELS
+        from embershard.worker.job.registry import MODELS
 
         model: Callable[..., Recommender] = MODELS[self.name]
         shape = {

@@ -17,6 +17,7 @@ class Recommender(nn.Module):
     """
 
     embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features"}
+    default_loss: ClassVar[str] = "bce"
 
     def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None) -> dict[str, Tensor]:
         """Embedding module name -> the ids that `forward` of the same arguments will read."""

@@ -22,7 +22,7 @@ from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingData
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Pointwise
-from embershard.worker.models.two_tower import TwoTower
+from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.models.user_defined import Forward
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy

@@ -23,7 +23,7 @@ from embershard.worker.data.text import Layout
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import JobFileError, load_job
-from embershard.worker.models.registry import MODELS
+from embershard.worker.job.registry import MODELS
 from harness.job_files import CODECS, GOOD, MODES, NCF, SPLITS, changed, load, mistakes, write
 
 

@@ -5,14 +5,15 @@ import itertools
 import pytest
 import torch
 
-from embershard.worker.models.dcn import DCNV2, CrossLayers
-from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.fm import FM, LR, DeepFM
-from embershard.worker.models.ncf import GMF, MLP, NeuMF
-from embershard.worker.models.persia import PersiaDNN
-from embershard.worker.models.registry import MODELS
-from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
-from embershard.worker.models.wide_deep import WideDeep
+from embershard.worker.job.registry import MODELS
+from embershard.worker.models.ctr.dcn import DCNV2, CrossLayers
+from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.models.ctr.fm import FM, LR, DeepFM
+from embershard.worker.models.ctr.persia import PersiaDNN
+from embershard.worker.models.ctr.wide_deep import WideDeep
+from embershard.worker.models.loss import FrequencyEstimator, candidates, sampled_softmax
+from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
+from embershard.worker.models.retrieval.two_tower import TwoTower
 
 B, F, D, DIM, IDS = 6, 4, 3, 5, 40
 

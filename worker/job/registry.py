@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from embershard.worker.models.dcn import DCNV2
-from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.fm import FM, LR, DeepFM
-from embershard.worker.models.ncf import GMF, MLP, NeuMF
-from embershard.worker.models.persia import PersiaDNN
+from embershard.worker.models.ctr.dcn import DCNV2
+from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.models.ctr.fm import FM, LR, DeepFM
+from embershard.worker.models.ctr.persia import PersiaDNN
+from embershard.worker.models.ctr.wide_deep import WideDeep
 from embershard.worker.models.recommender import Recommender
-from embershard.worker.models.two_tower import TwoTower
-from embershard.worker.models.wide_deep import WideDeep
+from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
+from embershard.worker.models.retrieval.two_tower import TwoTower
 
 MODELS: dict[str, type[Recommender]] = {
     "gmf": GMF,

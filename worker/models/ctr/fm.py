@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from embershard.worker.models.ctr.wide_deep import WideDeep
 from embershard.worker.models.layers import Device, FirstOrder, pairwise_interactions, table
 from embershard.worker.models.recommender import Recommender, concat_dense
-from embershard.worker.models.wide_deep import WideDeep
 
 
 class LR(Recommender):

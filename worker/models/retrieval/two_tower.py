@@ -5,14 +5,14 @@ for Learning Two-tower Neural Networks in Recommendations", WWW 2020.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from embershard.worker.models.layers import Device, Tower, table
+from embershard.worker.models.loss import candidates
 from embershard.worker.models.recommender import Recommender
 
 
@@ -23,6 +23,8 @@ class TwoTower(Recommender):
     vectors are the embeddings themselves.
     `normalize` puts them on the unit sphere.
     """
+
+    default_loss: ClassVar[str] = "sampled_softmax"
 
     def __init__(
         self,
@@ -70,56 +72,3 @@ def _tower(dim: int, hidden: Sequence[int]) -> nn.Module:
         return nn.Identity()
     tower = Tower(dim, hidden)
     return nn.Sequential(tower, nn.Linear(tower.out_dim, dim))
-
-
-def candidates(ids: Tensor) -> Tensor:
-    """The items of a batch, (B, 2 + K, ...) -> (B * (1 + K), ...): each row's own item first, then what else it has."""
-    return torch.cat([ids[:, 1], ids[:, 2:].flatten(0, 1)])
-
-
-class FrequencyEstimator:
-    """How often an item is in a batch, estimated from the steps between its appearances (Yi et al., algorithm 2).
-
-    A stream needs no counts in advance; items share `slots` cells by their id's remainder.
-    """
-
-    def __init__(self, slots: int = 1 << 20, *, decay: float = 0.05, first_interval: float = 1000.0) -> None:
-        self._last = torch.zeros(slots, dtype=torch.int64)
-        self._interval = torch.full((slots,), first_interval)
-        self._decay = decay
-        self._step = 0
-
-    def update(self, items: Tensor) -> Tensor:
-        """Counts one batch of items (B,) int64 and returns the log of each one's chance of being in a batch, (B,)."""
-        self._step += 1
-        slots = items % len(self._last)
-        seen = self._last[slots]
-        interval = torch.where(
-            seen > 0,
-            torch.lerp(self._interval[slots], (self._step - seen).float(), self._decay),
-            self._interval[slots],
-        )
-        self._interval[slots] = interval.clamp(min=1.0)
-        self._last[slots] = self._step
-        return -interval.clamp(min=1.0).log()
-
-    def state_dict(self) -> Mapping[str, object]:
-        """Return the estimates and the step."""
-        return {"last": self._last, "interval": self._interval, "step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._last, self._interval, self._step = state["last"], state["interval"], state["step"]
-
-
-def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:
-    """Cross-entropy of each user's own item among all C candidates, corrected for how they were drawn.
-
-    logits (B, C); items (C,) int64, row i's own item is items[i]; log_q (C,) is the log of each candidate's
-    expected number in a batch. Other appearances of a row's own item are no negatives and are left out.
-    """
-    batch = torch.arange(len(logits), device=logits.device)
-    same = items.unsqueeze(0) == items[: len(logits)].unsqueeze(1)
-    same[batch, batch] = False
-    corrected = (logits - log_q).masked_fill(same, float("-inf"))
-    return functional.cross_entropy(corrected, batch)
