@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import JobError
+from embershard.worker.data.features import Field, IdTable
 from embershard.worker.data.shuffle import Positions, batches, check_enough, check_share, permutation
 
 if TYPE_CHECKING:  # files are looked at before training without torch, which takes seconds to import
@@ -169,6 +170,9 @@ class Schema:
     features: tuple[str, ...]
     num_dense: int
     num_ids: int | None
+    fields: tuple[Field, ...] = ()
+    tables: tuple[IdTable, ...] = ()
+    labels: tuple[str, ...] = ("label",)
 
     @property
     def table_rows(self) -> int:

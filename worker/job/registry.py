@@ -10,6 +10,7 @@ from embershard.worker.models.ctr.wide_deep import WideDeep
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.models.sequence.sasrec import SASRec
 
 MODELS: dict[str, type[Recommender]] = {
     "gmf": GMF,
@@ -23,4 +24,5 @@ MODELS: dict[str, type[Recommender]] = {
     "dlrm": DLRM,
     "persia_dnn": PersiaDNN,
     "two_tower": TwoTower,
+    "sasrec": SASRec,
 }

@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from embershard.proto.errors import UserCodeFailed
 from embershard.proto.user_modules import find, user_code, where_defined
 from embershard.worker.data.batch import Batch
+from embershard.worker.models.list_losses import InBatchSoftmax, ListLoss
+from embershard.worker.models.recommender import ListRecommender
 from embershard.worker.models.user_defined import Forward, call
 
 
@@ -21,28 +22,6 @@ class Loss(Protocol):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32."""
-
-
-class InBatchSoftmax:
-    """Each user's own item against all items of the batch; how often an item is there is learnt as batches come."""
-
-    def __init__(self) -> None:
-        self._frequency = FrequencyEstimator()
-
-    def state_dict(self) -> Mapping[str, object]:
-        """Return the estimated frequencies of the items."""
-        return self._frequency.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._frequency.load_state_dict(state)
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """() float32."""
-        items = candidates(batch.ids)
-        log_q = self._frequency.update(items)
-        logits = model(batch.ids, None, True)
-        return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
 
 
 class UserLoss:
@@ -69,16 +48,20 @@ class UserLoss:
         return loss
 
 
-def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, object] = {}) -> Loss:
-    """The loss of a job: the user's `module:name`, called with `args` if it is a class or has some; else the model's.
+def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, Any] = {}) -> Loss:
+    """A loss by its name, made with `args`: a built-in one, or the user's `module:name`; without a name the model's.
 
     A user's loss whose first parameter is called `model` gets (model, batch), any other one (logits, labels).
-    BadModule or UserCodeFailed where there is none, or it cannot be made.
+    BadModule or UserCodeFailed where there is none, or it cannot be made. ValueError where a built-in one does not fit
+    the model.
     """
-    if name:
+    if ":" in name:
         return _user_loss(forward, name, args)
-    if getattr(model, "default_loss", "") == "sampled_softmax":
-        return InBatchSoftmax()
+    name = name or getattr(model, "default_loss", "bce")
+    if isinstance(model, ListRecommender):
+        return InBatchSoftmax() if name == "sampled_softmax" and model.in_batch else ListLoss(model, name, args)
+    if name != "bce":
+        raise ValueError(f"{name} needs a model that is trained on lists of items")
     return lambda module, batch: functional.binary_cross_entropy_with_logits(forward(module, batch), batch.labels)
 
 
@@ -92,56 +75,3 @@ def _user_loss(forward: Forward, name: str, args: Mapping[str, object]) -> Loss:
         raise UserCodeFailed(what=what, reason=f"is {loss!r}, which cannot be called", where=where_defined(found))
     first = next(iter(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters), "")
     return UserLoss(what, where_defined(found), loss, None if first == "model" else forward)
-
-
-def candidates(ids: Tensor) -> Tensor:
-    """The items of a batch, (B, 2 + K, ...) -> (B * (1 + K), ...): each row's own item first, then what else it has."""
-    return torch.cat([ids[:, 1], ids[:, 2:].flatten(0, 1)])
-
-
-class FrequencyEstimator:
-    """How often an item is in a batch, estimated from the steps between its appearances (Yi et al., algorithm 2).
-
-    A stream needs no counts in advance; items share `slots` cells by their id's remainder.
-    """
-
-    def __init__(self, slots: int = 1 << 20, *, decay: float = 0.05, first_interval: float = 1000.0) -> None:
-        self._last = torch.zeros(slots, dtype=torch.int64)
-        self._interval = torch.full((slots,), first_interval)
-        self._decay = decay
-        self._step = 0
-
-    def update(self, items: Tensor) -> Tensor:
-        """Counts one batch of items (B,) int64 and returns the log of each one's chance of being in a batch, (B,)."""
-        self._step += 1
-        slots = items % len(self._last)
-        seen = self._last[slots]
-        interval = torch.where(
-            seen > 0,
-            torch.lerp(self._interval[slots], (self._step - seen).float(), self._decay),
-            self._interval[slots],
-        )
-        self._interval[slots] = interval.clamp(min=1.0)
-        self._last[slots] = self._step
-        return -interval.clamp(min=1.0).log()
-
-    def state_dict(self) -> Mapping[str, object]:
-        """Return the estimates and the step."""
-        return {"last": self._last, "interval": self._interval, "step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._last, self._interval, self._step = state["last"], state["interval"], state["step"]
-
-
-def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:
-    """Cross-entropy of each user's own item among all C candidates, corrected for how they were drawn.
-
-    logits (B, C); items (C,) int64, row i's own item is items[i]; log_q (C,) is the log of each candidate's
-    expected number in a batch. Other appearances of a row's own item are no negatives and are left out.
-    """
-    batch = torch.arange(len(logits), device=logits.device)
-    same = items.unsqueeze(0) == items[: len(logits)].unsqueeze(1)
-    same[batch, batch] = False
-    corrected = (logits - log_q).masked_fill(same, float("-inf"))
-    return functional.cross_entropy(corrected, batch)

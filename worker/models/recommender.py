@@ -28,6 +28,23 @@ class Recommender(nn.Module):
         raise NotImplementedError
 
 
+class ListRecommender(Recommender):
+    """A model that is trained on lists: with `lists` its forward scores the item of each row beside other items.
+
+    `in_batch`: the others are those of the batch, by which a softmax corrects for how often an item is in one.
+    """
+
+    in_batch: ClassVar[bool] = False
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> Tensor:
+        """Logits of ids and dense as a Recommender's, or for a loss over lists (R, C), which `split_lists` takes."""
+        raise NotImplementedError
+
+    def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(R,) scores of the own items, and (R, C) of others, -inf where one is no negative of its row."""
+        return scores[:, 0], scores[:, 1:]
+
+
 def concat_dense(rows: Tensor, dense: Tensor | None) -> Tensor:
     """Rows (B, F, dim) as one vector per sample, with dense (B, D) behind it: (B, F * dim + D)."""
     flat = rows.flatten(1)

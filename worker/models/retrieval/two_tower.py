@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from embershard.worker.models.layers import Device, Tower, table
-from embershard.worker.models.loss import candidates
-from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.list_losses import candidates
+from embershard.worker.models.recommender import ListRecommender
 
 
-class TwoTower(Recommender):
+class TwoTower(ListRecommender):
     """A user vector and an item vector; the logit is their dot product over `temperature`.
 
     ids (B, 2 + K) hold the user, the item and K more items that the user did not take. Without `hidden` layers the
@@ -25,6 +25,7 @@ class TwoTower(Recommender):
     """
 
     default_loss: ClassVar[str] = "sampled_softmax"
+    in_batch: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -43,17 +44,22 @@ class TwoTower(Recommender):
         self.normalize = normalize
         self.temperature = temperature
 
-    def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None, in_batch: bool = False) -> dict[str, Tensor]:
+    def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> dict[str, Tensor]:
         """Module name -> the ids it reads."""
         return {"embedding": ids}
 
-    def forward(self, ids: Tensor, dense: Tensor | None = None, in_batch: bool = False) -> Tensor:
-        """Logits (B,) of users ids[:, 0] and items ids[:, 1]; in_batch: of each user and every `candidates(ids)`."""
+    def forward(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> Tensor:
+        """Logits (B,) of users ids[:, 0] and items ids[:, 1]; lists: of each user and every `candidates(ids)`."""
         rows = self.embedding(ids)
         users = self._vectors(self.user_tower(rows[:, 0]))
-        items = self._vectors(self.item_tower(candidates(rows) if in_batch else rows[:, 1]))
-        scores = users @ items.T if in_batch else (users * items).sum(1)
+        items = self._vectors(self.item_tower(candidates(rows) if lists else rows[:, 1]))
+        scores = users @ items.T if lists else (users * items).sum(1)
         return scores / self.temperature
+
+    def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) scores of the own items, and (B, C) of all candidates, -inf where one is the row's own item."""
+        items = candidates(ids).to(scores.device)
+        return scores.diagonal(), scores.masked_fill(items == items[: len(scores)].unsqueeze(1), float("-inf"))
 
     def user_vectors(self, users: Tensor) -> Tensor:
         """Vectors (N, dim) of users (N,) int64, for ranking."""
