@@ -101,8 +101,8 @@ class ModelSection(Section):
     def shape(self, schema: Schema) -> dict[str, object]:
         """What its constructor may take of the data."""
         return {
-            "num_ids": schema.table_rows,
-            "num_fields": len(schema.features),
+            "num_ids": schema if schema.fields else schema.table_rows,
+            "num_fields": schema.num_vectors,
             "num_dense": schema.num_dense,
         }
 
