@@ -49,6 +49,7 @@ FLOORS_OF_WORKER = (
     {"worker/nn", "worker/data"},
     {"worker/data/readers"},
     {"worker/models"},
+    {"worker/models/ctr", "worker/models/retrieval", "worker/models/sequence"},
     {"worker/job"},
     {"worker/strategy", "worker/checkpoint"},
     {"worker/reporting"},

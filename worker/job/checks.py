@@ -12,7 +12,7 @@ from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import OptimizerSection
+from embershard.worker.job.sections import OptimizerSection, SASRecSection, TwoTowerSection
 from embershard.worker.job.yaml import Path as Location
 
 if TYPE_CHECKING:
@@ -304,10 +304,14 @@ def _model_and_data(job: Job) -> Problems:
         yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
     if job.model.needs == "dense" and not job.data.has_dense:
         yield ("model", "name"), f"{name} needs dense features, but data.reader {reader} has none here"
+    if (job.model.needs == "sequences") != job.data.sequences:
+        reason = "sasrec" if job.data.sequences else "reader sequences"
+        yield ("model", "name"), f"{name} and data.reader {reader} do not fit together: take {reason}"
     if name == "two_tower" and job.data.has_clicks:
         yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
     if name != "two_tower" and job.data.evaluation == "ranking":
         yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower"
+    yield from _loss(job)
     problem = job.data.problem()
     if problem is not None:
         yield ("data", problem[0]), problem[1]
@@ -316,6 +320,21 @@ def _model_and_data(job: Job) -> Problems:
         yield ("embedding", "dim"), f"has no meaning for {name} ({other}); remove it"
     if getattr(job.model, "batch_norm", job.model.needs == "dense") and job.train.batch_size == 1:
         yield ("train", "batch_size"), "batch norm needs at least 2 samples"
+
+
+def _loss(job: Job) -> Problems:
+    if job.loss is None or job.own_loss is not None:
+        return
+    name, model = job.loss.code, job.model
+    lists = isinstance(model, TwoTowerSection | SASRecSection)
+    if name != "bce" and not lists:
+        yield (
+            ("loss",),
+            f"{name} compares items of lists, which two_tower and sasrec are trained on, {model.name} is not",
+        )
+    cosines = isinstance(model, TwoTowerSection) and model.normalize and model.temperature == 1.0
+    if name == "ccl" and lists and not cosines:
+        yield ("loss",), "ccl is one of cosines: it takes two_tower with normalize: true and temperature: 1"
 
 
 def _length(job: Job) -> Problems:

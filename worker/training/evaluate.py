@@ -22,7 +22,7 @@ from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingData
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Pointwise
-from embershard.worker.models.two_tower import TwoTower
+from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.models.user_defined import Forward
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
@@ -161,7 +161,7 @@ def metrics_of(job: Job) -> Metrics:
     """The metrics of a job. BadModule or UserCodeFailed where one of its own is not there, or cannot be made."""
     own = tuple(UserMetric(metric.code, metric.args) for metric in job.metrics if metric.is_custom)
     names = job.metric_names if job.metrics else ()
-    if names and job.loss is None and job.data.evaluation == "pointwise":
+    if names and job.own_loss is None and job.data.evaluation == "pointwise":
         names = tuple(dict.fromkeys((*names, "ne")))  # which the first evaluation is judged by, whatever is shown
     return Metrics(evaluation=job.data.evaluation, top_k=job.top_k, names=names, own=own)
 

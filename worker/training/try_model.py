@@ -90,7 +90,7 @@ def _shrink_meta_tables(model: nn.Module) -> None:
 
 def _try_step(job: Job, model: nn.Module, make_loss: Callable[[], Tensor]) -> None:
     loss = make_loss()
-    what, where = f"loss {job.loss.code}" if job.loss else f"model {job.model.name}", _where(job)
+    what, where = f"loss {job.own_loss.code}" if job.own_loss else f"model {job.model.name}", _where(job)
     if not loss.requires_grad:
         reason = "gave a loss without a gradient on the first samples: it detaches the logits, or nothing is trained"
         raise UserCodeFailed(what=what, reason=reason, where=where)
@@ -104,9 +104,8 @@ def _try_step(job: Job, model: nn.Module, make_loss: Callable[[], Tensor]) -> No
 
 
 def _where(job: Job) -> str:
-    return (
-        where_defined(find(job.loss.code if job.loss else job.model.name)) if job.loss or ":" in job.model.name else ""
-    )
+    name = job.own_loss.code if job.own_loss else job.model.name
+    return where_defined(find(name)) if ":" in name else ""
 
 
 def _try_metrics(metrics: Metrics, batch: Batch, logits: Tensor) -> None:
