@@ -283,7 +283,7 @@ class ShardUnavailable(EmbershardError):
     status = Status.UNAVAILABLE
     template = (
         "no answer within {seconds:.1f} s ({reason}); check that it runs "
-        "(`embershard status {address}`) and that this machine reaches it"
+        "(`embershard status --ps {address}`) and that this machine reaches it"
     )
 
 

@@ -11,7 +11,8 @@ from typing import Annotated
 import torch
 import typer
 
-from embershard.cli.source import open_source
+from embershard.cli.shards import NamedShards
+from embershard.cli.source import check_one_source, open_source
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
@@ -30,11 +31,16 @@ from embershard.worker.training.evaluate import Evaluator, metrics_of
 
 
 def export(
-    source: Annotated[
-        str, typer.Argument(help="A checkpoint or a snapshot (folder or URL), or addresses of shards: host:port,...")
-    ],
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file that it was trained by.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SOURCE]", help="A checkpoint or a snapshot (folder or URL); without it the shards of --ps."
+        ),
+    ],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
+    ps: NamedShards = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write the dense part as ONNX too.")] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")
@@ -53,6 +59,8 @@ def export(
     ] = None,
 ) -> None:
     """Write a trained model into a folder: model.safetensors, and what the options ask for."""
+    given, folder = (None, Path(source)) if out is None else (source, out)
+    check_one_source(context, given, ps)
     if onnx:
         check_onnx()
     settings = load_job(job, overrides or (), data)
@@ -62,27 +70,27 @@ def export(
             where=str(job), reason="--int8 compares by an evaluation, and the job's data has no split for it"
         )
     with contextlib.ExitStack() as stack:
-        found = open_source(source, stack, latest=latest, imports=imports or ())
+        found = open_source(given, ps, stack, latest=latest, imports=imports or ())
         if found.checkpoint is not None:
             typer.echo(f"from {found.checkpoint.url}, of step {found.checkpoint.manifest.step}")
         strategy = trained(settings, dataset.schema, found.session, found.checkpoint)
         averaged = average_of(settings, strategy, found.session, found.checkpoint)
         with averaged():
-            facts = export_weights(strategy.model, settings, out, found.read_table, strategy.table_rows())
+            facts = export_weights(strategy.model, settings, folder, found.read_table, strategy.table_rows())
             dense = {name: value.clone() for name, value in dense_state(strategy.model).items()}
         for file in (ONNX_FILE, INT8_FILE):
-            remove_file(out / file)  # of an earlier export, whose weights these are not
+            remove_file(folder / file)  # of an earlier export, whose weights these are not
         for name, fact in facts.items():
             initial = fact.rows - fact.trained
             rest = f", {initial:,} with their first values" if initial else ""
-            typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
-        typer.echo(f"{out / 'model.safetensors'}: {len(dense)} dense tensors")
+            typer.echo(f"{folder / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
+        typer.echo(f"{folder / 'model.safetensors'}: {len(dense)} dense tensors")
         if onnx:
             with averaged():
-                part = part_of_trained(settings, strategy.model, dataset, out / ONNX_FILE)
-            typer.echo(f"{export_onnx(part, dataset.schema, out)}: the dense part")
+                part = part_of_trained(settings, strategy.model, dataset, folder / ONNX_FILE)
+            typer.echo(f"{export_onnx(part, dataset.schema, folder)}: the dense part")
         if int8:
-            _export_int8(settings, dataset, strategy, averaged, out)
+            _export_int8(settings, dataset, strategy, averaged, folder)
 
 
 def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path) -> None:
