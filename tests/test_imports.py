@@ -46,6 +46,7 @@ FLOORS_OF_WORKER = (
     {"worker/compression"},
     {"worker/client"},
     {"worker/session"},
+    {"worker/data/inputs"},
     {"worker/nn", "worker/data"},
     {"worker/data/readers"},
     {"worker/models"},

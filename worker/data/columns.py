@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples, Schema
+from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.text import Kind, Layout, column
 
 
@@ -63,6 +64,18 @@ class Columns:
         """The schema of samples with this layout; hashed ids have no `num_ids`."""
         known = num_ids if self.ids == "global" else None
         return Schema(layout.names("id", "text"), len(layout.names("number")), known)
+
+    def inputs(self, layout: Layout, num_ids: int | None) -> RowInputs:
+        """What `rows` does with these columns, for what serves the model."""
+        read = layout.names("id", "text", "number")
+        return RowInputs(
+            categorical=tuple(
+                CategoricalInput(name=name, ids=self.ids, num_ids=num_ids if self.ids == "global" else None)
+                for name in layout.names("id", "text")
+            ),
+            numeric=tuple(NumericInput(name=name, log=self.log) for name in layout.names("number")),
+            ignored=tuple(name for name in layout.columns if name not in read),
+        )
 
     def rows(self, table: pa.Table, layout: Layout) -> Samples:
         """Samples of a parsed table."""

@@ -38,6 +38,7 @@ class CtrCsv(RowsDataset):
             _halve(splits, layout.names("id", "text"), halve_valid_by, where)
         if num_ids is None:  # over every split: an id that only evaluation has must still be a valid index
             num_ids = 1 + max(int(part.ids.max(initial=-1)) for part in splits.values())
+        self.inputs = columns.inputs(layout, num_ids)
         super().__init__(columns.schema(layout, num_ids), splits, where=where, seed=seed)
 
 
@@ -58,6 +59,7 @@ class CtrCsvStream(StreamDataset):
         if columns.ids == "global" and num_ids is None:
             raise ValueError("global ids need num_ids where the files are not read in advance")
         layout, sources = _sources(files, columns, delimiter, num_ids)
+        self.inputs = columns.inputs(layout, num_ids)
         super().__init__(columns.schema(layout, num_ids), sources, seed=seed, shuffle_rows=shuffle_rows)
 
 

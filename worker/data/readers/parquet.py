@@ -45,6 +45,7 @@ class ParquetData(StreamDataset):
         if columns.ids == "global" and num_ids is None:
             raise ValueError("global ids need num_ids where the files are not read in advance")
         layout, sources = _sources(files, columns, num_ids)
+        self.inputs = columns.inputs(layout, num_ids)
         super().__init__(columns.schema(layout, num_ids), sources, seed=seed, shuffle_rows=shuffle_rows)
 
 
