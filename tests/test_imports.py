@@ -48,7 +48,7 @@ FLOORS_OF_WORKER = (
     {"worker/session"},
     {"worker/data/inputs"},
     {"worker/nn", "worker/data"},
-    {"worker/data/readers"},
+    {"worker/data/readers", "worker/data/interactions"},
     {"worker/models"},
     {"worker/models/ctr", "worker/models/retrieval", "worker/models/sequence"},
     {"worker/job"},

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.inputs.rows import BadFeature, CategoricalInput, NumericInput, RowInputs
+from embershard.worker.data.inputs.rows import BadRequest, CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.readers.adult import CATEGORICAL, LAYOUT, NUMERIC, Adult
 from embershard.worker.data.readers.criteo import CriteoTsv
 from embershard.worker.data.readers.ctr_csv import CtrCsv
@@ -116,7 +116,7 @@ GOOD = {"h": ["x"], "g": [1], "v": ["a"], "n": [1.0], "r": [2]}
 def test_a_feature_that_cannot_be_used_is_named_with_its_value(change, feature, value):
     INPUTS({**GOOD, "label": [0]})
     rows = {name: values for name, values in {**GOOD, **change}.items() if values is not ...}
-    with pytest.raises(BadFeature) as raised:
+    with pytest.raises(BadRequest) as raised:
         INPUTS(rows)
     assert (raised.value.fields["feature"], raised.value.fields["value"]) == (feature, value)
 

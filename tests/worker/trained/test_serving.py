@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import embershard as es
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.inputs.rows import BadFeature
+from embershard.worker.data.inputs.rows import BadRequest
 from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import INT8, TABLES, BadExport, ExportFacts, write_facts, write_tensors
@@ -236,7 +236,7 @@ def test_what_the_model_does_not_have_is_named(export, tmp_path):
     ):
         with pytest.raises(BadIds):
             served.score_ids(ids, given)
-    with pytest.raises(BadFeature):
+    with pytest.raises(BadRequest):
         served.score({**UNSEEN, "unknown": [1, 2]})
     with pytest.raises(CannotServe):
         served.user_vectors([1])

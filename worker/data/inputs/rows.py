@@ -21,7 +21,7 @@ from embershard.worker.data.inputs.feature_ids import feature_ids, feature_key, 
 Columns = Mapping[str, Sequence[object]]
 
 
-class BadFeature(EmbershardError):
+class BadRequest(EmbershardError):
     """A feature of a request that the model does not know, that is missing, or a value that it cannot be."""
 
     status = Status.INVALID_ARGUMENT
@@ -88,7 +88,7 @@ class RowInputs:
     def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
         """Ids (N, F) and dense features (N, D), or None, of columns by name: a dict, an Arrow table, a data frame.
 
-        BadFeature names a feature that is unknown, missing, of another length, or has a value that it cannot have.
+        BadRequest names a feature that is unknown, missing, of another length, or has a value that it cannot have.
         """
         columns = self._columns(rows)
         count = len(next(iter(columns.values()), ()))
@@ -112,16 +112,16 @@ class RowInputs:
         wanted = self.names
         for name in given:
             if name not in wanted and name not in self.ignored:
-                raise BadFeature(feature=name, value=None, reason=f"unknown (known: {', '.join(wanted)})")
+                raise BadRequest(feature=name, value=None, reason=f"unknown (known: {', '.join(wanted)})")
         columns = {}
         for name in wanted:
             if name not in given:
-                raise BadFeature(feature=name, value=None, reason="missing")
+                raise BadRequest(feature=name, value=None, reason="missing")
             columns[name] = _values(name, given[name])
             count = len(columns[wanted[0]])
             if len(columns[name]) != count:
                 reason = f"has {len(columns[name])} values, {wanted[0]!r} has {count}"
-                raise BadFeature(feature=name, value=len(columns[name]), reason=reason)
+                raise BadRequest(feature=name, value=len(columns[name]), reason=reason)
         return columns
 
 
@@ -146,7 +146,7 @@ def _values(name: str, column: object) -> Sequence[object]:
     if isinstance(found, np.ndarray) and found.ndim != 1:
         found = None
     if not isinstance(found, list | tuple | np.ndarray):
-        raise BadFeature(feature=name, value=_shown(column), reason=f"{_shown(column)} is no list of values")
+        raise BadRequest(feature=name, value=_shown(column), reason=f"{_shown(column)} is no list of values")
     return found  # type: ignore[return-value]  # an array of one dimension is a sequence here
 
 
@@ -155,8 +155,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _bad(name: str, row: int, value: object, reason: str) -> BadFeature:
-    return BadFeature(feature=name, value=_shown(value), reason=f"row {row}: {_shown(value)} {reason}")
+def _bad(name: str, row: int, value: object, reason: str) -> BadRequest:
+    return BadRequest(feature=name, value=_shown(value), reason=f"row {row}: {_shown(value)} {reason}")
 
 
 def _spelled(name: str, values: Sequence[object]) -> list[bytes]:

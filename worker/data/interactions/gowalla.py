@@ -11,8 +11,8 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.readers.interaction_files import read_lists
-from embershard.worker.data.readers.interactions import (
+from embershard.worker.data.interactions.interaction_files import read_lists
+from embershard.worker.data.interactions.interactions import (
     Interactions,
     check_numbering,
     draw_key,
