@@ -179,6 +179,8 @@ class ListsSection(DataSection):
     train: Path
     test: Path
     negatives: Negatives = 0
+    history: Annotated[int, Field(ge=0)] = 0
+    """Columns with other items that the user took."""
     pairs = True
 
     @property
@@ -202,7 +204,7 @@ class ListsSection(DataSection):
         from embershard.worker.data.readers.gowalla import InteractionLists
 
         train, test = (folder / self.root / path for path in (self.train, self.test))
-        return InteractionLists(train, test, negatives=self.negatives, layout="lists", seed=seed)
+        return InteractionLists(train, test, negatives=self.negatives, history=self.history, seed=seed)
 
 
 class SequencesSection(DataSection):
