@@ -47,7 +47,7 @@ FLOORS_OF_WORKER = (
     {"worker/client"},
     {"worker/session"},
     {"worker/nn", "worker/data"},
-    {"worker/data/readers"},
+    {"worker/data/readers", "worker/data/interactions"},
     {"worker/models"},
     {"worker/models/ctr", "worker/models/retrieval", "worker/models/sequence"},
     {"worker/job"},

@@ -13,6 +13,7 @@ from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import OptimizerSection, SASRecSection, SimpleXSection, TwoTowerSection
+from embershard.worker.job.tabular import TabularSection
 from embershard.worker.job.yaml import Path as Location
 
 if TYPE_CHECKING:
@@ -319,6 +320,7 @@ def _model_and_data(job: Job) -> Problems:
     if name != "simplex" and getattr(job.data, "history", False):
         yield ("data", "history"), f"has no meaning for {name}; remove it, or take simplex"
     yield from _loss(job)
+    yield from _features(job)
     problem = job.data.problem()
     if problem is not None:
         yield ("data", problem[0]), problem[1]
@@ -343,6 +345,25 @@ def _loss(job: Job) -> Problems:
     cosines = towers or isinstance(model, SimpleXSection)
     if name == "ccl" and lists and not cosines:
         yield ("loss",), "ccl is one of cosines: it takes simplex, or two_tower with normalize: true and temperature: 1"
+
+
+def _features(job: Job) -> Problems:
+    if not isinstance(job.data, TabularSection):
+        if job.features:
+            yield ("features",), f"has a meaning for data.reader tabular, and not for {job.data.reader}"
+        return
+    if not job.data.features:
+        return
+    from embershard.worker.data.preprocess import BadFeature
+
+    try:
+        job.data.preprocessor()
+    except BadFeature as error:
+        yield ("features", error.name), error.reason
+    for name, feature in job.data.features.items():
+        if feature.type == "sequence" and not job.model.reads_sequences:
+            reason = f"{job.model.name} reads no sequences: use type list, whose rows are pooled"
+            yield ("features", name, "type"), reason
 
 
 def _length(job: Job) -> Problems:

@@ -82,6 +82,8 @@ class ModelSection(Section):
     name: str
     needs: ClassVar[Needs] = "features"
     """What its data must have; pairs: one user and one item per sample, dense: at least one dense feature."""
+    reads_sequences: ClassVar[bool] = False
+    """Whether it takes features that are sequences."""
 
     @property
     def takes_dim(self) -> bool:
@@ -217,6 +219,7 @@ class UserModelSection(CodeSection):
 
     needs: ClassVar[Needs] = "features"
     takes_dim: ClassVar[bool] = True
+    reads_sequences: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from embershard.worker.data.readers.gowalla import InteractionLists
-from embershard.worker.data.readers.interactions import Interactions
+from embershard.worker.data.interactions.gowalla import InteractionLists
+from embershard.worker.data.interactions.interactions import Interactions
 from embershard.worker.models.retrieval.simplex import SimpleX
 
 IDS = torch.tensor([[0, 10, 20, 21, 11, 12, -1], [1, 11, 22, 10, 13, -1, -1], [2, 12, 20, 23, -1, -1, -1]])

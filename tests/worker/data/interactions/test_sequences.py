@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.readers.sequences import ActionSequences
+from embershard.worker.data.interactions.sequences import ActionSequences
 
 ACTIONS = {1: [5, 3, 5, 8, 2], 2: [4, 9], 4: [7], 5: [1, 2, 3], 6: list(range(20, 30))}
 

@@ -13,8 +13,8 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.features import Field, IdTable
-from embershard.worker.data.readers.interaction_files import read_lists
-from embershard.worker.data.readers.interactions import (
+from embershard.worker.data.interactions.files import read_lists
+from embershard.worker.data.interactions.interactions import (
     Interactions,
     check_numbering,
     draw_key,
