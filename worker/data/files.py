@@ -98,7 +98,8 @@ def expand(path: File, endings: tuple[str, ...]) -> list[File]:
                 return [path]
             paths = list(sorted(p for p in local.iterdir() if p.name.endswith(endings)))
     if not paths:
-        what = "no file fits the pattern" if "*" in str(path) else f"no file with {' or '.join(endings)} in this folder"
+        kinds = " or ".join(f"*{ending}" for ending in endings)
+        what = "no file fits the pattern" if "*" in str(path) else f"no {kinds} file in this folder"
         raise JobError(where=str(path), reason=what)
     return paths
 

@@ -46,7 +46,7 @@ class BadFeature(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feature:
+class FeatureSpec:
     """How a feature is made of a column; docs/data.md describes each field. `None` is the default of its type."""
 
     type: Kind | None = None
@@ -106,7 +106,7 @@ class Preprocessor:
     """
 
     def __init__(
-        self, features: Mapping[str, Feature], fitted: Fitted | None = None, labels: Sequence[str] = ()
+        self, features: Mapping[str, FeatureSpec], fitted: Fitted | None = None, labels: Sequence[str] = ()
     ) -> None:
         self.features, self.labels = dict(features), tuple(labels)
         self.fitted: Fitted = fitted or {}
@@ -118,8 +118,10 @@ class Preprocessor:
         tuples = ("of", "transform", "bucketise")
         features = {}
         for name, fields in values["features"].items():
-            given: dict[str, Any] = {k: tuple(v) if k in tuples and v else v for k, v in fields.items()}
-            features[name] = Feature(**given)
+            given: dict[str, Any] = {
+                k: tuple(v) if k in tuples and isinstance(v, list | tuple) else v for k, v in fields.items()
+            }
+            features[name] = FeatureSpec(**given)
         return cls(features, values["fitted"], values["labels"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -223,7 +225,7 @@ class Preprocessor:
 
     # --- categories
 
-    def _values(self, name: str, feature: Feature, arrays: Columns) -> _Values:
+    def _values(self, name: str, feature: FeatureSpec, arrays: Columns) -> _Values:
         """The values of a feature, one for each sample or any number."""
         column = feature.column or name
         if feature.kind == "cross":
@@ -251,7 +253,7 @@ class Preprocessor:
             raise BadValue(int(long[0]), column, reason)
         return _Values(pc.list_flatten(array), column, starts, keep_last=feature.kind == "sequence")
 
-    def _encoded(self, feature: Feature, name: str, values: _Values) -> Ids:
+    def _encoded(self, feature: FeatureSpec, name: str, values: _Values) -> Ids:
         """(N, width) ids."""
         table = feature.table or name
         given = self._tables[table]
@@ -282,12 +284,12 @@ class Preprocessor:
     def _vocabularies(self) -> dict[str, tuple[Ids, Ids]]:
         return {}
 
-    def _weights_of(self, name: str, feature: Feature, arrays: Columns, values: _Values) -> Floats:
+    def _weights_of(self, name: str, feature: FeatureSpec, arrays: Columns, values: _Values) -> Floats:
         """(N, width) weights of a list's values."""
         if feature.weight_separator is not None:
             return values.padded(values.weights(feature.weight_separator), feature.width, 0)
         assert feature.weights is not None
-        own = self._values(name, Feature(**{**asdict(feature), "column": feature.weights}), arrays)
+        own = self._values(name, FeatureSpec(**{**asdict(feature), "column": feature.weights}), arrays)
         assert own.starts is not None
         assert values.starts is not None
         differ = np.flatnonzero(np.diff(own.starts) != np.diff(values.starts)[: len(own.starts)])
@@ -300,7 +302,7 @@ class Preprocessor:
 
     # --- numbers
 
-    def _number(self, name: str, feature: Feature, arrays: Columns) -> Floats:
+    def _number(self, name: str, feature: FeatureSpec, arrays: Columns) -> Floats:
         """(N, 1) numbers as the transforms make them, `missing` where there is none."""
         column = feature.column or name
         x = numbers_of(column, arrays[column])
@@ -317,7 +319,7 @@ class Preprocessor:
                 x = np.where(np.isnan(x), x, np.interp(x, knots, np.linspace(0, 1, len(knots))))
         return np.where(np.isnan(x), feature.missing, x).reshape(-1, 1)
 
-    def _buckets(self, name: str, feature: Feature, values: _Values) -> Ids:
+    def _buckets(self, name: str, feature: FeatureSpec, values: _Values) -> Ids:
         """(N,) 0 for a missing number, else 1 + the number of boundaries at or below it."""
         x = numbers_of(values.column, values.flat, values.row)
         if isinstance(feature.bucketise, int):
@@ -548,7 +550,7 @@ def _declare(name: str, array: pa.Array) -> str:
     return f"declare it, {name}: {{type: list}}, or as a sequence, {name}: {{type: sequence, max_length: 50}}"
 
 
-def check_undeclared(name: str, feature: Feature, array: pa.Array) -> None:
+def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.ChunkedArray) -> None:
     """BadFeature where the first values of a feature without a type are several in one, as in a|b|c."""
     if feature.type is not None or feature.separator is not None:
         return
@@ -561,8 +563,9 @@ def check_undeclared(name: str, feature: Feature, array: pa.Array) -> None:
         raise BadFeature(name, f"{reason}: declare {declare}, or {name}: {{type: category}} if each is one value")
 
 
-def looks_separated(array: pa.Array) -> str:
+def looks_separated(array: pa.Array | pa.ChunkedArray) -> str:
     """A value of texts that are lists parted by |: a tenth of them, or more, have one; else the empty text."""
+    array = _array(array)
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
         return ""
     parted = array.filter(pc.fill_null(pc.match_substring(array, "|"), False))

@@ -279,9 +279,9 @@ class TabularSection(DataSection):
 
     def preprocessor(self) -> Preprocessor:
         """What makes ids and dense features of columns. BadFeature where features contradict each other."""
-        from embershard.worker.data.preprocess import Feature, Preprocessor
+        from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
 
-        features = {name: Feature(**section.model_dump()) for name, section in self.features.items()}
+        features = {name: FeatureSpec(**section.model_dump()) for name, section in self.features.items()}
         return Preprocessor(features, self.fitted, self.label)
 
     def first_rows(self) -> DataSection:

@@ -233,8 +233,10 @@ def _json_type(kind: Kind, values: Sequence[object]) -> pa.DataType:
         return pa.list_(_json_type("text", inner))
     if values and all(isinstance(value, bool) for value in values):
         return pa.bool_()
+    if kind == "number" and not (values and all(isinstance(value, str) for value in values)):
+        return pa.float64()
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return pa.float64() if kind == "number" or any(isinstance(v, float) for v in values) else pa.int64()
+        return pa.float64() if any(isinstance(value, float) for value in values) else pa.int64()
     return pa.string()
 
 
