@@ -91,7 +91,7 @@ def ndcg_one(ranks: npt.NDArray[np.int64], k: int) -> float:
 class Users:
     """Users to rank all items for; the pairs index a score matrix: `scores[seen_user, seen_item] = -inf`."""
 
-    ids: torch.Tensor  # (B,) int64
+    ids: torch.Tensor  # (B,) int64, or (B, 1 + history) with what they took
     seen_user: npt.NDArray[np.int64]  # (S,) row of the score matrix
     seen_item: npt.NDArray[np.int64]  # (S,) column: an item of the user's train set
     relevant_user: npt.NDArray[np.int64]  # (R,) row, ascending

@@ -66,7 +66,7 @@ class NcfFilesSection(DataSection):
 
     def look(self, folder: Path) -> None:
         """Try the first rows of every file."""
-        from embershard.worker.data.interactions.interaction_files import look_at_ncf
+        from embershard.worker.data.interactions.files import look_at_ncf
 
         look_at_ncf(folder / self.root / self.prefix)
 
@@ -84,6 +84,8 @@ class ListsSection(DataSection):
     train: Path
     test: Path
     negatives: Negatives = 0
+    history: Annotated[int, Field(ge=0)] = 0
+    """Columns with other items that the user took."""
     pairs = True
 
     @property
@@ -98,7 +100,7 @@ class ListsSection(DataSection):
 
     def look(self, folder: Path) -> None:
         """Try the first rows of every file."""
-        from embershard.worker.data.interactions.interaction_files import look_at_lists
+        from embershard.worker.data.interactions.files import look_at_lists
 
         look_at_lists(folder / self.root / path for path in (self.train, self.test))
 
@@ -107,7 +109,7 @@ class ListsSection(DataSection):
         from embershard.worker.data.interactions.gowalla import InteractionLists
 
         train, test = (folder / self.root / path for path in (self.train, self.test))
-        return InteractionLists(train, test, negatives=self.negatives, layout="lists", seed=seed)
+        return InteractionLists(train, test, negatives=self.negatives, history=self.history, seed=seed)
 
 
 class SequencesSection(DataSection):
@@ -143,7 +145,7 @@ class SequencesSection(DataSection):
 
     def look(self, folder: Path) -> None:
         """Try the first rows of the file."""
-        from embershard.worker.data.interactions.interaction_files import look_at_actions
+        from embershard.worker.data.interactions.files import look_at_actions
 
         look_at_actions(folder / self.root / self.actions, self.delimiter)
 

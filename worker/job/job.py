@@ -19,6 +19,7 @@ from embershard.worker.job.sections import (
     CodeSection,
     Count,
     Section,
+    SimpleXSection,
     TwoTowerSection,
     UserModelSection,
 )
@@ -117,7 +118,8 @@ class Job(Section):
     def initializers(self) -> dict[str, spec.Initializer | None]:
         """Pattern -> first values of the embeddings that have none of their own."""
         # how far a step turns a vector that is normalised goes by its length: with 0.01 the first ones decide it
-        normalized = isinstance(self.model, TwoTowerSection) and self.model.normalize
+        towers = isinstance(self.model, TwoTowerSection) and self.model.normalize
+        normalized = towers or isinstance(self.model, SimpleXSection)
         return self.embedding.initializers(spec.Normal(std=0.1) if normalized else DEFAULT_INITIALIZER)
 
     @property

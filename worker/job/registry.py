@@ -9,6 +9,7 @@ from embershard.worker.models.ctr.persia import PersiaDNN
 from embershard.worker.models.ctr.wide_deep import WideDeep
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
+from embershard.worker.models.retrieval.simplex import SimpleX
 from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.models.sequence.sasrec import SASRec
 
@@ -24,5 +25,6 @@ MODELS: dict[str, type[Recommender]] = {
     "dlrm": DLRM,
     "persia_dnn": PersiaDNN,
     "two_tower": TwoTower,
+    "simplex": SimpleX,
     "sasrec": SASRec,
 }

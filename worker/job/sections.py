@@ -181,6 +181,20 @@ class TwoTowerSection(ModelSection):
     needs = "pairs"
 
 
+class SimpleXSection(ModelSection):
+    """SimpleX: a user's embedding and the mean of what the user took; `gamma` is the share of the first."""
+
+    name: Literal["simplex"]
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    dropout: Share = 0.0
+    needs = "pairs"
+
+    def shape(self, schema: Schema) -> dict[str, object]:
+        """Users and items in one table, and the length of a history."""
+        history = sum(field.width for field in schema.fields if field.name == "history")
+        return {"num_ids": schema.table_rows, "history": history}
+
+
 class SASRecSection(ModelSection):
     """SASRec: self-attention over what a user took last."""
 
@@ -326,7 +340,7 @@ else:
     _losses = {"bce": LossSection, "bpr": LossSection, "sampled_softmax": LossSection, "ccl": CclSection}
     AnyLoss = Annotated[_choice({**_losses, CUSTOM: CodeSection}, CUSTOM), BeforeValidator(_as_loss)]
     _ctr = (ShallowSection, DeepSection, DcnSection, DlrmSection, PersiaSection)
-    _models = (*_ctr, NcfSection, TwoTowerSection, SASRecSection)
+    _models = (*_ctr, NcfSection, TwoTowerSection, SimpleXSection, SASRecSection)
     _by_name = {name: cls for cls in _models for name in get_args(cls.model_fields["name"].annotation)}
     AnyModel = _choice({**_by_name, CUSTOM: UserModelSection}, CUSTOM)
     _optimizers = {kind: _mirror(cls, OptimizerSection) for kind, cls in spec.OPTIMIZERS.items()}

@@ -65,6 +65,18 @@ class ListRecommender(Recommender):
         return scores[:, 0], scores[:, 1:]
 
 
+class RetrievalModel(ListRecommender):
+    """A model that ranks all items by the dot product of a user's vector and an item's."""
+
+    def user_vectors(self, ids: Tensor) -> Tensor:
+        """Vectors (N, dim) of users, ids (N,) int64 or with what they took before (N, 1 + history)."""
+        raise NotImplementedError
+
+    def item_vectors(self, items: Tensor) -> Tensor:
+        """Vectors (N, dim) of items (N,) int64."""
+        raise NotImplementedError
+
+
 def concat_dense(rows: Tensor, dense: Tensor | None) -> Tensor:
     """Rows (B, F, dim) as one vector per sample, with dense (B, D) behind it: (B, F * dim + D)."""
     flat = rows.flatten(1)

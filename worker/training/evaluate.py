@@ -22,7 +22,7 @@ from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingData
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Pointwise
-from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.models.recommender import RetrievalModel
 from embershard.worker.models.user_defined import Forward
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
@@ -83,7 +83,7 @@ class Evaluator:
 
     def _rank(self, split: str) -> Collector:
         model, dataset = self._model, cast(RankingDataset, self._dataset)  # it says that it is ranked
-        assert isinstance(model, TwoTower)
+        assert isinstance(model, RetrievalModel)
         collector = FullRanking(self._metrics.top_k)
         items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
         # a score matrix of the batch's size, whatever the number of items

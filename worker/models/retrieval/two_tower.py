@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from embershard.worker.models.layers import Device, Tower, table
 from embershard.worker.models.list_losses import candidates
-from embershard.worker.models.recommender import ListRecommender
+from embershard.worker.models.recommender import RetrievalModel
 
 
-class TwoTower(ListRecommender):
+class TwoTower(RetrievalModel):
     """A user vector and an item vector; the logit is their dot product over `temperature`.
 
     ids (B, 2 + K) hold the user, the item and K more items that the user did not take. Without `hidden` layers the
@@ -61,9 +61,9 @@ class TwoTower(ListRecommender):
         items = candidates(ids).to(scores.device)
         return scores.diagonal(), scores.masked_fill(items == items[: len(scores)].unsqueeze(1), float("-inf"))
 
-    def user_vectors(self, users: Tensor) -> Tensor:
+    def user_vectors(self, ids: Tensor) -> Tensor:
         """Vectors (N, dim) of users (N,) int64, for ranking."""
-        return self._vectors(self.user_tower(self.embedding(users)))
+        return self._vectors(self.user_tower(self.embedding(ids)))
 
     def item_vectors(self, items: Tensor) -> Tensor:
         """Vectors (N, dim) of items (N,) int64, for ranking."""
