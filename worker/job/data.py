@@ -44,7 +44,7 @@ def _as_list(value: object) -> object:
     return (value,) if isinstance(value, (str, Path)) else value
 
 
-_OR_ONE = BeforeValidator(_as_list)
+_OR_ONE = BeforeValidator(_as_list, json_schema_input_type=Path | tuple[Path, ...])
 Paths = Annotated[tuple[Path, ...], _OR_ONE]
 SomePaths = Annotated[tuple[Path, ...], Field(min_length=1), _OR_ONE]
 
@@ -56,7 +56,9 @@ class DataSection(Section):
     root: Path = Path()
     loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
     """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
-    splits: Annotated[int | str | None, PlainValidator(_parts)] = None
+    splits: Annotated[
+        int | str | None, PlainValidator(_parts, json_schema_input_type=Count | Literal["auto"] | None)
+    ] = None
     """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
     pairs: ClassVar[bool] = False
     """Each sample is a user and an item."""
