@@ -119,7 +119,9 @@ def check_command(words):
     elif program == "python" and words[0] == "-c":
         compile(words[1], "python -c", "exec")
     else:
-        assert program in ("(head", "cd", "curl", "export", "head", "python"), f"{program}: say in this test what is right about it"
+        assert program in ("(head", "cd", "curl", "export", "head", "python"), (
+            f"{program}: say in this test what is right about it"
+        )
 
 
 @pytest.mark.parametrize("block", [block for block in of("bash") if block.is_shown], ids=str)

@@ -27,9 +27,13 @@ from embershard.worker.data.batch import Batch as Batch
 from embershard.worker.data.batch import RowsDataset as RowsDataset
 from embershard.worker.data.batch import Samples as Samples
 from embershard.worker.data.batch import Schema as Schema
+from embershard.worker.data.features import PADDING as PADDING
+from embershard.worker.data.features import Field as Field
+from embershard.worker.data.features import IdTable as IdTable
 from embershard.worker.data.hashing import hash_ids as hash_ids
 from embershard.worker.data.splits import SplitSampler as SplitSampler
 from embershard.worker.data.user_defined import Reader as Reader
+from embershard.worker.models.layers import FeatureEmbedding as FeatureEmbedding
 from embershard.worker.nn.activations import checkpoint_activations as checkpoint_activations
 from embershard.worker.nn.averaging import WeightAverage as WeightAverage
 from embershard.worker.nn.compile import compile_dense as compile_dense

@@ -35,6 +35,7 @@ from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
+from embershard.worker.job.tabular import TabularSection
 
 if TYPE_CHECKING:
     from embershard.worker.checkpoint.tensors import State
@@ -49,7 +50,7 @@ _VERSION = 1
 
 # what a resumed run may not change, and the parts of it that it may
 _FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", "train.batch_size", "train.seed")
-_FREE = ("data.root", "data.loader_processes", "data.splits", "data.eval_samples", "embedding.cache")
+_FREE = ("data.root", "data.fitted", "data.loader_processes", "data.splits", "data.eval_samples", "embedding.cache")
 
 _log = logging.getLogger(__name__)
 
@@ -210,6 +211,19 @@ def find_checkpoint(where: str, job: Job) -> Checkpoint:
         raise BadCheckpoint(path=where, reason=f"there is no {what} in it")
     found.check_job(job)
     return found
+
+
+def with_preprocessing(job: Job, folder: Path, checkpoint: Checkpoint | None = None) -> Job:
+    """A job with what its features need of the training data: that of a checkpoint, else what its files tell now.
+
+    JobError names what is wrong with a file; `folder` is where its relative paths start.
+    """
+    if not isinstance(job.data, TabularSection) or job.data.fitted is not None:
+        return job
+    before = {} if checkpoint is None else checkpoint.manifest.job.get("data")
+    stored = before.get("fitted") if isinstance(before, dict) else None
+    data = job.data.fit(folder, job.train.seed) if stored is None else job.data.with_fitted(stored)
+    return job.model_copy(update={"data": data})
 
 
 def checkpoint_at(url: str) -> Checkpoint | None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import JobError
+from embershard.worker.data.features import Field, IdTable
 from embershard.worker.data.shuffle import Positions, batches, check_enough, check_share, permutation
 
 if TYPE_CHECKING:  # files are looked at before training without torch, which takes seconds to import
@@ -20,25 +21,29 @@ if TYPE_CHECKING:  # files are looked at before training without torch, which ta
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples as arrays: ids, dense features and labels. `Samples.of` makes them of other types, and of tensors."""
+    """Samples as arrays: ids, dense features, labels and weights. `Samples.of` takes other types, and tensors."""
 
-    ids: npt.NDArray[np.int64]  # (N, F)
+    ids: npt.NDArray[np.int64]  # (N, C)
     dense: npt.NDArray[np.float32] | None  # (N, D)
-    labels: npt.NDArray[np.float32]  # (N,)
+    labels: npt.NDArray[np.float32]  # (N,), or (N, L) for several, where NaN stands for a missing one
+    weights: npt.NDArray[np.float32] | None = None  # (N,): how much a sample counts in the loss
 
     @classmethod
-    def of(cls, ids: object, dense: object, labels: object) -> Samples:
-        """Samples of arrays or tensors, with the types above; `dense` may be None.
+    def of(cls, ids: object, dense: object, labels: object, weights: object = None) -> Samples:
+        """Samples of arrays or tensors, with the types above; `dense` and `weights` may be None.
 
         ValueError for other shapes, other lengths, ids that are no integers, and what is no number.
         """
         numbers = _numbers("ids", ids, np.int64, 2)
         floats = None if dense is None else _numbers("dense features", dense, np.float32, 2)
         shown = floats if floats is not None and floats.shape[1] else None
-        found = cls(numbers, shown, _numbers("labels", labels, np.float32, 1))
-        lengths = [len(numbers), len(found.labels), len(numbers if floats is None else floats)]
-        if len(set(lengths)) > 1:
-            raise ValueError("arrays of different lengths: ids {}, labels {}, dense features {}".format(*lengths))
+        weighed = None if weights is None else _numbers("weights", weights, np.float32, 1)
+        found = cls(numbers, shown, _numbers("labels", labels, np.float32, 1, 2), weighed)
+        arrays = {"ids": numbers, "labels": found.labels, "dense features": floats, "weights": weighed}
+        lengths = {name: len(array) for name, array in arrays.items() if array is not None}
+        if len(set(lengths.values())) > 1:
+            shown_lengths = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ValueError(f"arrays of different lengths: {shown_lengths}")
         return found
 
     def __len__(self) -> int:
@@ -46,14 +51,21 @@ class Samples:
 
     def take(self, which: Positions | npt.NDArray[np.bool_] | slice) -> Samples:
         """Return the chosen samples, as arrays."""
-        return Samples(self.ids[which], None if self.dense is None else self.dense[which], self.labels[which])
+        dense, weights = self.dense, self.weights
+        return Samples(
+            self.ids[which],
+            None if dense is None else dense[which],
+            self.labels[which],
+            None if weights is None else weights[which],
+        )
 
     def batch(self) -> Batch:
         """These samples as one batch, without a copy."""
         import torch
 
         dense = None if self.dense is None else torch.from_numpy(self.dense)
-        return Batch(torch.from_numpy(self.ids), dense, torch.from_numpy(self.labels))
+        weights = None if self.weights is None else torch.from_numpy(self.weights)
+        return Batch(torch.from_numpy(self.ids), dense, torch.from_numpy(self.labels), weights=weights)
 
     @staticmethod
     def concat(parts: Sequence[Samples]) -> Samples:
@@ -61,18 +73,21 @@ class Samples:
         if len(parts) == 1:
             return parts[0]
         dense = [part.dense for part in parts if part.dense is not None]
+        weights = [part.weights for part in parts if part.weights is not None]
         return Samples(
             np.concatenate([part.ids for part in parts]),
             np.concatenate(dense) if dense else None,
             np.concatenate([part.labels for part in parts]),
+            np.concatenate(weights) if weights else None,
         )
 
 
-def _numbers(name: str, value: object, dtype: type[np.generic], dim: int) -> npt.NDArray[Any]:
-    """An array of this type and dimension, copied only where it has another one."""
+def _numbers(name: str, value: object, dtype: type[np.generic], *dims: int) -> npt.NDArray[Any]:
+    """An array of this type and of one of these dimensions, copied only where it has another type."""
     array = np.asarray(value)
-    if array.ndim != dim:
-        raise ValueError(f"{name} have shape {array.shape}, not {'(N,)' if dim == 1 else '(N, columns)'}")
+    if array.ndim not in dims:
+        known = " or ".join("(N,)" if dim == 1 else "(N, columns)" for dim in dims)
+        raise ValueError(f"{name} have shape {array.shape}, not {known}")
     if array.dtype.kind not in ("iu" if dtype is np.int64 else "iufb"):
         raise ValueError(f"{name} are {array.dtype}, not {dtype.__name__}")
     return np.require(array, dtype, ["W"])  # torch takes no array that cannot be written
@@ -94,7 +109,9 @@ class RowsDataset:
         shuffle: bool = True,
     ) -> None:
         self._schema, self._where, self._seed, self._shuffle = schema, where, seed, shuffle
-        self._rows = {name: Samples.of(rows.ids, rows.dense, rows.labels) for name, rows in splits.items()}
+        self._rows = {
+            name: Samples.of(rows.ids, rows.dense, rows.labels, rows.weights) for name, rows in splits.items()
+        }
 
     def set_defaults(self, where: str, seed: int) -> None:
         """Give it these where it was made without."""
@@ -147,12 +164,13 @@ NUM_HASHED_IDS = 1 << 62  # hashed ids are 0..2**62-1: non-negative int64, as to
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples for one step; ids are unique across features, so that one table can serve all of them."""
+    """Samples for one step, of the columns that a Schema names."""
 
-    ids: torch.Tensor  # (B, F) int64
+    ids: torch.Tensor  # (B, C) int64
     dense: torch.Tensor | None  # (B, D) float32
-    labels: torch.Tensor  # (B,) float32
+    labels: torch.Tensor  # (B,) float32, or (B, L) for several labels, where NaN stands for a missing one
     groups: torch.Tensor | None = None  # (B,) int64: the user whom a candidate is ranked for; whole users per batch
+    weights: torch.Tensor | None = None  # (B,) float32: how much each sample counts in the loss
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -164,16 +182,48 @@ class Schema:
 
     `num_ids` is the size of the id space 0..num_ids-1 where the vocabulary is known, and None where ids are hashes
     in 0..2**62-1 (a table without a vocabulary).
+
+    Without `fields` each feature is one column of ids, which are unique across features, so that one table can serve
+    all of them. With `fields`, one for each feature in the same order, a feature may have several columns and reads the
+    table that it names among `tables`; ids of two tables count from 0 each, and `num_ids` has no meaning.
     """
 
     features: tuple[str, ...]
-    num_dense: int
+    num_dense: int  # numeric features; the weights of weighted lists come behind them in a batch
     num_ids: int | None
+    fields: tuple[Field, ...] = ()
+    tables: tuple[IdTable, ...] = ()
+    labels: tuple[str, ...] = ("label",)
 
     @property
     def table_rows(self) -> int:
-        """Samples that an nn.Embedding over these ids must have (on the meta device where ids are hashed)."""
+        """Rows that an nn.Embedding over these ids must have (on the meta device where ids are hashed)."""
         return NUM_HASHED_IDS if self.num_ids is None else self.num_ids
+
+    @property
+    def num_id_columns(self) -> int:
+        """Columns of a batch's ids."""
+        return sum(field.width for field in self.fields) if self.fields else len(self.features)
+
+    @property
+    def num_dense_columns(self) -> int:
+        """Columns of a batch's dense features: the numeric ones, then the weights of weighted lists."""
+        return self.num_dense + sum(field.width for field in self.fields if field.weights is not None)
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors that a model gets of a sample: one for each feature that is no sequence."""
+        return sum(field.pooling != "sequence" for field in self.fields) if self.fields else len(self.features)
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether some table takes hashed ids, of which no memory can hold all."""
+        return any(table.num_ids is None for table in self.tables) if self.fields else self.num_ids is None
+
+    @property
+    def id_limits(self) -> dict[str, int | None]:
+        """Table -> the number that its ids are below, None for hashes."""
+        return {table.name: table.num_ids for table in self.tables}
 
 
 class Dataset(Protocol):

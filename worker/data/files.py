@@ -1,7 +1,8 @@
-"""Text files as blocks of whole lines, plain or gzipped, with true line numbers and errors that name the file."""
+"""Text files as blocks of whole lines, plain or compressed, here or at a URL; errors name the file and the line."""
 
 from __future__ import annotations
 
+import glob
 import gzip
 import os
 import zlib
@@ -9,11 +10,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from stat import S_ISDIR
+from typing import IO, cast
 
 from embershard.proto.errors import JobError
 
-GZIP_MAGIC = b"\x1f\x8b"
+File = Path | str  # a local file, or a URL that fsspec reads
+GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 MAX_LINE_BYTES = 64 << 20  # far above any sample; without it a binary file would be read into memory whole
 BLOCK_BYTES = 8 << 20  # large enough for a parser's fixed costs to vanish, small enough for many workers' memory
 LOOK_BYTES = 64 << 10  # of each file, before anything is trained
@@ -33,7 +37,7 @@ def is_delimiter(text: str) -> bool:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: File) -> Iterator[None]:
     """While a file or folder is looked at or read: JobError in place of what the system says of it."""
     try:
         yield
@@ -45,20 +49,97 @@ def reading(path: Path) -> Iterator[None]:
         raise JobError(where=str(path), reason=f"cannot be read: {os.strerror(error.errno)}") from None
 
 
-def check_readable(path: Path) -> bool:
-    """Whether the file is gzipped, by its first bytes. JobError if it is missing, no file, unreadable or empty."""
-    with reading(path), path.open("rb") as file:
-        magic = file.read(2)
+def is_url(path: File) -> bool:
+    """Whether fsspec is to read it."""
+    return isinstance(path, str) and "://" in path
+
+
+def as_file(folder: Path, name: str) -> File:
+    """A file that a job names: a URL, or a path that starts at a folder."""
+    return name if is_url(name) else folder / name
+
+
+def open_binary(path: File) -> IO[bytes]:
+    """A file's bytes, as they are stored. JobError where a storage cannot be reached; what `reading` turns into one."""
+    if not is_url(path):
+        return Path(path).open("rb")
+    import fsspec
+
+    try:
+        return cast(IO[bytes], fsspec.open(path, "rb").open())
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a storage's own package may fail in any way
+        raise JobError(where=str(path), reason=f"cannot be read: {error}") from None
+
+
+def expand(path: File, endings: tuple[str, ...]) -> list[File]:
+    """The files of a folder that end so, those that a pattern with * fits, or the file itself; in order of names."""
+    if is_url(path):
+        import fsspec
+
+        try:
+            files, root = fsspec.core.url_to_fs(path)
+            scheme = str(path).partition("://")[0]
+            if "*" in str(path):
+                found = sorted(files.glob(root))
+            elif files.isdir(root):
+                found = sorted(name for name in files.ls(root, detail=False) if name.endswith(endings))
+            else:
+                return [path]
+        except Exception as error:  # a storage's own package may fail in any way
+            raise JobError(where=str(path), reason=f"cannot be read: {error}") from None
+        paths: list[File] = [f"{scheme}://{name.lstrip('/') if scheme != 'file' else name}" for name in found]
+    elif "*" in (local := Path(path)).as_posix() and not local.exists():
+        paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    else:
+        with reading(path):  # glob would take a folder that cannot be read for an empty one
+            if not S_ISDIR(local.stat().st_mode):
+                return [path]
+            paths = list(sorted(p for p in local.iterdir() if p.name.endswith(endings)))
+    if not paths:
+        kinds = " or ".join(f"*{ending}" for ending in endings)
+        what = "no file fits the pattern" if "*" in str(path) else f"no {kinds} file in this folder"
+        raise JobError(where=str(path), reason=what)
+    return paths
+
+
+def check_readable(path: File) -> bool:
+    """Whether the file can be read from its start alone: it is compressed, or at a URL.
+
+    JobError if it is missing, no file, unreadable, empty or not as its name says.
+    """
+    return bool(_compression(path)) or is_url(path)
+
+
+def _compression(path: File) -> str:
+    """gzip, zstd or nothing, by the first bytes."""
+    with reading(path), open_binary(path) as file:
+        magic = file.read(4)
     if not magic:
         raise JobError(where=str(path), reason="the file is empty")
-    gzipped = magic == GZIP_MAGIC
-    if path.suffix == ".gz" and not gzipped:
-        raise JobError(where=str(path), reason="it is named .gz but is not gzipped; rename it or get it again")
-    return gzipped
+    if magic[:2] in _UTF_16:
+        raise JobError(where=str(path), reason="it is UTF-16 text: save it as UTF-8")
+    found = "gzip" if magic[:2] == GZIP_MAGIC else "zstd" if magic == ZSTD_MAGIC else ""
+    for ending, named in ((".gz", "gzip"), (".zst", "zstd")):
+        if str(path).endswith(ending) and found != named:
+            what = "gzipped" if named == "gzip" else "zstd"
+            raise JobError(where=str(path), reason=f"it is named {ending} but is not {what}; rename it or get it again")
+    return found
 
 
-def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """A file from its start; JobError if it is missing, empty, or a cut or broken gzip file."""
+def _open_text(path: File, compression: str) -> IO[bytes]:
+    if compression == "gzip":
+        return cast(IO[bytes], gzip.open(open_binary(path) if is_url(path) else path, "rb"))
+    if compression == "zstd":
+        import pyarrow as pa
+
+        return cast(IO[bytes], pa.CompressedInputStream(pa.PythonFile(open_binary(path), "r"), "zstd"))
+    return open_binary(path)
+
+
+def read_blocks(path: File, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """A file from its start; JobError if it is missing, empty, or a cut or broken compressed file."""
     line = 1
     for text in _whole_lines(path, block_bytes):
         yield Block(line, text)
@@ -110,22 +191,25 @@ def count_lines(path: Path, end: int) -> int:
     return lines
 
 
-def read_text(path: Path) -> bytes:
+def read_text(path: File) -> bytes:
     """Read the whole of a small file."""
     return b"".join(block.text for block in read_blocks(path))
 
 
-def _whole_lines(path: Path, block_bytes: int) -> Iterator[bytes]:
-    gzipped = check_readable(path)
+def _whole_lines(path: File, block_bytes: int) -> Iterator[bytes]:
+    compression = _compression(path)
     rest = b""
     done = 0
-    with reading(path), cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb") as file:
+    with reading(path), _open_text(path, compression) as file:
         while True:
             try:
                 data = file.read(block_bytes)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            except (EOFError, zlib.error, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the content
+                    raise
                 where = f"{path}: after {done + len(rest)} bytes of text"
-                raise JobError(where=where, reason=f"the gzip file is cut or broken ({error}); get it again") from None
+                reason = f"the {compression or 'remote'} file is cut or broken ({error}); get it again"
+                raise JobError(where=where, reason=reason) from None
             if not data:
                 break
             end = data.rfind(b"\n") + 1

@@ -6,7 +6,7 @@ import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ from embershard.worker.data.files import (
     BLOCK_BYTES,
     LOOK_BYTES,
     Block,
+    File,
     check_readable,
     count_lines,
     is_delimiter,
@@ -30,6 +31,7 @@ from embershard.worker.data.files import (
     read_range,
     reading,
 )
+from embershard.worker.data.preprocess import BadValue
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
@@ -44,7 +46,7 @@ class Layout:
     """How a delimited file is read: its columns in order, and what their text means.
 
     Kinds: label (0 or 1, or a key of `label_values`), id (integer >= 0), text (any), number (finite or missing), skip.
-    A field in quotes may hold delimiters and doubled quotes, but no line end.
+    A field in quotes may hold delimiters and doubled quotes, but no line end. ASCII has to be a part of `encoding`.
     """
 
     columns: Mapping[str, Kind]
@@ -52,6 +54,8 @@ class Layout:
     missing: tuple[str, ...] = ("",)  # texts that stand for a missing number
     label_values: Mapping[str, float] = field(default_factory=dict)
     num_ids: int | None = None  # ids must be below it, where it is known in advance
+    encoding: str = "utf-8"
+    decimal: str = "."  # between a number's whole part and its fraction
 
     def __post_init__(self) -> None:
         if not is_delimiter(self.delimiter):
@@ -65,13 +69,13 @@ class Layout:
         return tuple(name for name, kind in self.columns.items() if kind in kinds)
 
 
-def read_header(path: Path, delimiter: str) -> tuple[str, ...]:
+def read_header(path: File, delimiter: str, encoding: str = "utf-8") -> tuple[str, ...]:
     """Column names of a file's first line. JobError where it is no text, or a name is empty or occurs twice."""
     first = next(read_blocks(path, block_bytes=64 << 10)).text.split(b"\n", 1)[0]
     try:
-        line = first.decode("utf-8-sig").rstrip("\r")
+        line = first.decode("utf-8-sig" if encoding == "utf-8" else encoding).rstrip("\r")
     except UnicodeDecodeError as error:
-        raise JobError(where=f"{path}:1", reason=f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise JobError(where=f"{path}:1", reason=_not_text(error)) from None
     names = _fields(line, delimiter)
     for name in names:
         if not name or names.count(name) > 1:
@@ -81,7 +85,7 @@ def read_header(path: Path, delimiter: str) -> tuple[str, ...]:
 
 
 def read_tables(
-    path: Path, layout: Layout, *, skip_lines: int = 0, block_bytes: int = BLOCK_BYTES
+    path: File, layout: Layout, *, skip_lines: int = 0, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[pa.Table]:
     """Tables of a file's lines (labels float32, ids int64, texts string, numbers float32), block by block."""
     rows = 0
@@ -96,8 +100,26 @@ def read_tables(
         raise JobError(where=str(path), reason="no line of data in the file")
 
 
-def parse(path: Path, block: Block, layout: Layout) -> pa.Table:
+def _not_text(error: UnicodeDecodeError) -> str:
+    name = "UTF-8" if error.encoding == "utf-8" else error.encoding
+    hint = "; if it is of a Windows program, give encoding: cp1252" if name == "UTF-8" else ""
+    return f"not {name} text ({error.reason} at byte {error.start}){hint}"
+
+
+def recoded(path: File, block: Block, encoding: str) -> Block:
+    """A block as UTF-8. JobError names the line that is not of this encoding."""
+    if encoding == "utf-8":
+        return block
+    try:
+        return Block(block.first_line, block.text.decode(encoding).encode())
+    except UnicodeDecodeError as error:
+        line = block.first_line + block.text.count(b"\n", 0, error.start)
+        raise JobError(where=f"{path}:{line}", reason=_not_text(error)) from None
+
+
+def parse(path: File, block: Block, layout: Layout) -> pa.Table:
     """The columns of a block of lines, those of kind skip left out. JobError names the first bad line."""
+    block = recoded(path, block, layout.encoding)
     kept = [name for name, kind in layout.columns.items() if kind != "skip"]
     types = {name: TYPES[layout.columns[name]] for name in kept}
     if layout.label_values:
@@ -110,7 +132,11 @@ def parse(path: Path, block: Block, layout: Layout) -> pa.Table:
             ),
             parse_options=pa_csv.ParseOptions(delimiter=layout.delimiter),
             convert_options=pa_csv.ConvertOptions(
-                include_columns=kept, column_types=types, null_values=list(layout.missing), strings_can_be_null=False
+                include_columns=kept,
+                column_types=types,
+                null_values=list(layout.missing),
+                strings_can_be_null=False,
+                decimal_point=layout.decimal,
             ),
         )
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
@@ -166,13 +192,19 @@ def _row_per_line(rows: int, text: bytes, delimiter: str) -> bool:
     return rows == sum(map(bool, text.splitlines()))  # Arrow, too, ends a line at CR and skips empty ones
 
 
-def _bad_line(path: Path, block: Block, layout: Layout, reason: str) -> JobError:
+def line_of(block: Block, row: int) -> int:
+    """The number of the line that a row of a parsed block is of: Arrow skips empty lines."""
+    lines = (number for number, line in enumerate(block.text.split(b"\n"), block.first_line) if line.strip(b"\r"))
+    return next(islice(lines, row, None), block.first_line)
+
+
+def _bad_line(path: File, block: Block, layout: Layout, reason: str) -> JobError:
     """The first line that breaks the layout, found line by line: slow, but it runs once."""
     for number, raw in enumerate(block.text.split(b"\n"), block.first_line):
         try:
             line = raw.decode("utf-8").rstrip("\r")
         except UnicodeDecodeError as error:
-            return JobError(where=f"{path}:{number}", reason=f"not UTF-8 text ({error.reason} at byte {error.start})")
+            return JobError(where=f"{path}:{number}", reason=_not_text(error))
         if line:
             opens = _opens_quote(line, layout.delimiter)
             problem = _OPEN_QUOTE if opens else _problem(_fields(line, layout.delimiter), layout)
@@ -213,14 +245,16 @@ def _problem(fields: list[str], layout: Layout) -> str | None:
                 return f"column {name!r}: {text[:40]!r} is not an integer id >= 0"
             if layout.num_ids is not None and int(text) >= layout.num_ids:
                 return f"column {name!r}: id {text} is not below num_ids = {layout.num_ids}"
-        elif kind == "number" and text not in layout.missing and not _is_number(text):
-            return f"column {name!r}: {text[:40]!r} is not a finite number"
+        elif kind == "number" and text not in layout.missing and not _is_number(text, decimal=layout.decimal):
+            comma = layout.decimal == "." and _is_number(text, decimal=",")
+            hint = "; if it has a decimal comma, give decimal: ','" if comma else ""
+            return f"column {name!r}: {text[:40]!r} is not a finite number{hint}"
     return None
 
 
-def _is_number(text: str, among: tuple[float, ...] = ()) -> bool:
+def _is_number(text: str, among: tuple[float, ...] = (), decimal: str = ".") -> bool:
     try:
-        value = float(text)
+        value = float(text if decimal == "." else text.replace(decimal, "."))
     except ValueError:
         return False
     return bool(np.isfinite(value)) and (not among or value in among)
@@ -228,17 +262,22 @@ def _is_number(text: str, among: tuple[float, ...] = ()) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Files of one layout; `to_rows` makes samples of a parsed table.
+    """Files of one layout; `parser` makes a table of their lines, and `to_rows` samples of a table.
 
-    Plain files are cut into ranges of bytes, read in any order. A gzipped file can only be read from its start, so
-    each worker reads all of it, parses the blocks of its share and leaves the mixing to the shuffle buffer.
+    BadValue of `to_rows` becomes a JobError with the line.
+
+    Plain local files are cut into ranges of bytes, read in any order. Compressed ones, and those at a URL, are read
+    from their start, so each worker reads all of it, parses the blocks of its share and leaves the mixing to the
+    shuffle buffer.
     """
 
-    paths: Sequence[Path]
+    paths: Sequence[File]
     layout: Layout
     to_rows: Callable[[pa.Table, Layout], Samples]
     has_header: bool = False
     block_bytes: int = BLOCK_BYTES
+    parser: Callable[[File, Block, Layout], pa.Table] = parse
+    rows: int | None = None  # samples, where they were counted before
 
     @property
     def where(self) -> str:
@@ -248,11 +287,20 @@ class TextSource:
     def check(self) -> None:
         """Parse the start of every file."""
         for path in self.paths:
-            next(read_tables(path, self.layout, skip_lines=int(self.has_header), block_bytes=LOOK_BYTES))
+            self.look(path)
+
+    def look(self, path: File) -> tuple[Block, pa.Table]:
+        """The first lines of a file, and the table that they are. JobError where it has none."""
+        for block in read_blocks(path, LOOK_BYTES):
+            if self.has_header and block.first_line == 1:
+                block = without_lines(block, 1)
+            if block.text.strip():
+                return block, self.parser(path, block, self.layout)
+        raise JobError(where=str(path), reason="no line of data in the file")
 
     def num_rows(self) -> int | None:
-        """None: the number of rows is not known before reading."""
-        return None
+        """The number of rows, which reading alone tells."""
+        return self.rows
 
     def load(self) -> Samples:
         """Read all samples of the files."""
@@ -262,15 +310,15 @@ class TextSource:
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """Iterate over this worker's blocks of samples."""
         gzipped = [path for path in self.paths if check_readable(path)]
-        ranges = self._ranges([path for path in self.paths if path not in gzipped], world_size)
+        ranges = self._ranges([Path(path) for path in self.paths if path not in gzipped], world_size)
         if shuffle is not None:
             ranges = [ranges[i] for i in shuffle.permutation(len(ranges))]
         for path, start, end in ranges[rank::world_size]:
             yield from self._parse_range(path, start, end)
         unpacked = ((path, block) for path in gzipped for block in read_blocks(path, self.block_bytes))
-        for number, (path, block) in enumerate(unpacked, len(ranges)):  # a small file is one block: count on over files
+        for number, (of, block) in enumerate(unpacked, len(ranges)):  # a small file is one block: count on over files
             if number % world_size == rank:
-                yield from self._parse(path, block)
+                yield from self._parse(of, block)
 
     def _ranges(self, paths: list[Path], world_size: int) -> list[tuple[Path, int, int]]:
         """(path, start, end) in bytes; about 32 or more for each worker, so that shares differ by little.
@@ -296,11 +344,14 @@ class TextSource:
         except JobError:  # its line number is wrong: count the lines before, which is slow, and parse again
             yield from self._parse(path, Block(1 + count_lines(path, begin), text))
 
-    def _parse(self, path: Path, block: Block) -> Iterator[Samples]:
+    def _parse(self, path: File, block: Block) -> Iterator[Samples]:
         if self.has_header and block.first_line == 1:
             block = without_lines(block, 1)
         if block.text.strip():
-            yield self.to_rows(parse(path, block, self.layout), self.layout)
+            try:
+                yield self.to_rows(self.parser(path, block, self.layout), self.layout)
+            except BadValue as error:
+                raise JobError(where=f"{path}:{line_of(block, error.row)}", reason=str(error)) from None
 
 
 @cache  # the same in each epoch, and in each part of one that is dealt out; a few numbers each

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
@@ -15,7 +16,16 @@ import torch
 
 from embershard.proto.errors import JobError, UserCodeFailed
 from embershard.proto.user_modules import find, user_code, where_defined
-from embershard.worker.data.batch import Batch, Dataset, Evaluation, RowsDataset, Samples, Schema
+from embershard.worker.data.batch import (
+    NUM_HASHED_IDS,
+    Batch,
+    Dataset,
+    Evaluation,
+    RowsDataset,
+    Samples,
+    Schema,
+)
+from embershard.worker.data.features import PADDING
 from embershard.worker.data.shuffle import check_share
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset, in_batches, shuffled
 
@@ -288,9 +298,9 @@ def _at_yield(source: object) -> str:
 def _batch(batch: object, schema: Schema, any_labels: bool, *, groups: bool) -> Batch:
     """A batch that is as its schema says. BadSamples where it is not."""
     whole = batch if isinstance(batch, Batch) else None
-    rows = _samples(batch if whole is None else (whole.ids, whole.dense, whole.labels), schema)
+    rows = _samples(batch if whole is None else (whole.ids, whole.dense, whole.labels, whole.weights), schema)
     labels = rows.labels
-    if len(rows) and not any_labels and not 0.0 <= labels.min() <= labels.max() <= 1.0:
+    if not any_labels and ((labels < 0) | (labels > 1)).any():  # a missing one, NaN, is neither
         wrong = labels[(labels < 0) | (labels > 1)][0]
         raise BadSamples(f"gave a label of {wrong:g}, which is not in 0..1; data.labels: any takes other ones")
     whose = whole.groups if whole is not None else None
@@ -298,14 +308,14 @@ def _batch(batch: object, schema: Schema, any_labels: bool, *, groups: bool) -> 
         shown = "none" if whose is None else f"{whose.dtype} of shape {tuple(whose.shape)}"
         raise BadSamples(f"gave groups that are not int64 of shape ({len(rows)},), but {shown}")
     made = rows.batch()
-    return made if whose is None else Batch(made.ids, made.dense, made.labels, whose)
+    return made if whose is None else replace(made, groups=whose)
 
 
 def _samples(block: object, schema: Schema) -> Samples:
     """Samples of what a reader gave. BadSamples where they are not as its schema says."""
     try:
-        given = (block.ids, block.dense, block.labels) if isinstance(block, Samples) else block
-        if not isinstance(given, tuple | list) or len(given) != 3:
+        given = (block.ids, block.dense, block.labels, block.weights) if isinstance(block, Samples) else block
+        if not isinstance(given, tuple | list) or len(given) not in (3, 4):
             raise ValueError(f"a {type(block).__name__} in place of (ids, dense, labels)")
         rows = Samples.of(*given)
     except (ValueError, TypeError) as error:  # numpy and torch may refuse what it is made of
@@ -317,24 +327,31 @@ def _samples(block: object, schema: Schema) -> Samples:
 
 def _mismatch(rows: Samples, schema: Schema) -> str:
     """How samples differ from their schema; empty where they do not."""
-    num_features, num_dense = rows.ids.shape[1], 0 if rows.dense is None else rows.dense.shape[1]
-    if num_features != len(schema.features):
-        return (
-            f"gave ids of {num_features} features; its schema has {len(schema.features)}: {', '.join(schema.features)}"
-        )
-    if num_dense != schema.num_dense:
-        return f"gave {num_dense} dense features; its schema has num_dense = {schema.num_dense}"
+    num_columns, num_dense = rows.ids.shape[1], 0 if rows.dense is None else rows.dense.shape[1]
+    num_labels = 1 if rows.labels.ndim == 1 else rows.labels.shape[1]
+    if num_columns != schema.num_id_columns:
+        known = f"{len(schema.features)}: {', '.join(schema.features)}"
+        if schema.fields:
+            return f"gave {num_columns} columns of ids; its schema has {schema.num_id_columns}, of features {known}"
+        return f"gave ids of {num_columns} features; its schema has {known}"
+    if num_dense != schema.num_dense_columns:
+        return f"gave {num_dense} dense features; its schema has num_dense = {schema.num_dense_columns}"
+    if num_labels != len(schema.labels):
+        return f"gave {num_labels} labels; its schema has {len(schema.labels)}: {', '.join(schema.labels)}"
     if not len(rows):
         return ""
-    least, most = rows.ids.min(), rows.ids.max()
-    if least < 0 or most >= schema.table_rows:
-        wrong = least if least < 0 else most
-        feature = schema.features[int(np.argwhere(rows.ids == wrong)[0][1])]
-        bound = f"num_ids = {schema.num_ids}" if schema.num_ids is not None else f"2**62 = {schema.table_rows}"
-        return f"gave id {wrong} of feature {feature}; ids are at least 0 and below {bound}"
-    for what, values in (("a label", rows.labels), ("a dense feature", rows.dense)):
-        if values is not None and not np.isfinite(values).all():
-            return f"gave {what} that is not finite: {values[~np.isfinite(values)][0]}"
+    lowest = PADDING if schema.fields else 0
+    columns = [(field.name, schema.id_limits[field.table]) for field in schema.fields for _ in range(field.width)]
+    for at, (feature, limit) in enumerate(columns or [(name, schema.num_ids) for name in schema.features]):
+        ids, bound = rows.ids[:, at], NUM_HASHED_IDS if limit is None else limit
+        if ids.min() < lowest or ids.max() >= bound:
+            wrong = ids.min() if ids.min() < lowest else ids.max()
+            below = f"num_ids = {limit}" if limit is not None else f"2**62 = {bound}"
+            return f"gave id {wrong} of feature {feature}; ids are at least {lowest} and below {below}"
+    for what, values in (("a label", rows.labels), ("a dense feature", rows.dense), ("a weight", rows.weights)):
+        missing = np.isnan(values) if what == "a label" and num_labels > 1 and values is not None else False
+        if values is not None and not (np.isfinite(values) | missing).all():
+            return f"gave {what} that is not finite: {values[~(np.isfinite(values) | missing)][0]}"
     return ""
 
 

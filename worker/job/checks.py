@@ -13,6 +13,7 @@ from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import OptimizerSection
+from embershard.worker.job.tabular import TabularSection
 from embershard.worker.job.yaml import Path as Location
 
 if TYPE_CHECKING:
@@ -308,6 +309,7 @@ def _model_and_data(job: Job) -> Problems:
         yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
     if name != "two_tower" and job.data.evaluation == "ranking":
         yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower"
+    yield from _features(job)
     problem = job.data.problem()
     if problem is not None:
         yield ("data", problem[0]), problem[1]
@@ -316,6 +318,25 @@ def _model_and_data(job: Job) -> Problems:
         yield ("embedding", "dim"), f"has no meaning for {name} ({other}); remove it"
     if getattr(job.model, "batch_norm", job.model.needs == "dense") and job.train.batch_size == 1:
         yield ("train", "batch_size"), "batch norm needs at least 2 samples"
+
+
+def _features(job: Job) -> Problems:
+    if not isinstance(job.data, TabularSection):
+        if job.features:
+            yield ("features",), f"has a meaning for data.reader tabular, and not for {job.data.reader}"
+        return
+    if not job.data.features:
+        return
+    from embershard.worker.data.preprocess import BadFeature
+
+    try:
+        job.data.preprocessor()
+    except BadFeature as error:
+        yield ("features", error.name), error.reason
+    for name, feature in job.data.features.items():
+        if feature.type == "sequence" and not job.model.reads_sequences:
+            reason = f"{job.model.name} reads no sequences: use type list, whose rows are pooled"
+            yield ("features", name, "type"), reason
 
 
 def _length(job: Job) -> Problems:

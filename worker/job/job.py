@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from embershard.proto import spec
 from embershard.worker.job.compression import AnyCompression
 from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData
 from embershard.worker.job.sections import AnyModel, Code, Count, Section, TwoTowerSection, UserModelSection
+from embershard.worker.job.tabular import FeatureSection, TabularSection
 from embershard.worker.job.training import (
     DEFAULT_INITIALIZER,
     CheckpointSection,
@@ -43,6 +45,7 @@ class Job(Section):
     strategy: StrategyName = "ps"
     model: AnyModel
     data: AnyData
+    features: Mapping[str, FeatureSection] = {}  # of data.reader tabular
     embedding: EmbeddingSection
     dense: DenseSection = DenseSection()
     train: TrainSection
@@ -60,6 +63,13 @@ class Job(Section):
     shards: Count = 2
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
     output: Path | None = None
+
+    @model_validator(mode="after")
+    def _give_features(self) -> Self:
+        """Let the data have the features, since whoever reads it needs them."""
+        if self.features and isinstance(self.data, TabularSection):
+            object.__setattr__(self, "data", self.data.model_copy(update={"features": self.features}))
+        return self
 
     @property
     def has_shards(self) -> bool:

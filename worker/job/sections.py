@@ -81,6 +81,8 @@ class ModelSection(Section):
     name: str
     needs: ClassVar[Literal["features", "pairs", "dense"]] = "features"
     """What its data must have; pairs: one user and one item per sample, dense: at least one dense feature."""
+    reads_sequences: ClassVar[bool] = False
+    """Whether it takes features that are sequences."""
 
     @property
     def takes_dim(self) -> bool:
@@ -93,8 +95,8 @@ class ModelSection(Section):
 
         model: Callable[..., Recommender] = MODELS[self.name]
         shape = {
-            "num_ids": schema.table_rows,
-            "num_fields": len(schema.features),
+            "num_ids": schema if schema.fields else schema.table_rows,
+            "num_fields": schema.num_vectors,
             "dim": dim,
             "num_dense": schema.num_dense,
         }
@@ -184,6 +186,7 @@ class UserModelSection(CodeSection):
 
     needs: ClassVar[Literal["features"]] = "features"
     takes_dim: ClassVar[bool] = True
+    reads_sequences: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.models.layers import Device, Tower, table
+from embershard.worker.models.layers import Device, IdSpace, Tower, embed, embed_features
 from embershard.worker.models.recommender import Recommender, concat_dense
 
 
@@ -32,7 +32,7 @@ class DCNV2(Recommender):
 
     def __init__(
         self,
-        num_ids: int,
+        num_ids: IdSpace,
         num_fields: int,
         dim: int,
         num_dense: int = 0,
@@ -47,14 +47,14 @@ class DCNV2(Recommender):
         super().__init__()
         width = num_fields * dim + num_dense
         self.structure = structure
-        self.embedding = table(num_ids, dim, device)
+        self.embedding = embed_features(num_ids, dim, device)
         self.cross = CrossLayers(width, cross_layers)
         self.deep = Tower(width, hidden, batch_norm=batch_norm, dropout=dropout)
         self.output = nn.Linear(self.deep.out_dim + (width if structure == "parallel" else 0), 1)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, F) and dense (B, D)."""
-        x0 = concat_dense(self.embedding(ids), dense)
+        x0 = concat_dense(*embed(self.embedding, ids, dense))
         crossed = self.cross(x0)
         if self.structure == "stacked":
             last = self.deep(crossed)

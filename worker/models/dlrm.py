@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.models.layers import Device, Tower, table
+from embershard.worker.models.layers import Device, IdSpace, Tower, embed, embed_features
 from embershard.worker.models.recommender import Recommender
 
 
@@ -21,7 +21,7 @@ class DLRM(Recommender):
 
     def __init__(
         self,
-        num_ids: int,
+        num_ids: IdSpace,
         num_fields: int,
         dim: int,
         num_dense: int = 0,
@@ -34,7 +34,7 @@ class DLRM(Recommender):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.embedding = table(num_ids, dim, device)
+        self.embedding = embed_features(num_ids, dim, device)
         self.interaction = interaction
         vectors = num_fields + (num_dense > 0)
         self.bottom = Tower(num_dense, (*bottom, dim), batch_norm=batch_norm) if num_dense else None
@@ -48,11 +48,11 @@ class DLRM(Recommender):
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, F) and dense (B, D)."""
-        vectors = self.embedding(ids)
+        vectors, numbers = embed(self.embedding, ids, dense)
         if self.bottom is None:
             head = vectors[:, 0, :0]  # no dense features: nothing stands before the interactions
         else:
-            head = self.bottom(dense)
+            head = self.bottom(numbers)
             vectors = torch.cat([head.unsqueeze(1), vectors], 1)
         interactions = vectors.flatten(1) if self.interaction == "cat" else torch.cat([head, self._dots(vectors)], 1)
         logits: Tensor = self.output(self.top(interactions))

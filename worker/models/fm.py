@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor
 
-from embershard.worker.models.layers import Device, FirstOrder, pairwise_interactions, table
+from embershard.worker.models.layers import Device, FirstOrder, IdSpace, embed, embed_features, pairwise_interactions
 from embershard.worker.models.recommender import Recommender, concat_dense
 from embershard.worker.models.wide_deep import WideDeep
 
@@ -15,34 +12,30 @@ from embershard.worker.models.wide_deep import WideDeep
 class LR(Recommender):
     """bias + sum of one weight per id + dense @ weights."""
 
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"linear": "features"}
-
-    def __init__(self, num_ids: int, num_dense: int = 0, *, device: Device = None) -> None:
+    def __init__(self, num_ids: IdSpace, num_dense: int = 0, *, device: Device = None) -> None:
         super().__init__()
-        self.linear = table(num_ids, 1, device)
+        self.linear = embed_features(num_ids, 1, device, own_dims=False)
         self.first_order = FirstOrder(num_dense)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, F) and dense (B, D)."""
-        logits: Tensor = self.first_order(self.linear(ids), dense)
+        logits: Tensor = self.first_order(*embed(self.linear, ids, dense))
         return logits
 
 
 class FM(Recommender):
     """First order plus the dot products of all pairs of fields; dense features enter in first order only."""
 
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features", "linear": "features"}
-
-    def __init__(self, num_ids: int, dim: int, num_dense: int = 0, *, device: Device = None) -> None:
+    def __init__(self, num_ids: IdSpace, dim: int, num_dense: int = 0, *, device: Device = None) -> None:
         super().__init__()
-        self.embedding = table(num_ids, dim, device)
-        self.linear = table(num_ids, 1, device)
+        self.embedding = embed_features(num_ids, dim, device)
+        self.linear = embed_features(num_ids, 1, device, own_dims=False)
         self.first_order = FirstOrder(num_dense)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, F) and dense (B, D)."""
-        first: Tensor = self.first_order(self.linear(ids), dense)
-        return first + pairwise_interactions(self.embedding(ids))
+        first: Tensor = self.first_order(*embed(self.linear, ids, dense))
+        return first + pairwise_interactions(embed(self.embedding, ids, dense)[0])
 
 
 class DeepFM(WideDeep):
@@ -50,7 +43,7 @@ class DeepFM(WideDeep):
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, F) and dense (B, D)."""
-        rows = self.embedding(ids)
-        first: Tensor = self.first_order(self.linear(ids), dense)
-        deep: Tensor = self.output(self.deep(concat_dense(rows, dense)))
+        rows, numbers = embed(self.embedding, ids, dense)
+        first: Tensor = self.first_order(*embed(self.linear, ids, dense))
+        deep: Tensor = self.output(self.deep(concat_dense(rows, numbers)))
         return first + pairwise_interactions(rows) + deep.squeeze(1)

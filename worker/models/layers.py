@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
+from embershard.worker.data.features import PADDING, Field
+
 Device = torch.device | str | None
+IdSpace = int | Schema  # the ids 0..n-1 of one table; or the data's schema, whose features may have several
 
 
 def table(num_ids: int, dim: int, device: Device) -> nn.Embedding:
@@ -61,3 +67,179 @@ class FirstOrder(nn.Module):
 def pairwise_interactions(rows: Tensor) -> Tensor:
     """Sum over all pairs of fields of their dot product, (B, F, dim) -> (B,), in O(F dim) (Rendle 2010, lemma 3.1)."""
     return 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
+
+
+class FeatureEmbedding(nn.Module):
+    """One vector for each feature of a schema with `fields`: its row, or its list's rows pooled.
+
+    Each table is one nn.Embedding, a submodule; features of one table are looked up together, and padded places not at
+    all, so that no row is pulled or changed for them. Rows of a table with another dim go through a linear map
+    (Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation Systems", 2021).
+    `own_dims=False` gives all tables `dim`, as the weights of a linear model need.
+    """
+
+    def __init__(self, schema: Schema, dim: int, device: Device = None, *, own_dims: bool = True) -> None:
+        super().__init__()
+        self.dim, self.num_dense = dim, schema.num_dense
+        self.fields = {field.name: field for field in schema.fields}
+        self.tables: dict[str, str] = {}
+        """Name of a table -> that of its submodule."""
+        for id_table in schema.tables:
+            own_dim = (id_table.dim or dim) if own_dims else dim
+            num_ids = NUM_HASHED_IDS if id_table.num_ids is None else id_table.num_ids
+            self.tables[id_table.name] = self._add(id_table.name, table(num_ids, own_dim, device))
+        self._maps = {
+            name: self._add(f"{name}_map", nn.Linear(rows, dim, bias=False))
+            for name, child in self.tables.items()
+            if (rows := int(str(self.get_submodule(child).embedding_dim))) != dim
+        }
+        self._columns = {name: [f for f in schema.fields if f.table == name] for name in self.tables}
+
+    def _add(self, name: str, module: nn.Module) -> str:
+        """Add a submodule under a name like this one, which no other attribute has."""
+        child = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
+        while hasattr(self, child):
+            child += "_"
+        self.add_module(child, module)
+        return child
+
+    def inputs(self, ids: Tensor) -> dict[str, Tensor]:
+        """Name of a table -> the ids (any shape) that `lookup` reads in it."""
+        return {name: _valid_ids(ids, fields)[0] for name, fields in self._columns.items()}
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Vectors (B, F, dim) of the features that are no sequences, in order; an empty list gives zeros."""
+        return self.lookup(ids).pooled(dense)
+
+    def sequence(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows (B, L, dim) of a sequence, zeros where it is shorter, and (B, L) bool: where it has an item."""
+        return self.lookup(ids).sequence(name)
+
+    def lookup(self, ids: Tensor) -> FeatureRows:
+        """The rows of all features of ids (B, C), each table read once."""
+        found = {}
+        for name, fields in self._columns.items():
+            wanted, mask = _valid_ids(ids, fields)
+            rows = self.get_submodule(self.tables[name])(wanted)
+            if name in self._maps:
+                rows = self.get_submodule(self._maps[name])(rows)
+            found[name] = _TableRows(fields, rows, None if mask is None else mask.to(rows.device))
+        return FeatureRows(self.fields, found, self.dim)
+
+
+def _valid_ids(ids: Tensor, fields: Sequence[Field]) -> tuple[Tensor, Tensor | None]:
+    """The ids of some features: (B, C) where each has one, else flat without padding, and the (B, C) mask of these."""
+    parts = [ids[:, field.start : field.start + field.width] for field in fields]
+    columns = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    if all(field.width == 1 and field.pooling == "none" for field in fields):
+        return columns, None
+    mask = columns != PADDING
+    return columns[mask], mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TableRows:
+    """Rows of one table, of features that stand side by side."""
+
+    fields: Sequence[Field]
+    rows: Tensor  # (B, C, dim), or (N, dim) of the places of `mask`
+    mask: Tensor | None  # (B, C) bool
+
+    def pooled(self, dense: Tensor | None) -> list[Tensor]:
+        """(B, dim) of each feature that is no sequence."""
+        if self.mask is None:
+            return list(self.rows.unbind(1))
+        fields = [field for field in self.fields if field.pooling != "sequence"]
+        if not fields:
+            return []
+        batch, device = len(self.mask), self.rows.device
+        of_column = [
+            fields.index(field) if field in fields else -1 for field in self.fields for _ in range(field.width)
+        ]
+        sample, column = self.mask.nonzero(as_tuple=True)
+        place = torch.tensor(of_column, device=device)[column]
+        rows = self.rows
+        if -1 in of_column:
+            keep = place >= 0
+            rows, sample, column, place = rows[keep], sample[keep], column[keep], place[keep]
+        bag = sample * len(fields) + place
+        weights = self._weights(dense, sample, column)
+        means = torch.tensor([field.pooling == "mean" for field in fields], device=device)[place]
+        if weights is not None or bool(means.any()):
+            weights = torch.ones(len(rows), device=device) if weights is None else weights
+            total = weights.new_zeros(batch * len(fields)).index_add(0, bag, weights)[bag]
+            share = torch.where(total == 0, 0.0, weights / torch.where(total == 0, 1.0, total))
+            rows = rows * torch.where(means, share, weights).unsqueeze(1)
+        sums = rows.new_zeros(batch * len(fields), rows.shape[1])
+        pooled = sums.index_add(0, bag, rows).view(batch, len(fields), -1).unbind(1)
+        if all(field.pooling != "max" for field in fields):
+            return list(pooled)
+        index = bag.unsqueeze(1).expand_as(rows)
+        largest = sums.scatter_reduce(0, index, rows, "amax", include_self=False).view(batch, len(fields), -1).unbind(1)
+        return [largest[i] if field.pooling == "max" else pooled[i] for i, field in enumerate(fields)]
+
+    def _weights(self, dense: Tensor | None, sample: Tensor, column: Tensor) -> Tensor | None:
+        """(N,) weights of the places, 1 of a feature without; None where no feature has some."""
+        if all(field.weights is None for field in self.fields):
+            return None
+        assert dense is not None
+        of_column = [-1 if f.weights is None else f.weights + i for f in self.fields for i in range(f.width)]
+        at = torch.tensor(of_column, device=dense.device)[column]
+        return torch.where(at < 0, 1.0, dense[sample, at.clamp(min=0)])
+
+    def sequence(self, field: Field) -> tuple[Tensor, Tensor]:
+        assert self.mask is not None
+        first = sum(f.width for f in self.fields[: self.fields.index(field)])
+        mask = self.mask[:, first : first + field.width]
+        if len(self.fields) == 1:
+            rows = self.rows
+        else:
+            column = self.mask.nonzero(as_tuple=True)[1]
+            rows = self.rows[(column >= first) & (column < first + field.width)]
+        at = mask.reshape(-1).nonzero().squeeze(1)
+        padded = rows.new_zeros(mask.numel(), rows.shape[1]).index_copy(0, at, rows)
+        return padded.view(*mask.shape, -1), mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureRows:
+    """The rows of a batch's features, before they are pooled."""
+
+    _fields: Mapping[str, Field]
+    _tables: Mapping[str, _TableRows]
+    _dim: int
+
+    def pooled(self, dense: Tensor | None = None) -> Tensor:
+        """Vectors (B, F, dim) of the features that are no sequences; dense (B, D) has the weights of lists."""
+        if len(self._tables) == 1 and (only := next(iter(self._tables.values()))).mask is None:
+            return only.rows
+        vectors: dict[str, Tensor] = {}
+        for table_rows in self._tables.values():
+            fields = [field.name for field in table_rows.fields if field.pooling != "sequence"]
+            vectors |= dict(zip(fields, table_rows.pooled(dense), strict=True))
+        return torch.stack([vectors[name] for name, field in self._fields.items() if field.pooling != "sequence"], 1)
+
+    def sequence(self, name: str) -> tuple[Tensor, Tensor]:
+        """Rows (B, L, dim) of a sequence, zeros where it is shorter, and (B, L) bool: where it has an item."""
+        field = self._fields[name]
+        return self._tables[field.table].sequence(field)
+
+
+def embed_features(
+    space: IdSpace, dim: int, device: Device, *, own_dims: bool = True
+) -> nn.Embedding | FeatureEmbedding:
+    """The embedding of all features: one table of that many ids, or the tables that a schema's features name."""
+    if isinstance(space, Schema):
+        if space.fields:
+            return FeatureEmbedding(space, dim, device, own_dims=own_dims)
+        space = space.table_rows
+    return table(space, dim, device)
+
+
+def embed(embedding: nn.Module, ids: Tensor, dense: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Vectors (B, F, dim) of the features, and the numeric ones (B, D) without the weights of lists."""
+    if not isinstance(embedding, FeatureEmbedding):
+        rows: Tensor = embedding(ids)
+        return rows, dense
+    numbers = None if dense is None or not embedding.num_dense else dense[:, : embedding.num_dense]
+    return embedding(ids, dense), numbers

@@ -6,13 +6,10 @@ ids (B, 2) hold the user and the item. `factors` are the paper's predictive fact
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.models.layers import Device, Tower, table
+from embershard.worker.models.layers import Device, IdSpace, Tower, embed, embed_features
 from embershard.worker.models.recommender import Recommender
 
 
@@ -33,16 +30,16 @@ class GMF(Recommender):
     them the gradients of that factor's rows: a run in a few then ended with a factor less (docs/measurements.md).
     """
 
-    def __init__(self, num_ids: int, factors: int = 8, *, device: Device = None) -> None:
+    def __init__(self, num_ids: IdSpace, factors: int = 8, *, device: Device = None) -> None:
         super().__init__()
-        self.embedding = table(num_ids, factors, device)
+        self.embedding = embed_features(num_ids, factors, device, own_dims=False)
         self.output = nn.Linear(factors, 1)
         nn.init.ones_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, 2)."""
-        user, item = self.embedding(ids).unbind(1)
+        user, item = embed(self.embedding, ids, dense)[0].unbind(1)
         logits: Tensor = self.output(user * item)
         return logits.squeeze(1)
 
@@ -50,33 +47,31 @@ class GMF(Recommender):
 class MLP(Recommender):
     """A tower of ReLU layers, each half as wide as the one below, over user and item side by side (equation 10)."""
 
-    def __init__(self, num_ids: int, factors: int = 8, *, device: Device = None) -> None:
+    def __init__(self, num_ids: IdSpace, factors: int = 8, *, device: Device = None) -> None:
         super().__init__()
-        self.embedding = table(num_ids, 4 * factors, device)
+        self.embedding = embed_features(num_ids, 4 * factors, device, own_dims=False)
         self.tower = _tower(factors)
         self.output = nn.Linear(factors, 1)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, 2)."""
-        logits: Tensor = self.output(self.tower(self.embedding(ids).flatten(1)))
+        logits: Tensor = self.output(self.tower(embed(self.embedding, ids, dense)[0].flatten(1)))
         return logits.squeeze(1)
 
 
 class NeuMF(Recommender):
     """GMF and MLP with embeddings of their own, joined before the last layer (equation 12)."""
 
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"gmf": "features", "mlp": "features"}
-
-    def __init__(self, num_ids: int, factors: int = 8, *, device: Device = None) -> None:
+    def __init__(self, num_ids: IdSpace, factors: int = 8, *, device: Device = None) -> None:
         super().__init__()
-        self.gmf = table(num_ids, factors, device)
-        self.mlp = table(num_ids, 4 * factors, device)
+        self.gmf = embed_features(num_ids, factors, device, own_dims=False)
+        self.mlp = embed_features(num_ids, 4 * factors, device, own_dims=False)
         self.tower = _tower(factors)
         self.output = nn.Linear(2 * factors, 1)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, 2)."""
-        user, item = self.gmf(ids).unbind(1)
-        hidden = self.tower(self.mlp(ids).flatten(1))
+        user, item = embed(self.gmf, ids, dense)[0].unbind(1)
+        hidden = self.tower(embed(self.mlp, ids, dense)[0].flatten(1))
         logits: Tensor = self.output(torch.cat([user * item, hidden], 1))
         return logits.squeeze(1)

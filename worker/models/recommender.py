@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from embershard.worker.models.layers import FeatureEmbedding
+
 
 class Recommender(nn.Module):
-    """A model over F features whose ids are unique across features, so that one table can serve all of them.
+    """A model over the features of a batch, whose embeddings are its direct submodules, made by `embed_features`.
 
-    `embedding_id_spaces` maps each embedding module's name to what its ids stand for. Modules of one id space that read
-    the same id tensor are looked up once.
+    `embedding_id_spaces` maps each table's name to what its ids stand for. Tables of one id space that read the same
+    id tensor are looked up once.
     """
 
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features"}
+    @property
+    def embedding_id_spaces(self) -> Mapping[str, str]:
+        """Name of each table -> its id space."""
+        spaces: dict[str, str] = {}
+        for name, module in self.named_children():
+            if isinstance(module, FeatureEmbedding):
+                spaces |= {f"{name}.{child}": f"features/{table}" for table, child in module.tables.items()}
+            elif isinstance(module, nn.Embedding):
+                spaces[name] = "features"
+        return spaces
 
     def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None) -> dict[str, Tensor]:
-        """Embedding module name -> the ids that `forward` of the same arguments will read."""
-        return dict.fromkeys(self.embedding_id_spaces, ids)
+        """Name of each table -> the ids that `forward` of the same arguments will read."""
+        inputs: dict[str, Tensor] = {}
+        read: dict[str, Tensor] = {}  # by table: of the same tensor for all embeddings, so that one route serves them
+        for name, module in self.named_children():
+            if isinstance(module, FeatureEmbedding):
+                read = read or module.inputs(ids)
+                inputs |= {f"{name}.{child}": read[table] for table, child in module.tables.items()}
+            elif isinstance(module, nn.Embedding):
+                inputs[name] = ids
+        return inputs
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
-        """Logits (B,) float32 of ids (B, F) int64 and dense (B, D) float32."""
+        """Logits (B,) float32 of ids (B, C) int64 and dense (B, D) float32."""
         raise NotImplementedError
 
 

@@ -39,7 +39,8 @@ def build_model(name: str, args: Mapping[str, object], schema: Schema, dim: int)
     """Call `module:class` with `args` and with what its signature names of the data; the model that it gives.
 
     num_ids: size of the id space (2**62 for hashed ids), num_fields: ids of a sample, num_dense: dense features of a
-    sample, features: names of the fields, dim: of the job's embeddings. A table of more than 1 GiB, such as one of
+    sample, features: names of the fields, dim: of the job's embeddings, schema: all of it, for es.FeatureEmbedding,
+    where features have tables of their own and there is no num_ids. A table of more than 1 GiB, such as one of
     hashed ids, gets no memory here: it is on the meta device, and its first values are those of the job.
 
     BadModule where it is not there; UserCodeFailed, with file and line, where it raises or gives no nn.Module, or one
@@ -47,8 +48,9 @@ def build_model(name: str, args: Mapping[str, object], schema: Schema, dim: int)
     """
     what, make = f"model {name}", find(name)
     shape = {
-        "num_ids": schema.table_rows,
-        "num_fields": len(schema.features),
+        "schema": schema,
+        **({} if schema.fields else {"num_ids": schema.table_rows}),  # with fields the ids of tables count from 0 each
+        "num_fields": schema.num_vectors,
         "num_dense": schema.num_dense,
         "features": schema.features,
         "dim": dim,

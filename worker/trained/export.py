@@ -27,6 +27,7 @@ from torch import nn
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.worker.job.job import Job
+from embershard.worker.job.tabular import TabularSection
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.trained.reading import is_hashed, pull_all, remote_tables
 
@@ -89,6 +90,8 @@ def export_weights(
         else:
             remove_file(out / file)  # of an earlier export, whose rows these are not
     told = {"job": job.model_dump(mode="json"), "tables": {name: asdict(fact) for name, fact in facts.items()}}
+    if isinstance(job.data, TabularSection):
+        told["preprocessing"] = job.data.preprocessor().to_dict()
     write_bytes(out / FACTS, json.dumps(told, indent=1).encode())
     return facts
 

@@ -94,11 +94,11 @@ class Evaluator:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch whose dense features and labels are on a device; ids stay on the host, where they are routed."""
+    """A batch whose floats are on a device; ids stay on the host, where they are routed."""
     if device.type == "cpu":
         return batch
-    dense = None if batch.dense is None else tensor_to_device(batch.dense, device)
-    return dataclasses.replace(batch, dense=dense, labels=tensor_to_device(batch.labels, device))
+    dense, weights = (None if part is None else tensor_to_device(part, device) for part in (batch.dense, batch.weights))
+    return dataclasses.replace(batch, dense=dense, labels=tensor_to_device(batch.labels, device), weights=weights)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ goes through all epochs in order, so that it starts once per training. It is ahe
 Linux) and one batch. Where epochs are dealt out in splits it is told each of them. Where nobody reads the pipe any more
 it ends, so it cannot outlive this process.
 
-A batch is a head of five little-endian int64 and the bytes of its tensors. torch's DataLoader opens a shared memory
+A batch is a head of seven little-endian int64 and the bytes of its tensors. torch's DataLoader opens a shared memory
 file per tensor instead; bench/loader.py compares what both cost the training process.
 """
 
@@ -41,7 +41,8 @@ _PIPE_BYTES = 1 << 20  # what Linux gives to everyone; the default holds a quart
 _F_SETPIPE_SZ = 1031
 _EXIT_TIMEOUT = timedelta(seconds=10)
 
-_HEAD = struct.Struct("<5q")  # kind, samples, features, dense features or -1, whether there are groups
+# kind, samples, columns of ids, dense features or -1, columns of labels or -1, whether there are groups, and weights
+_HEAD = struct.Struct("<7q")
 # kinds; an error's second number is the length of its JSON, and a word that batches are left out has none
 _BATCH, _END, _ERROR, _SKIPS = range(4)
 
@@ -121,7 +122,9 @@ class LoaderProcess:
             self._share, self._epoch = self._share.model_copy(update={"epoch": epoch, "skip": 0}), epoch
             self.__enter__()
         while True:
-            kind, samples, features, dense, groups = _HEAD.unpack(self._read(np.empty(_HEAD.size, np.uint8)))
+            kind, samples, columns, dense, labels, groups, weights = _HEAD.unpack(
+                self._read(np.empty(_HEAD.size, np.uint8))
+            )
             if kind == _END:
                 self._epoch = epoch + 1
                 return
@@ -130,10 +133,11 @@ class LoaderProcess:
             if kind == _ERROR:
                 raise from_wire(bytes(self._read(np.empty(samples, np.uint8))), "")
             yield Batch(
-                ids=self._tensor((samples, features), torch.int64),
+                ids=self._tensor((samples, columns), torch.int64),
                 dense=self._tensor((samples, dense), torch.float32) if dense >= 0 else None,
-                labels=self._tensor((samples,), torch.float32),
+                labels=self._tensor((samples,) if labels < 0 else (samples, labels), torch.float32),
                 groups=self._tensor((samples,), torch.int64) if groups else None,
+                weights=self._tensor((samples,), torch.float32) if weights else None,
             )
 
     def _ask(self, epoch: int, split: int) -> None:
@@ -202,11 +206,11 @@ def send_batches(share: DataShare, asked: Iterable[str], pipe: IO[bytes]) -> Non
                 _leave_out(batches, share.skip, pipe)
             for batch in batches:
                 _send(batch, pipe)
-            pipe.write(_HEAD.pack(_END, 0, 0, 0, 0))
+            pipe.write(_HEAD.pack(_END, *[0] * 6))
             pipe.flush()
     except EmbershardError as error:
         detail = to_wire(error)[1]
-        pipe.write(_HEAD.pack(_ERROR, len(detail), 0, 0, 0) + detail)
+        pipe.write(_HEAD.pack(_ERROR, len(detail), *[0] * 5) + detail)
         pipe.flush()
 
 
@@ -216,7 +220,7 @@ def _leave_out(batches: Iterator[Batch], number: int, pipe: IO[bytes]) -> None:
     for _ in islice(batches, number):
         if time.monotonic() - said >= _NEWS.total_seconds():
             said = time.monotonic()
-            pipe.write(_HEAD.pack(_SKIPS, 0, 0, 0, 0))
+            pipe.write(_HEAD.pack(_SKIPS, *[0] * 6))
             pipe.flush()
 
 
@@ -231,8 +235,10 @@ def _parts(share: DataShare, asked: Iterable[str]) -> Iterator[tuple[int, int, i
 
 def _send(batch: Batch, pipe: IO[bytes]) -> None:
     dense = -1 if batch.dense is None else batch.dense.shape[1]
-    pipe.write(_HEAD.pack(_BATCH, *batch.ids.shape, dense, batch.groups is not None))
-    for tensor in (batch.ids, batch.dense, batch.labels, batch.groups):
+    labels = -1 if batch.labels.dim() == 1 else batch.labels.shape[1]
+    has_groups, has_weights = batch.groups is not None, batch.weights is not None
+    pipe.write(_HEAD.pack(_BATCH, *batch.ids.shape, dense, labels, has_groups, has_weights))
+    for tensor in (batch.ids, batch.dense, batch.labels, batch.groups, batch.weights):
         if tensor is not None:
             pipe.write(tensor.contiguous().numpy().reshape(-1).view(np.uint8).data)
     pipe.flush()

@@ -15,6 +15,7 @@ from embershard.cli.shards import NamedShards
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.source import Source, check_one_source, open_source
 from embershard.proto.errors import JobError
+from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
 from embershard.worker.reporting.log import finite
 from embershard.worker.trained.evaluation import TrainedEvaluator, open_file
@@ -62,10 +63,11 @@ def evaluate(
     torch.set_num_threads(threads)
     split = None if on is None else str(on)
     with ended_by_signals(), contextlib.ExitStack() as stack:
+        found = open_source(source, ps, stack, latest=latest, imports=imports or ())
+        settings = with_preprocessing(settings, job.parent, found.checkpoint)
         dataset = (
             settings.data.open(job.parent, settings.train.seed) if on is None else open_file(settings, job.parent, on)
         )
-        found = open_source(source, ps, stack, latest=latest, imports=imports or ())
         if every is not None and not found.is_running:
             raise typer.BadParameter("--every is for running shards: a checkpoint does not change")
         evaluator = TrainedEvaluator(settings, dataset, found.session, found.checkpoint)

@@ -14,6 +14,7 @@ import typer
 from embershard.cli.shards import NamedShards
 from embershard.cli.source import check_one_source, open_source
 from embershard.proto.errors import JobError
+from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
@@ -64,13 +65,14 @@ def export(
     if onnx:
         check_onnx()
     settings = load_job(job, overrides or (), data)
-    dataset = settings.data.open(job.parent, settings.train.seed)
-    if int8 and not dataset.splits:
-        raise JobError(
-            where=str(job), reason="--int8 compares by an evaluation, and the job's data has no split for it"
-        )
     with contextlib.ExitStack() as stack:
         found = open_source(given, ps, stack, latest=latest, imports=imports or ())
+        settings = with_preprocessing(settings, job.parent, found.checkpoint)
+        dataset = settings.data.open(job.parent, settings.train.seed)
+        if int8 and not dataset.splits:
+            raise JobError(
+                where=str(job), reason="--int8 compares by an evaluation, and the job's data has no split for it"
+            )
         if found.checkpoint is not None:
             typer.echo(f"from {found.checkpoint.url}, of step {found.checkpoint.manifest.step}")
         strategy = trained(settings, dataset.schema, found.session, found.checkpoint)

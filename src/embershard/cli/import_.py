@@ -9,6 +9,7 @@ import typer
 
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.proto.errors import JobError
+from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
 from embershard.worker.session.connect import connect
 from embershard.worker.trained.import_weights import import_state
@@ -30,6 +31,7 @@ def import_(
     if not settings.has_shards or settings.dense_mode != "ps":
         mode = settings.strategy if settings.strategy != "ps" else f"dense.mode {settings.dense_mode}"
         raise JobError(where=str(job), reason=f"{mode} keeps weights in the workers; import with --set strategy=ps")
+    settings = with_preprocessing(settings, job.parent)
     schema = settings.data.open(job.parent, settings.train.seed).schema
     with connect(find_shards(ps)) as session:
         for table, rows in import_state(state, settings, schema, session).items():

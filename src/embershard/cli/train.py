@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import shutil
 import sys
@@ -23,6 +24,7 @@ from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
+from embershard.worker.job.tabular import TabularSection
 from embershard.worker.reporting.log import make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
@@ -108,6 +110,7 @@ def train(
     try_job(settings, job, sets, data, imports or (), typer.echo)
     for line in compression_advice(settings):
         typer.echo(f"advice: {line}")
+    command += _preprocessing(settings, job.parent, folder, checkpoint)
     try:
         _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
     except (EmbershardError, OSError) as error:
@@ -117,6 +120,25 @@ def train(
                 f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True
             )
         raise
+
+
+def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | None) -> list[str]:
+    """Have the training data read once for what its features need; words that give it to the workers."""
+    if not isinstance(job.data, TabularSection) or job.data.fitted is not None:
+        return []
+    from embershard.worker.checkpoint.checkpoint import with_preprocessing
+
+    with ended_by_signals():
+        data = with_preprocessing(job, base, checkpoint).data
+    assert isinstance(data, TabularSection)
+    if data.fitted is None:
+        return []
+    path = folder / "preprocessing.json"
+    try:
+        path.write_text(json.dumps(data.preprocessor().to_dict()))
+    except OSError as error:
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+    return ["--set", f"data.fitted={json.dumps(str(path.absolute()))}"]
 
 
 def check_disk(folder: Path, cause: Exception) -> None:

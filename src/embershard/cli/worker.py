@@ -23,7 +23,7 @@ from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
 from embershard.worker.device import keep_freed_memory
 from embershard.worker.job.checks import check_opened
@@ -118,6 +118,7 @@ def worker(
         ps = None
     _check_mode(settings, ps, world_size)
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
+    settings = with_preprocessing(settings, job.parent, checkpoint)
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from stat import S_ISDIR
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +15,12 @@ import pyarrow.parquet as pq
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.files import reading
+from embershard.worker.data.files import File, expand, is_url, open_binary, reading
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
 
-_LOOK_ROWS = 1 << 10  # of each file, before anything is trained
+LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
 
 
@@ -59,9 +58,9 @@ def _sources(
 ) -> tuple[Layout, dict[str, ParquetSource]]:
     if not files.get("train"):
         raise JobError(where="files", reason="no train file is named")
-    paths = {split: _expand(given) for split, given in files.items()}
+    paths = {split: [p for path in given for p in expand(path, (".parquet",))] for split, given in files.items()}
     first = paths["train"][0]
-    layout = columns.layout(str(first), tuple(_open(first).schema_arrow.names), num_ids=num_ids)
+    layout = columns.layout(str(first), tuple(open_parquet(first).schema_arrow.names), num_ids=num_ids)
     return layout, {split: ParquetSource(paths=p, layout=layout, columns=columns) for split, p in paths.items()}
 
 
@@ -69,7 +68,7 @@ def _sources(
 class ParquetSource:
     """The Parquet files of one split."""
 
-    paths: Sequence[Path]
+    paths: Sequence[File]
     layout: Layout
     columns: Columns
 
@@ -89,7 +88,7 @@ class ParquetSource:
             group = next((number for of, number, _ in self._groups if of == path), None)
             if group is not None:
                 where = f"{path}: row group {group}"
-                for part in self._parts(path, group, _LOOK_ROWS):
+                for part in self._parts(path, group, LOOK_ROWS):
                     self._typed(where, part)
                     break
 
@@ -115,11 +114,11 @@ class ParquetSource:
                 yield from self._read(path, number)
 
     @cached_property
-    def _groups(self) -> list[tuple[Path, int, int]]:
+    def _groups(self) -> list[tuple[File, int, int]]:
         """(path, row group, rows) of every row group that has rows."""
         groups = []
         for path in self.paths:
-            file = _open(path)
+            file = open_parquet(path)
             self._check_columns(path, file.schema_arrow)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
             groups += [(path, i, size) for i, size in enumerate(sizes) if size]
@@ -131,19 +130,19 @@ class ParquetSource:
     def _names(self) -> list[str]:
         return [name for name, kind in self.layout.columns.items() if kind != "skip"]
 
-    def _check_columns(self, path: Path, schema: pa.Schema) -> None:
+    def _check_columns(self, path: File, schema: pa.Schema) -> None:
         for name in self._names:
             if name not in schema.names:
                 reason = f"no column {name!r}, which the first train file has (there are: {', '.join(schema.names)})"
                 raise JobError(where=str(path), reason=reason)
         self._typed(str(path), schema.empty_table().select(self._names))
 
-    def _read(self, path: Path, group: int) -> Iterator[Samples]:
+    def _read(self, path: File, group: int) -> Iterator[Samples]:
         for table in self._parts(path, group, READ_ROWS):
             yield self.columns.rows(self._typed(f"{path}: row group {group}", table), self.layout)
 
-    def _parts(self, path: Path, group: int, rows: int) -> Iterator[pa.Table]:
-        file = _open(path)
+    def _parts(self, path: File, group: int, rows: int) -> Iterator[pa.Table]:
+        file = open_parquet(path)
         try:
             with reading(path):
                 for part in file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False):
@@ -176,22 +175,10 @@ class ParquetSource:
         return checked
 
 
-def _expand(given: Sequence[Path]) -> list[Path]:
-    """Files, with the *.parquet files of each folder in its place."""
-    paths: list[Path] = []
-    for path in given:
-        with reading(path):  # glob would take a folder that cannot be read for an empty one
-            is_folder = S_ISDIR(path.stat().st_mode)
-            found = sorted(p for p in path.iterdir() if p.name.endswith(".parquet")) if is_folder else [path]
-        if not found:
-            raise JobError(where=str(path), reason="no *.parquet file in this folder")
-        paths += found
-    return paths
-
-
-def _open(path: Path) -> pq.ParquetFile:
+def open_parquet(path: File) -> pq.ParquetFile:
+    """A Parquet file, here or at a URL. JobError where it is none, or is not whole."""
     try:
         with reading(path):
-            return pq.ParquetFile(path)
+            return pq.ParquetFile(open_binary(path) if is_url(path) else path)
     except (pa.ArrowException, OSError) as error:
         raise JobError(where=str(path), reason=f"not a whole Parquet file ({error})") from None

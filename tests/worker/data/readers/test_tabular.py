@@ -1,0 +1,314 @@
+"""Tables of any columns: the samples of each format, splits and fits, and what is said of bad input."""
+
+import gzip
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+
+import embershard as es
+from embershard.proto.errors import JobError
+from embershard.worker.data.preprocess import Preprocessor
+from embershard.worker.job.load import JobFileError, load_job
+
+ROWS = 600
+REST = "embedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_size: 32}\n"
+OWN = "{class: own:Model}"  # which may read sequences
+FEATURES = """
+  user: {}
+  item: {dim: 4}
+  history: {type: sequence, table: item, max_length: 3, too_long: truncate, separator: "|"}
+  tags: {type: list, separator: "|", weight_separator: ":", max_length: 4}
+  age: {type: number, transform: [log, standardise]}
+  old: {type: number, column: age, bucketise: [30, 50]}
+  user_item: {type: cross, of: [user, item], buckets: 50}
+"""
+
+
+def job_of(folder, features, *, model="{name: fm}", **data):
+    """The job of a table with these features, as a job file gives it."""
+    data = {"train": "train.csv", **data}
+    text = f"model: {model}\ndata: {json.dumps({'reader': 'tabular', **data})}\nfeatures:{features}\n{REST}"
+    (folder / "job.yaml").write_text(text)
+    return load_job(folder / "job.yaml")
+
+
+def table(rows=ROWS):
+    draw = np.random.default_rng(0)
+    lists = [[f"i{i}" for i in draw.integers(0, 20, n)] for n in draw.integers(0, 6, rows)]
+    return pa.table(
+        {
+            "user": draw.integers(0, 40, rows),
+            "item": [f"i{i}" for i in draw.integers(0, 20, rows)],
+            "history": lists,
+            "tags": ["|".join(f"t{t}:0.5" for t in draw.integers(0, 5, n)) for n in draw.integers(0, 4, rows)],
+            "age": [None if a < 20 else float(a) for a in draw.integers(18, 80, rows)],
+            "time": pa.array(np.arange(rows)[::-1] * 1_000_000).cast(pa.timestamp("us")),
+            "label": draw.integers(0, 2, rows),
+            "weight": draw.random(rows).round(3),
+        }
+    )
+
+
+def write(folder, name):
+    rows = table()
+    if name.endswith(".parquet"):
+        pq.write_table(rows, folder / name, row_group_size=100)
+        return
+    texts = rows.set_column(2, "history", [["|".join(h) for h in rows["history"].to_pylist()]])
+    sink = pa.BufferOutputStream()
+    if ".jsonl" in name:
+        sink.write("".join(json.dumps(row, default=str) + "\n" for row in rows.to_pylist()).encode())
+    else:
+        pa_csv.write_csv(texts, sink, pa_csv.WriteOptions(delimiter="\t" if ".tsv" in name else ","))
+    data = sink.getvalue().to_pybytes()
+    packed = {".gz": gzip.compress, ".zst": lambda d: pa.compress(d, "zstd", asbytes=True)}
+    (folder / name).write_bytes(packed.get("." + name.rpartition(".")[2], bytes)(data))
+
+
+def rows_of(dataset, split="train"):
+    """Ids and dense features of a split as one array, in an order of their own."""
+    batches = list(dataset.evaluate(split, 0, 1, 256))
+    return np.unique(np.concatenate([np.concatenate([b.ids, b.dense], 1) for b in batches]), axis=0)
+
+
+def test_each_format_gives_the_same_samples(tmp_path):
+    found = []
+    for name in ("a.parquet", "a.csv", "a.tsv.gz", "a.jsonl", "a.jsonl.zst", "a.csv.zst"):
+        write(tmp_path, name)
+        job = job_of(tmp_path, FEATURES, model=OWN, train=name, valid=(tmp_path / name).as_uri(), weight="weight")
+        job.data.look(tmp_path)
+        dataset = job.data.fit(tmp_path, 0).open(tmp_path, 0)
+        found += [rows_of(dataset, split) for split in ("train", "valid")]
+        assert sum(len(b.weights) for b in dataset.train(0, 0, 1, 64)) == ROWS
+        assert dataset.num_samples("train") == ROWS
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+    # user, item, 3 of the history, 4 tags, old, user_item; age, and 4 weights of tags
+    assert found[0].shape[1] == 1 + 1 + 3 + 4 + 1 + 1 + 1 + 4
+
+
+def test_samples_are_those_of_loops_over_rows(tmp_path):
+    write(tmp_path, "a.parquet")
+    section = job_of(tmp_path, FEATURES, model=OWN, train="a.parquet").data.fit(tmp_path, 0)
+    rows = table().to_pylist()
+    ids, dense = section.preprocessor()({name: table()[name] for name in ("user", "item", "history", "tags", "age")})
+    logs = [np.log1p(row["age"]) for row in rows if row["age"] is not None]
+    for row, own, numbers in zip(rows, ids, dense, strict=True):
+        one = lambda feature, value: es.hash_ids(feature, [value])[0]  # noqa: E731
+        history = [one("item", item) for item in row["history"][-3:]]
+        tags = [tag.split(":") for tag in row["tags"].split("|") if tag]
+        bucket = 0 if row["age"] is None else 1 + (row["age"] >= 30) + (row["age"] >= 50)
+        cross = one("user_item", f"{row['user']}\x1f{row['item']}") % 50
+        want = [one("user", row["user"]), one("item", row["item"]), *history, *[es.PADDING] * (3 - len(history))]
+        want += [*(one("tags", tag) for tag, _ in tags), *[es.PADDING] * (4 - len(tags)), bucket, cross]
+        assert own.tolist() == want
+        age = 0.0 if row["age"] is None else (np.log1p(row["age"]) - np.mean(logs)) / np.std(logs)
+        np.testing.assert_allclose(numbers, [age, *[0.5] * len(tags), *[0.0] * (4 - len(tags))], rtol=1e-5)
+
+
+def test_a_preprocessor_is_the_same_after_a_way_through_json(tmp_path):
+    write(tmp_path, "a.parquet")
+    features = FEATURES + "  age_q: {type: number, column: age, transform: quantile}\n"
+    features += "  age_b: {type: number, column: age, bucketise: 4}\n  rare: {column: item, min_count: 30}\n"
+    first = job_of(tmp_path, features, model=OWN, train="a.parquet").data.fit(tmp_path, 0).preprocessor()
+    other = Preprocessor.from_dict(json.loads(json.dumps(first.to_dict())))
+    columns = {name: table()[name] for name in first.columns}
+    for one, two in zip(first(columns), other({k: v.to_pylist() for k, v in columns.items()}), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert first.schema == other.schema
+    counts = np.unique(table()["item"], return_counts=True)[1]
+    assert first.schema.id_limits["rare"] == (counts >= 30).sum() + 1
+    unknown = first({**{k: v[:1] for k, v in columns.items()}, "item": ["never seen"]})[0]
+    assert unknown[0, -1] == (counts >= 30).sum()
+    quantiles = first(columns)[1][:, 1]
+    assert quantiles.min() == 0
+    assert quantiles.max() == 1
+
+
+@pytest.mark.parametrize(
+    ("split", "parts"),
+    [
+        ({"by": "random", "valid": 0.2, "test": 0.3}, {"train": 0.5, "valid": 0.2, "test": 0.3}),
+        ({"by": "user", "column": "user", "test": 0.3}, {"train": 0.7, "test": 0.3}),
+        ({"by": "time", "column": "time", "valid": 0.1, "test": 0.1}, {"train": 0.8, "valid": 0.1, "test": 0.1}),
+        ({"by": "time", "column": "time", "at": ["1970-01-01 00:09:00"]}, {"train": 0.9, "test": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_rows_of_one_table_are_split(tmp_path, name, split, parts):
+    write(tmp_path, name)
+    features = " {user: {}, at: {type: number, column: row}}"
+    rows = table().append_column("row", pa.array(np.arange(ROWS))).select(["user", "row", "time", "label"])
+    pq.write_table(rows, tmp_path / name, row_group_size=100) if name == "a.parquet" else pa_csv.write_csv(
+        rows, tmp_path / name
+    )
+    section = job_of(tmp_path, features, train=name, split=split).data.fit(tmp_path, 0)
+    dataset = section.open(tmp_path, 0)
+    assert ("train", *dataset.splits) == ("train", *section.judged_on) == tuple(parts)
+    found = {part: np.concatenate([b.dense[:, 0] for b in dataset.evaluate(part, 0, 1, 64)]) for part in parts}
+    assert sorted(np.concatenate(list(found.values()))) == list(range(ROWS))  # each row once
+    exact = split["by"] == "time"
+    for part, share in parts.items():
+        assert len(found[part]) == dataset.num_samples(part)
+        assert len(found[part]) / ROWS == pytest.approx(share, abs=0.002 if exact else 0.15)
+    times = {part: -rows for part, rows in found.items()}  # the later a row is, the smaller its number
+    assert not exact or max(times["train"]) < min(times["test"])
+    users = {part: set(table()["user"].take(pa.array(rows.astype(int))).to_pylist()) for part, rows in found.items()}
+    assert split["by"] != "user" or not users["train"] & users["test"]
+    shares = [np.concatenate([b.dense for b in dataset.train(0, rank, 2, 64)]) for rank in (0, 1)]
+    assert sorted(np.concatenate(shares)[:, 0]) == sorted(found["train"])
+
+
+def test_several_labels_may_be_missing_one_by_one(tmp_path):
+    (tmp_path / "train.csv").write_text("user,a,b\nx,1,\ny,,0\n")
+    dataset = job_of(tmp_path, " {user: {}}", label=["a", "b"]).data.open(tmp_path, 0)
+    labels = next(dataset.evaluate("train", 0, 1, 8)).labels
+    np.testing.assert_array_equal(labels, [[1, np.nan], [np.nan, 0]])
+    assert dataset.schema.labels == ("a", "b")
+
+
+def test_a_vocabulary_gives_each_line_an_id_and_all_other_values_one(tmp_path):
+    (tmp_path / "items.txt").write_text("b\na\n")
+    (tmp_path / "train.csv").write_text("item,label\na,1\nb,0\nz,0\n,0\n")
+    section = job_of(tmp_path, " {item: {vocabulary: items.txt}}").data.fit(tmp_path, 0)
+    batch = next(section.open(tmp_path, 0).evaluate("train", 0, 1, 8))
+    assert batch.ids[:, 0].tolist() == [1, 0, 2, 2]
+    assert section.preprocessor().schema.id_limits == {"item": 3}
+
+
+def test_a_table_in_cp1252_with_a_decimal_comma(tmp_path):
+    (tmp_path / "train.csv").write_bytes("stadt;preis;label\r\nKöln;3,5;1\r\n€;1,5;0\r\n".encode("cp1252"))
+    features = " {stadt: {}, preis: {type: number}}"
+    dataset = job_of(tmp_path, features, delimiter=";", encoding="cp1252", decimal=",").data.open(tmp_path, 0)
+    batch = next(dataset.evaluate("train", 0, 1, 8))
+    assert batch.ids[:, 0].tolist() == es.hash_ids("stadt", ["Köln", "€"]).tolist()
+    assert batch.dense[:, 0].tolist() == [3.5, 1.5]
+
+
+CSV = "user,tags,age,label\nu1,a|b,30,1\nu2,c,40,0\n"
+BAD = {  # name: (the file's text, features, settings of data, where, the reason)
+    "a missing column": (CSV, " {usr: {}}", {}, ":1", "'usr'.*feature 'usr'.*did you mean user"),
+    "a missing label": (CSV, " {user: {}}", {"label": "click"}, ":1", "'click'.*data.label"),
+    "a separated column": (CSV, " {tags: {}}", {}, ":2", r"'tags'.*'a\|b'.*separator"),
+    "a number that is text": (CSV.replace("40", "old"), " {user: {}, age: {type: number}}", {}, ":3", "'age'.*'old'"),
+    "a decimal comma": (CSV.replace("40", '"4,5"'), " {user: {}, age: {type: number}}", {}, ":3", "'4,5'.*decimal"),
+    "a label outside": (CSV.replace("c,40,0", "c,40,7"), " {user: {}}", {}, ":3", "'label'.*7.*0 to 1"),
+    "a label that is missing": (CSV.replace("c,40,0", "c,40,"), " {user: {}}", {}, ":3", "'label'.*missing"),
+    "a long list": (
+        CSV,
+        " {tags: {type: list, separator: '|', max_length: 1}}",
+        {},
+        ":2",
+        "'tags': 2 .*max_length is 1",
+    ),
+    "a line break": (CSV.replace("u2", '"u\n2"'), " {user: {}}", {}, ":3", "quote"),
+    "another encoding": (CSV.replace("u2", "ü"), " {user: {}}", {}, ":3", "UTF-8.*cp1252"),
+    "another delimiter": (CSV.replace(",", ";"), " {user: {}}", {}, ":1", "';'.*data.delimiter"),
+    "an id that is none": (CSV, " {user: {ids: exact}}", {}, ":2", "'user'.*'u1'"),
+    "an id beyond": (CSV, " {age: {ids: exact, num_ids: 40}}", {}, ":3", "'age'.*40"),
+    "a weight below 0": (CSV.replace("40", "-1"), " {user: {}}", {"weight": "age"}, ":3", "'age'.*-1"),
+    "a time that is none": (CSV, " {user: {}}", {"split": {"by": "time", "column": "user", "test": 0.5}}, ":2", "'u1'"),
+    "a weight that is none": (
+        CSV.replace("a|b", "a:x|b"),
+        " {tags: {type: list, separator: '|', weight_separator: ':'}}",
+        {},
+        ":2",
+        "'tags'.*'x' is not a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_text_is_named_with_file_line_column_and_value(tmp_path, case):
+    text, features, settings, line, reason = BAD[case]
+    (tmp_path / "train.csv").write_bytes(text.encode("latin-1"))
+    section = job_of(tmp_path, features, **settings).data
+    with pytest.raises(JobError) as found:
+        section.look(tmp_path)
+    assert found.value.fields["where"] == f"{tmp_path}/train.csv{line}"
+    assert re.search(reason, found.value.fields["reason"])
+
+
+ROW = {"user": "u", "tags": ["a", "b"], "age": 3.0, "label": 1}
+BAD_ROWS = {  # name: (the second row, features, the reason)
+    "an undeclared list": ({}, " {tags: {}}", "'tags' is a list.*type: list"),
+    "a float category": ({}, " {age: {}}", "'age'.*type: number"),
+    "a line break": ({"user": "a\nb"}, " {user: {}}", r"'a\\nb' has a line break"),
+    "a number that is text": ({"age": "many"}, " {user: {}, age: {type: number}}", "'age'.*'many'"),
+    "weights for other values": (
+        {"w": [1.0]},
+        " {tags: {type: list, weights: w}}",
+        "'w': 1 weights for 2 values of 'tags'",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows_are_named_with_file_row_column_and_value(tmp_path, case, ending):
+    change, features, reason = BAD_ROWS[case]
+    rows = [{**ROW, "w": [1.0, 2.0]}, {**ROW, "w": [1.0, 2.0], **change}]
+    if isinstance(change.get("age"), str) and ending == "parquet":
+        rows[0]["age"] = "3"
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    else:
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = job_of(tmp_path, features, train=f"a.{ending}").data
+    with pytest.raises(JobError) as found:
+        section.look(tmp_path)
+    number = 2 if change else 1
+    assert found.value.fields["where"] == f"{tmp_path}/a.{ending}{': row ' if ending == 'parquet' else ':'}{number}"
+    assert re.search(reason, found.value.fields["reason"])
+
+
+def test_a_bad_row_behind_the_first_ones_is_named_in_training(tmp_path):
+    lines = [f"u{i},1" for i in range(30_000)]
+    lines[25_000] = "u,8"
+    (tmp_path / "train.csv").write_text("user,label\n\n" + "\n".join(lines) + "\n")
+    dataset = job_of(tmp_path, " {user: {}}").data.open(tmp_path, 0)
+    with pytest.raises(JobError) as found:
+        list(dataset.train(0, 0, 1, 64))
+    assert found.value.fields["where"] == f"{tmp_path}/train.csv:{25_000 + 3}"
+
+
+def test_a_split_that_leaves_one_part_empty_and_a_vocabulary_with_doubles_are_refused(tmp_path):
+    (tmp_path / "train.csv").write_text(CSV)
+    with pytest.raises(JobError) as found:
+        job_of(tmp_path, " {user: {}}", split={"by": "random", "valid": 1e-9}).data.fit(tmp_path, 0)
+    assert found.value.fields["where"] == "data.split"
+    assert "valid without a row, of 2" in found.value.fields["reason"]
+    (tmp_path / "v.txt").write_text("a\nb\na\n")
+    with pytest.raises(JobError) as found:
+        job_of(tmp_path, " {user: {vocabulary: v.txt}}").data.look(tmp_path)
+    assert found.value.fields["where"] == f"{tmp_path}/v.txt:3"
+    assert "'a' is on line 1" in found.value.fields["reason"]
+
+
+@pytest.mark.parametrize(
+    ("features", "want"),
+    [
+        (
+            "\n  a: {dim: 4, table: t}\n  b: {dim: 8, table: t}",
+            "job.yaml:5: features.b: table 't' has dim 8 here, and 4",
+        ),
+        ("\n  a: {max_length: 3}", "job.yaml:4: features.a.max_length: has no meaning for type category"),
+        ("\n  a: {typ: list}", "job.yaml:4: features.a.typ: unknown field; did you mean type?"),
+        ("\n  a: {type: sequence}", "job.yaml:4: features.a.type: fm reads no sequences"),
+        ("\n  a: {type: number}", "job.yaml:4: features.a: is a number, and no feature has an embedding"),
+        ("\n  a: {type: cross, of: [b]}", "job.yaml:4: features.a.of: names two columns"),
+        ("\n  a: {buckets: 5, min_count: 2}", "job.yaml:4: features.a.min_count: contradicts buckets"),
+        ("\n  a: {type: number, bucketise: [3, 1]}", "job.yaml:4: features.a.bucketise: must ascend"),
+        (" {}", "job.yaml:2: data.reader: tabular needs the section features"),
+    ],
+)
+def test_features_that_contradict_each_other_are_named_with_their_line(tmp_path, features, want):
+    (tmp_path / "train.csv").write_text(CSV)
+    with pytest.raises(JobFileError) as found:
+        job_of(tmp_path, features)
+    assert str(found.value).startswith(f"{tmp_path}/{want}")

@@ -1,0 +1,583 @@
+"""What becomes of a table's columns: ids and dense features, in training, evaluation and serving alike.
+
+A `Preprocessor` is the features of a job and what was fitted on its training data (means, quantiles, vocabularies); as
+a dict of numbers and texts it is stored with a model. Its arrays depend on nothing else, and it needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from embershard.proto.arrays import Floats, Ids
+from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
+from embershard.worker.data.features import PADDING, Field, IdTable, Pooling
+
+Kind = Literal["category", "list", "sequence", "number", "cross"]
+Transform = Literal["log", "standardise", "min_max", "quantile"]
+CROSSED = "\x1f"  # between the values of a cross (ASCII: unit separator), which no value has
+MAX_LENGTH = {"list": 20, "sequence": 50}
+_QUANTILES = 101
+_SAMPLE = 1 << 17  # values of a number that quantiles are taken from, and times that a split is
+_OF_TABLE = ("dim", "ids", "num_ids", "buckets", "vocabulary", "min_count")  # alike for all features of one
+
+
+class BadValue(ValueError):
+    """A value that a feature cannot have; `row` counts from 0 within the columns given."""
+
+    def __init__(self, row: int, column: str, reason: str) -> None:
+        super().__init__(f"column {column!r}: {reason}")
+        self.row = row
+
+
+class BadFeature(ValueError):
+    """Features that contradict each other, or that the columns' types contradict."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"feature {name!r}: {reason}")
+        self.name, self.reason = name, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """How a feature is made of a column; docs/data.md describes each field. `None` is the default of its type."""
+
+    type: Kind | None = None
+    column: str | None = None
+    of: tuple[str, ...] = ()
+    table: str | None = None
+    dim: int | None = None
+    ids: Literal["hashed", "exact"] | None = None
+    num_ids: int | None = None
+    buckets: int | None = None
+    vocabulary: str | None = None
+    min_count: int | None = None
+    pooling: Pooling | None = None
+    max_length: int | None = None
+    too_long: Literal["error", "truncate"] = "error"
+    separator: str | None = None
+    weights: str | None = None
+    weight_separator: str | None = None
+    transform: tuple[Transform, ...] = ()
+    bucketise: int | tuple[float, ...] | None = None
+    missing: float = 0.0
+
+    @property
+    def kind(self) -> Kind:
+        """The type, "category" by default."""
+        return self.type or "category"
+
+    @property
+    def is_many(self) -> bool:
+        """Whether a sample has any number of values."""
+        return self.kind in MAX_LENGTH
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is a number as such."""
+        return self.kind == "number" and self.bucketise is None
+
+    @property
+    def width(self) -> int:
+        """Columns of ids."""
+        return (self.max_length or MAX_LENGTH[self.kind]) if self.is_many else 1
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether its values have weights."""
+        return self.weights is not None or self.weight_separator is not None
+
+
+Columns = Mapping[str, pa.Array | pa.ChunkedArray]
+Fitted = dict[str, Any]  # JSON: numbers (feature -> figures), vocabularies (table -> hashes), split, samples
+
+
+class Preprocessor:
+    """Makes ids and dense features of columns, as `schema` names them.
+
+    BadFeature where features contradict each other.
+    """
+
+    def __init__(
+        self, features: Mapping[str, FeatureSpec], fitted: Fitted | None = None, labels: Sequence[str] = ()
+    ) -> None:
+        self.features, self.labels = dict(features), tuple(labels)
+        self.fitted: Fitted = fitted or {}
+        self._tables = self._settings_of_tables()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The preprocessor that `to_dict` described."""
+        tuples = ("of", "transform", "bucketise")
+        features = {}
+        for name, fields in values["features"].items():
+            given: dict[str, Any] = {
+                k: tuple(v) if k in tuples and isinstance(v, list | tuple) else v for k, v in fields.items()
+            }
+            features[name] = FeatureSpec(**given)
+        return cls(features, values["fitted"], values["labels"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The features and what was fitted, of types that JSON has."""
+        features = {name: asdict(feature) for name, feature in self.features.items()}
+        return {"features": features, "fitted": self.fitted, "labels": list(self.labels)}
+
+    def __call__(self, columns: Columns | Mapping[str, Sequence[object]]) -> tuple[Ids, Floats | None]:
+        """Ids (N, C) int64 and dense features (N, D) float32 or None of columns by name, as arrays of Arrow or lists.
+
+        BadValue for a value that its feature cannot have; KeyError for a column that is missing.
+        """
+        arrays = {name: _array(columns[name]) for name in self.columns}
+        ids, dense, weights = [], [], []
+        for name, feature in self.features.items():
+            if feature.is_dense:
+                dense.append(self._number(name, feature, arrays))
+                continue
+            values = self._values(name, feature, arrays)
+            ids.append(self._encoded(feature, name, values))
+            if feature.is_weighted:
+                weights.append(self._weights_of(name, feature, arrays, values))
+        matrix = np.concatenate(ids, 1) if len(ids) > 1 else ids[0]
+        floats = [column.astype(np.float32) for column in (*dense, *weights)]
+        return matrix, np.concatenate(floats, 1) if floats else None
+
+    @cached_property
+    def columns(self) -> dict[str, str]:
+        """The columns that features read, each with the name of the first feature that does."""
+        read: dict[str, str] = {}
+        for name, feature in self.features.items():
+            own = feature.of if feature.kind == "cross" else (feature.column or name,)
+            for column in (*own, *([feature.weights] if feature.weights else [])):
+                read.setdefault(column, name)
+        return read
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The columns of a batch, and the tables that its ids belong to."""
+        fields, start = [], 0
+        num_dense = sum(feature.is_dense for feature in self.features.values())
+        weights = num_dense
+        for name, feature in self.features.items():
+            if feature.is_dense:
+                continue
+            pooling: Pooling = "none"
+            if feature.is_many:
+                pooling = "sequence" if feature.kind == "sequence" else feature.pooling or "mean"
+            own = weights if feature.is_weighted else None
+            fields.append(Field(name, feature.table or name, start, feature.width, pooling, own))
+            start += feature.width
+            weights += feature.width if feature.is_weighted else 0
+        tables = tuple(IdTable(name, self._num_ids(name), given["dim"]) for name, given in self._tables.items())
+        names = tuple(field.name for field in fields)
+        return Schema(names, num_dense, None, tuple(fields), tables, self.labels or ("label",))
+
+    def needs_fit(self) -> bool:
+        """Whether something is to be learnt from the training data."""
+        numbers = any(set(f.transform) - {"log"} or isinstance(f.bucketise, int) for f in self.features.values())
+        return numbers or any(given["min_count"] is not None for given in self._tables.values())
+
+    def vocabulary_files(self) -> dict[str, str]:
+        """Table -> its file of values."""
+        return {name: given["vocabulary"] for name, given in self._tables.items() if given["vocabulary"] is not None}
+
+    def _settings_of_tables(self) -> dict[str, dict[str, Any]]:
+        if not any(not feature.is_dense for feature in self.features.values()):
+            raise BadFeature(next(iter(self.features), ""), "is a number, and no feature has an embedding; declare one")
+        tables: dict[str, dict[str, Any]] = {}
+        first: dict[tuple[str, str], str] = {}
+        for name, feature in self.features.items():
+            if feature.is_dense:
+                continue
+            table = feature.table or name
+            settings = tables.setdefault(table, dict.fromkeys(_OF_TABLE))
+            for key in _OF_TABLE:
+                given = getattr(feature, key)
+                if given is not None and settings[key] not in (None, given):
+                    other = first[table, key]
+                    reason = f"table {table!r} has {key} {given} here, and {settings[key]} in feature {other!r}"
+                    raise BadFeature(name, f"{reason}; give both the same, or tables of their own")
+                if given is not None:
+                    settings[key] = given
+                    first.setdefault((table, key), name)
+            bucketised = feature.kind == "number"
+            if settings.setdefault("bucketised", bucketised) != bucketised:
+                raise BadFeature(name, f"table {table!r} would have buckets of numbers and other ids; name another one")
+        return tables
+
+    def _num_ids(self, table: str) -> int | None:
+        given = self._tables[table]
+        if given["bucketised"]:
+            (name,) = [name for name, f in self.features.items() if not f.is_dense and (f.table or name) == table]
+            bucketise = self.features[name].bucketise
+            assert bucketise is not None
+            return (bucketise if isinstance(bucketise, int) else len(bucketise) + 1) + 1
+        if given["vocabulary"] is not None or given["min_count"] is not None:
+            return len(self._vocabulary(table)[0]) + 1
+        buckets: int | None = given["buckets"]
+        return given["num_ids"] if buckets is None else buckets
+
+    # --- categories
+
+    def _values(self, name: str, feature: FeatureSpec, arrays: Columns) -> _Values:
+        """The values of a feature, one for each sample or any number."""
+        column = feature.column or name
+        if feature.kind == "cross":
+            return _Values(pc.binary_join_element_wise(*(texts_of(c, arrays[c]) for c in feature.of), CROSSED), name)
+        array = arrays[column]
+        if feature.kind == "number":
+            return _Values(array, column)
+        if not feature.is_many:
+            if is_list(array.type):
+                raise BadFeature(name, f"column {column!r} is a list ({array.type}): {_declare(name, array)}")
+            return _Values(array, column)
+        if not is_list(array.type):
+            if feature.separator is None:
+                raise BadFeature(name, f"column {column!r} is {array.type}, no list: give it a separator")
+            texts = pc.if_else(pc.equal(array := texts_of(column, array), ""), None, array)
+            array = pc.split_pattern(texts, feature.separator)
+        array = array.cast(pa.large_list(array.type.value_type))
+        lengths = np.asarray(pc.fill_null(pc.list_value_length(array), 0), np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        long = np.flatnonzero(lengths > feature.width)
+        if len(long) and feature.too_long == "error":
+            kept = "last" if feature.kind == "sequence" else "first"
+            reason = f"{lengths[long[0]]} values, and max_length is {feature.width}"
+            reason += f"; raise it, or have too_long: truncate keep the {kept} ones"
+            raise BadValue(int(long[0]), column, reason)
+        return _Values(pc.list_flatten(array), column, starts, keep_last=feature.kind == "sequence")
+
+    def _encoded(self, feature: FeatureSpec, name: str, values: _Values) -> Ids:
+        """(N, width) ids."""
+        table = feature.table or name
+        given = self._tables[table]
+        if given["bucketised"]:
+            ids = self._buckets(name, feature, values)
+        elif given["ids"] == "exact":
+            ids = _exact(values, given["num_ids"] or NUM_HASHED_IDS)
+        else:
+            ids = values.hashes(table, feature.weight_separator)
+            if given["buckets"] is not None:
+                ids = ids % given["buckets"]
+            elif given["vocabulary"] is not None or given["min_count"] is not None:
+                known, order = self._vocabulary(table)
+                place = np.searchsorted(known, ids)
+                found = known[np.minimum(place, len(known) - 1)] == ids if len(known) else np.zeros(len(ids), np.bool_)
+                ids = np.where(found, order[np.minimum(place, max(len(known) - 1, 0))] if len(known) else 0, len(known))
+        return values.padded(ids, feature.width, PADDING)
+
+    def _vocabulary(self, table: str) -> tuple[Ids, Ids]:
+        """Hashes of the known values, ascending, and the id of each."""
+        if table not in self._vocabularies:
+            hashes = np.asarray(self.fitted.get("vocabularies", {}).get(table, ()), np.int64)
+            order = np.argsort(hashes)
+            self._vocabularies[table] = hashes[order], order
+        return self._vocabularies[table]
+
+    @cached_property
+    def _vocabularies(self) -> dict[str, tuple[Ids, Ids]]:
+        return {}
+
+    def _weights_of(self, name: str, feature: FeatureSpec, arrays: Columns, values: _Values) -> Floats:
+        """(N, width) weights of a list's values."""
+        if feature.weight_separator is not None:
+            return values.padded(values.weights(feature.weight_separator), feature.width, 0)
+        assert feature.weights is not None
+        own = self._values(name, FeatureSpec(**{**asdict(feature), "column": feature.weights}), arrays)
+        assert own.starts is not None
+        assert values.starts is not None
+        differ = np.flatnonzero(np.diff(own.starts) != np.diff(values.starts)[: len(own.starts)])
+        if len(differ):
+            counts = [int(np.diff(v.starts)[differ[0]]) for v in (own, values) if v.starts is not None]
+            reason = f"{counts[0]} weights for {counts[1]} values of {values.column!r}"
+            raise BadValue(int(differ[0]), feature.weights, reason)
+        numbers = numbers_of(feature.weights, own.flat, own.row)
+        return own.padded(np.nan_to_num(numbers), feature.width, 0)
+
+    # --- numbers
+
+    def _number(self, name: str, feature: FeatureSpec, arrays: Columns) -> Floats:
+        """(N, 1) numbers as the transforms make them, `missing` where there is none."""
+        column = feature.column or name
+        x = numbers_of(column, arrays[column])
+        figures = self.fitted.get("numbers", {}).get(name, {})
+        for transform in feature.transform:
+            if transform == "log":
+                x = np.log1p(np.maximum(x, 0))
+            elif transform == "standardise":
+                x = (x - figures["mean"]) / (figures["std"] or 1.0)
+            elif transform == "min_max":
+                x = np.clip((x - figures["min"]) / ((figures["max"] - figures["min"]) or 1.0), 0, 1)
+            else:
+                knots = np.asarray(figures["quantiles"])
+                x = np.where(np.isnan(x), x, np.interp(x, knots, np.linspace(0, 1, len(knots))))
+        return np.where(np.isnan(x), feature.missing, x).reshape(-1, 1)
+
+    def _buckets(self, name: str, feature: FeatureSpec, values: _Values) -> Ids:
+        """(N,) 0 for a missing number, else 1 + the number of boundaries at or below it."""
+        x = numbers_of(values.column, values.flat, values.row)
+        if isinstance(feature.bucketise, int):
+            knots = np.asarray(self.fitted.get("numbers", {}).get(name, {})["quantiles"])
+            at = np.linspace(0, 1, feature.bucketise + 1)[1:-1]
+            boundaries = np.quantile(knots, at)
+        else:
+            boundaries = np.asarray(feature.bucketise, np.float64)
+        return np.where(np.isnan(x), 0, 1 + np.searchsorted(boundaries, x, side="right")).astype(np.int64)
+
+
+class Fitting:
+    """Learns from the columns of the training data what a preprocessor needs."""
+
+    def __init__(self, preprocessor: Preprocessor, seed: int = 0) -> None:
+        self._preprocessor = preprocessor
+        self._random = np.random.default_rng(seed)
+        self._numbers: dict[str, _Figures] = {}
+        self._counts: dict[str, tuple[Ids, Ids]] = {}  # table -> hashes, ascending, and how often each was there
+        for name, feature in preprocessor.features.items():
+            if set(feature.transform) - {"log"} or isinstance(feature.bucketise, int):
+                self._numbers[name] = _Figures()
+
+    def observe(self, columns: Columns) -> None:
+        """Take in a block of rows. BadValue for a value that its feature cannot have."""
+        own = self._preprocessor
+        arrays = {name: _array(columns[name]) for name in own.columns}
+        for name, figures in self._numbers.items():
+            feature = own.features[name]
+            column = feature.column or name
+            x = numbers_of(column, arrays[column])
+            if feature.transform[:1] == ("log",):
+                x = np.log1p(np.maximum(x, 0))
+            figures.observe(x[~np.isnan(x)], self._random)
+        for name, feature in own.features.items():
+            table = feature.table or name
+            if not feature.is_dense and own._tables[table]["min_count"] is not None:
+                values = own._values(name, feature, arrays)
+                found, counts = np.unique(values.hashes(table, feature.weight_separator), return_counts=True)
+                self._counts[table] = _added(self._counts.get(table), found, counts)
+
+    def fitted(self) -> Fitted:
+        """What was learnt."""
+        numbers = {name: figures.to_dict() for name, figures in self._numbers.items()}
+        vocabularies = {}
+        for table, (hashes, counts) in self._counts.items():
+            keep = counts >= self._preprocessor._tables[table]["min_count"]
+            hashes, counts = hashes[keep], counts[keep]
+            vocabularies[table] = hashes[np.lexsort((hashes, -counts))].tolist()
+        return {"numbers": numbers, "vocabularies": vocabularies}
+
+
+class _Figures:
+    """Count, mean, spread, range and a sample of a number's values, block by block (Chan et al. 1983)."""
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+        self._low, self._high = np.inf, -np.inf
+        self._sample, self._keys = np.empty(0), np.empty(0)
+
+    def observe(self, x: Floats, random: np.random.Generator) -> None:
+        if not len(x):
+            return
+        mean, count = float(x.mean()), self._count + len(x)
+        shift = mean - self._mean
+        self._squares += float(((x - mean) ** 2).sum()) + shift**2 * self._count * len(x) / count
+        self._mean += shift * len(x) / count
+        self._count = count
+        self._low, self._high = min(self._low, float(x.min())), max(self._high, float(x.max()))
+        keys, sample = np.concatenate([self._keys, random.random(len(x))]), np.concatenate([self._sample, x])
+        if len(keys) > _SAMPLE:  # the smallest keys are a uniform sample of all values so far
+            keep = np.sort(np.argpartition(keys, _SAMPLE)[:_SAMPLE])
+            keys, sample = keys[keep], sample[keep]
+        self._keys, self._sample = keys, sample
+
+    def to_dict(self) -> dict[str, Any]:
+        if not self._count:
+            return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0, "quantiles": [0.0]}
+        quantiles = np.quantile(self._sample, np.linspace(0, 1, _QUANTILES)).tolist()
+        std = (self._squares / self._count) ** 0.5
+        return {"mean": self._mean, "std": std, "min": self._low, "max": self._high, "quantiles": quantiles}
+
+
+def _added(known: tuple[Ids, Ids] | None, found: Ids, counts: Ids) -> tuple[Ids, Ids]:
+    if known is None:
+        return found, counts
+    keys, inverse = np.unique(np.concatenate([known[0], found]), return_inverse=True)
+    return keys, np.bincount(inverse, np.concatenate([known[1], counts])).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """Values of a column: one for each sample, or in `starts` where each sample's begin."""
+
+    flat: pa.Array
+    column: str
+    starts: Ids | None = None  # (N + 1,)
+    keep_last: bool = False
+
+    def row(self, place: int) -> int:
+        """The sample of a value."""
+        return place if self.starts is None else int(np.searchsorted(self.starts, place, side="right")) - 1
+
+    def hashes(self, table: str, weight_separator: str | None) -> Ids:
+        """The hash of each value."""
+        from embershard.worker.data.hashing import hash_texts  # here: its kernels need numba, and a look at files not
+
+        flat = self.flat
+        if pa.types.is_dictionary(flat.type):
+            indices = pc.fill_null(flat.indices, len(flat.dictionary)).to_numpy(zero_copy_only=False)
+            texts = texts_of(self.column, flat.dictionary, self.row)
+            hashes: Ids = np.append(hash_texts(table, texts), hash_texts(table, pa.array([""])))[indices]
+            return hashes
+        texts = texts_of(self.column, flat, self.row)
+        if weight_separator is not None:
+            texts = pc.list_element(pc.split_pattern(texts, weight_separator, max_splits=1, reverse=True), 0)
+        return hash_texts(table, texts)
+
+    def weights(self, separator: str) -> Floats:
+        """The weight that each value ends with, 1 where it has none."""
+        parts = pc.split_pattern(texts_of(self.column, self.flat), separator, max_splits=1, reverse=True)
+        has = pc.equal(pc.list_value_length(parts), 2)
+        given = pc.if_else(has, _last(parts), "1")
+        return numbers_of(self.column, given, self.row)
+
+    def padded(self, numbers: npt.NDArray[Any], width: int, fill: float) -> npt.NDArray[Any]:
+        """(N, width) of the numbers of each sample, from the left."""
+        if self.starts is None:
+            return numbers.reshape(-1, 1)
+        starts, ends = self.starts[:-1], self.starts[1:]
+        if self.keep_last:
+            starts = np.maximum(starts, ends - width)
+        places = starts[:, None] + np.arange(width)
+        mask = places < ends[:, None]
+        out = np.full(places.shape, fill, numbers.dtype)
+        out[mask] = numbers[places[mask]]
+        return out
+
+
+def _last(parts: pa.Array) -> pa.Array:
+    """The last element of each list, none of which is empty."""
+    ends = np.asarray(parts.offsets)[1:] - 1
+    return parts.values.take(pa.array(ends))
+
+
+def _array(values: object) -> pa.Array:
+    if isinstance(values, pa.ChunkedArray):
+        return values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)
+    return values if isinstance(values, pa.Array) else pa.array(values)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of a type are lists."""
+    return bool(pa.types.is_list(kind)) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> pa.Array:
+    """Values as texts, an integer as its decimal text and a missing one as the empty text."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        array = array.cast(kind.value_type)
+    if pa.types.is_floating(kind):
+        raise BadFeature(column, f"has {kind} values: a category is a text or an integer; declare it as type: number")
+    try:
+        texts = pc.fill_null(array.cast(pa.string()), "")
+    except pa.ArrowException:
+        raise BadFeature(column, f"is {kind}, which is no category") from None
+    data = texts.buffers()[2]
+    if data is not None and (np.frombuffer(data, np.uint8) == 10).any():
+        broken = np.flatnonzero(np.asarray(pc.match_substring(texts, "\n")))
+        if len(broken):
+            value = texts[int(broken[0])].as_py()[:40]
+            raise BadValue(row(int(broken[0])), column, f"{value!r} has a line break, which no category may have")
+    return texts
+
+
+def _exact(values: _Values, limit: int) -> Ids:
+    """Ids that are numbers already."""
+    try:
+        array = values.flat.cast(pa.int64())
+    except pa.ArrowException:
+        texts = texts_of(values.column, values.flat)
+        wrong = np.flatnonzero(~np.asarray(pc.match_substring_regex(texts, r"^[0-9]{1,18}$")))
+        place = int(wrong[0]) if len(wrong) else 0
+        raise BadValue(values.row(place), values.column, f"{texts[place].as_py()[:40]!r} is no integer id") from None
+    ids: Ids = pc.fill_null(array, -1).to_numpy(zero_copy_only=False)
+    wrong = np.flatnonzero((ids < 0) | (ids >= limit))
+    if len(wrong):
+        place = int(wrong[0])
+        bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
+        raise BadValue(values.row(place), values.column, f"id {values.flat[place]} is not in 0 to below {bound}")
+    return ids
+
+
+def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> Floats:
+    """(N,) float64, NaN where missing. BadValue for a text that is no number, and for one without bounds."""
+    array = _array(array)
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
+    if is_list(array.type):
+        raise BadFeature(column, f"is a list ({array.type}), no number")
+    try:
+        if pa.types.is_temporal(array.type):
+            array = array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64(), safe=False)
+        if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+            array = pc.if_else(pc.equal(array, ""), None, array)
+        x: Floats = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    except pa.ArrowException:
+        for place, value in enumerate(array.to_pylist()):
+            if value is not None and not _is_number(value):
+                raise BadValue(row(place), column, f"{str(value)[:40]!r} is not a number") from None
+        raise BadFeature(column, f"is {array.type}, no number") from None
+    infinite = np.flatnonzero(np.isinf(x))
+    if len(infinite):
+        raise BadValue(row(int(infinite[0])), column, f"{x[infinite[0]]} is not a finite number")
+    return x
+
+
+def _is_number(value: object) -> bool:
+    try:
+        float(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+def _declare(name: str, array: pa.Array) -> str:
+    return f"declare it, {name}: {{type: list}}, or as a sequence, {name}: {{type: sequence, max_length: 50}}"
+
+
+def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array) -> None:
+    """BadFeature where the first values of a feature without a type are several in one, as in a|b|c."""
+    if feature.type is not None or feature.separator is not None:
+        return
+    array = _array(array)
+    if is_list(array.type):
+        raise BadFeature(name, f"column {feature.column or name!r} is a list ({array.type}): {_declare(name, array)}")
+    if looks_separated(array):
+        reason = f"values of column {feature.column or name!r} look like several in one, as {looks_separated(array)!r}"
+        declare = f"{name}: {{type: list, separator: '|'}}"
+        raise BadFeature(name, f"{reason}: declare {declare}, or {name}: {{type: category}} if each is one value")
+
+
+def looks_separated(array: pa.Array) -> str:
+    """A value of texts that are lists parted by |: a tenth of them, or more, have one; else the empty text."""
+    if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
+        return ""
+    parted = array.filter(pc.fill_null(pc.match_substring(array, "|"), False))
+    return str(parted[0].as_py())[:60] if len(parted) * 10 >= len(array) else ""
+
+
+def preprocessed_columns(preprocessor: Preprocessor) -> Iterator[tuple[str, str]]:
+    """(column, kind for a text file) of all that a preprocessor reads: a number may be read as one."""
+    roles: dict[str, set[str]] = {}
+    for name, feature in preprocessor.features.items():
+        own = feature.of if feature.kind == "cross" else (feature.column or name,)
+        for column in own:
+            roles.setdefault(column, set()).add("number" if feature.kind == "number" else "text")
+        if feature.weights:
+            roles.setdefault(feature.weights, set()).add("text")
+    return ((column, "number" if kinds == {"number"} else "text") for column, kinds in roles.items())

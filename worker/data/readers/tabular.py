@@ -1,0 +1,323 @@
+"""Tables of any columns, Parquet or text: the data of a job with a `features` section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Samples
+from embershard.worker.data.files import File
+from embershard.worker.data.preprocess import (
+    BadValue,
+    Fitted,
+    Fitting,
+    Preprocessor,
+    check_undeclared,
+    is_list,
+    numbers_of,
+    preprocessed_columns,
+    texts_of,
+)
+from embershard.worker.data.readers.tabular_files import (
+    TableFormat,
+    TableSource,
+    Wanted,
+    located,
+    open_tables,
+    read_vocabulary,
+)
+from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
+from embershard.worker.data.text import Kind
+
+NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSplit:
+    """How the rows of one table are shared out over train, valid and test.
+
+    random: by a hash of the whole row; user: by one of `column`, so that a user's rows stay together; time: by
+    `column`, the latest rows to test and those before them to valid. `at` are the times where valid and test begin, in
+    place of which `valid` and `test` give shares of the rows.
+    """
+
+    by: Literal["random", "user", "time"]
+    parts: tuple[str, ...]  # that get rows, train first
+    column: str | None = None
+    valid: float = 0.0
+    test: float = 0.0
+    at: tuple[float | str, ...] = ()
+    seed: int = 0
+
+    def places(self, table: pa.Table, cuts: Sequence[float]) -> npt.NDArray[np.intp]:
+        """(N,) the place in `parts` of each row; BadValue for a time that is missing."""
+        if self.by == "time":
+            return np.searchsorted(np.asarray(cuts), self.times(table), side="right")
+        from embershard.worker.data.hashing import hash_numbers  # here: its kernels need numba
+
+        keys = _row_keys(table if self.by == "random" else table.select([self.column]))
+        share = hash_numbers(f"split {self.seed}", keys) / 2.0**62
+        test = share < self.test
+        valid = ~test & (share < self.test + self.valid)
+        parts = self.parts
+        return np.where(test, len(parts) - 1, np.where(valid, parts.index("valid") if self.valid else 0, 0))
+
+    def times(self, table: pa.Table) -> Floats:
+        """(N,) the times of rows. BadValue where one is missing, or is no time."""
+        assert self.column is not None
+        times = as_times(self.column, table.column(self.column))
+        missing = np.flatnonzero(np.isnan(times))
+        if len(missing):
+            raise BadValue(int(missing[0]), self.column, "has no time, by which the rows are split")
+        return times
+
+    def cuts(self, times: npt.NDArray[np.floating]) -> list[float]:
+        """The times where the parts behind train begin."""
+        if self.at:
+            assert self.column is not None
+            return [float(as_times(self.column, pa.array([str(value)]))[0]) for value in self.at]
+        shares = (
+            [1 - self.test - self.valid, 1 - self.test] if self.valid and self.test else [1 - self.valid - self.test]
+        )
+        return [float(np.quantile(times, share, method="higher")) for share in shares]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelColumns:
+    """The labels of a sample and its weight."""
+
+    names: tuple[str, ...] = ("label",)
+    range: tuple[float, float] | None = (0.0, 1.0)
+    weight: str | None = None
+
+    def of(self, table: pa.Table) -> tuple[Floats, Floats | None]:
+        """Labels (N,) or (N, L), and weights. BadValue for one outside its range."""
+        found = []
+        for name in self.names:
+            labels = numbers_of(name, table.column(name))
+            missing = np.flatnonzero(np.isnan(labels))
+            if len(missing) and len(self.names) == 1:
+                raise BadValue(int(missing[0]), name, "the label is missing")
+            if self.range is not None:
+                low, high = self.range
+                wrong = np.flatnonzero((labels < low) | (labels > high))
+                if len(wrong):
+                    reason = f"label {labels[wrong[0]]:g} is not in {low:g} to {high:g}; set data.label_range"
+                    raise BadValue(int(wrong[0]), name, reason)
+            found.append(labels.astype(np.float32))
+        weights = None
+        if self.weight is not None:
+            given = numbers_of(self.weight, table.column(self.weight))
+            wrong = np.flatnonzero(~(given >= 0))
+            if len(wrong):
+                raise BadValue(int(wrong[0]), self.weight, f"weight {given[wrong[0]]:g} is not a number of at least 0")
+            weights = given.astype(np.float32)
+        return found[0] if len(found) == 1 else np.stack(found, 1), weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tabular:
+    """Tables by split, or one table of rows that are split, and what becomes of their columns.
+
+    `fit` learns from the training rows what the features need; `open` is the dataset, with what was learnt.
+    """
+
+    files: Mapping[str, Sequence[File]]
+    preprocessor: Preprocessor
+    labels: LabelColumns = field(default_factory=LabelColumns)
+    how: TableFormat = field(default_factory=TableFormat)
+    split: RowSplit | None = None
+    vocabulary_folder: Path = Path()
+
+    def look(self) -> None:
+        """Read the first rows of every file, without torch. JobError names the file and line of what is wrong."""
+        pre = self.preprocessor
+        for part, source in self._sources(lambda table, part: NO_SAMPLES).items():
+            for where, table in source.first_rows() if self.split is None or part == "train" else ():
+                with located(where):
+                    for name, feature in pre.features.items():
+                        if feature.kind != "cross":
+                            check_undeclared(name, feature, table.column(feature.column or name))
+                    if not pre.fitted:  # of the first file, which is one to train on
+                        pre = Preprocessor(pre.features, self._fit([table], first=True), pre.labels)
+                    pre(_columns(table, pre))
+                    self.labels.of(table)
+                    if self.split is not None and self.split.by == "time":
+                        self.split.times(table)
+
+    def needs_fit(self) -> bool:
+        """Whether the training rows have to be read before training."""
+        pre = self.preprocessor
+        return not pre.fitted and (pre.needs_fit() or bool(pre.vocabulary_files()) or self.split is not None)
+
+    def fit(self, seed: int = 0) -> Fitted:
+        """What the features need of the training rows. JobError where a split leaves one part empty."""
+        return self._fit(None, seed)
+
+    def open(self, *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS) -> StreamDataset:
+        """The dataset. JobError names what is wrong with a file."""
+        pre, fitted = self.preprocessor, self.preprocessor.fitted
+        if self.needs_fit():
+            fitted = self.fit(seed)
+            pre = Preprocessor(pre.features, fitted, pre.labels)
+        whole = replace(self, preprocessor=pre)
+        counts = fitted.get("samples", {})
+        counts = {part: count for part, count in counts.items() if self.split is not None or part == "train"}
+        sources = whole._sources(whole._samples, counts)
+        return StreamDataset(pre.schema, sources, seed=seed, shuffle_rows=shuffle_rows)
+
+    def open_first_rows(self, seed: int = 0) -> StreamDataset:
+        """The dataset, as `open` gives it, with what the first rows alone tell: to try a model on."""
+        pre = self.preprocessor
+        if self.needs_fit():
+            _, table = next(self._sources(lambda table, part: NO_SAMPLES)["train"].first_rows())
+            pre = Preprocessor(pre.features, {**self._fit([table], first=True), "samples": {}}, pre.labels)
+        return replace(self, preprocessor=pre).open(seed=seed)
+
+    def _fit(self, tables: Iterable[pa.Table] | None, seed: int = 0, *, first: bool = False) -> Fitted:
+        cuts: list[float] = []
+        if self.split is not None and self.split.by == "time":
+            split, times = self.split, []
+            if split.at:
+                cuts = split.cuts(np.empty(0))
+            else:
+                self._each_row(tables, lambda table: times.append(split.times(table)))
+                cuts = split.cuts(np.concatenate(times))
+        fitting, counts = Fitting(self.preprocessor, seed), dict.fromkeys(self._parts, 0)
+
+        def observe(table: pa.Table) -> None:
+            masks = self._masks(table, cuts)
+            for part, mask in masks.items():
+                counts[part] += table.num_rows if mask is None else int(mask.sum())
+            with _rows_of(masks["train"]):
+                fitting.observe(_columns(_chosen(table, masks["train"]), self.preprocessor))
+
+        self._each_row(tables, observe)
+        empty = [part for part, count in counts.items() if not count]
+        if empty and self.split is not None and not first:
+            rows, where = sum(counts.values()), str(self.files["train"][0])
+            raise JobError(where="data.split", reason=f"leaves {empty[0]} without a row, of {rows} in {where}")
+        fitted = fitting.fitted()
+        for table_name, name in self.preprocessor.vocabulary_files().items():
+            fitted["vocabularies"][table_name] = read_vocabulary(self.vocabulary_folder / name, table_name)
+        return {**fitted, "cuts": cuts, "samples": counts if self.split is not None else {"train": counts["train"]}}
+
+    def _each_row(self, tables: Iterable[pa.Table] | None, do: Callable[[pa.Table], None]) -> None:
+        if tables is not None:
+            for table in tables:
+                do(table)
+            return
+
+        def run(table: pa.Table, part: str) -> Samples:
+            do(table)
+            return NO_SAMPLES
+
+        for _ in self._sources(run)["train"].blocks(0, 1, None):
+            pass
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return ("train",) if self.split is None else self.split.parts
+
+    def _masks(self, table: pa.Table, cuts: Sequence[float]) -> dict[str, npt.NDArray[np.bool_] | None]:
+        """Which rows each part has; None for all."""
+        if self.split is None:
+            return {"train": None}
+        places = self.split.places(table, cuts)
+        return {part: places == place for place, part in enumerate(self.split.parts)}
+
+    def _samples(self, table: pa.Table, part: str) -> Samples:
+        mask = self._masks(table, self.preprocessor.fitted["cuts"])[part] if self.split is not None else None
+        chosen = _chosen(table, mask)
+        with _rows_of(mask):
+            ids, dense = self.preprocessor(_columns(chosen, self.preprocessor))
+            labels, weights = self.labels.of(chosen)
+        return Samples(ids, dense, labels, weights)
+
+    def _sources(
+        self, to_samples: Callable[[pa.Table, str], Samples], counts: Mapping[str, int] = {}
+    ) -> dict[str, TableSource]:
+        """The files of each split; of one table, each split reads the same ones."""
+        files = self.files if self.split is None else dict.fromkeys(self.split.parts, self.files["train"])
+        return open_tables(files, self.how, self._wanted(), to_samples, counts)
+
+    def _wanted(self) -> Wanted:
+        """Column -> its kind in text, and who reads it."""
+        wanted: dict[str, tuple[Kind, str]] = {}
+        owner = self.preprocessor.columns
+        for column, kind in preprocessed_columns(self.preprocessor):
+            wanted[column] = ("number" if kind == "number" else "text", f"feature {owner[column]!r}")
+        others = [(name, "label") for name in self.labels.names]
+        others += [(self.labels.weight, "weight")] if self.labels.weight else []
+        for name, who in others:
+            wanted.setdefault(name, ("number", f"data.{who}"))
+        if self.split is not None and self.split.column is not None:
+            wanted.setdefault(self.split.column, ("text", "data.split"))
+        return wanted
+
+
+def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
+    """(N,) times as numbers: microseconds where they are dates, NaN where missing. BadValue where one is neither."""
+    if pa.types.is_string(array.type):
+        array = pc.if_else(pc.equal(array, ""), None, array)
+        with suppress(pa.ArrowException):
+            return numbers_of(column, array.cast(pa.float64()))
+        with suppress(pa.ArrowException):
+            return numbers_of(column, array.cast(pa.timestamp("us")))
+        for row, value in enumerate(array.to_pylist()):
+            try:
+                pa.array([value]).cast(pa.timestamp("us"))
+            except pa.ArrowException:
+                raise BadValue(row, column, f"{value[:40]!r} is no time, as 2026-01-31 12:00:00 is") from None
+    return numbers_of(column, array)
+
+
+def _row_keys(table: pa.Table) -> Ids:
+    """(N,) a hash of each row's values."""
+    from embershard.worker.data.hashing import hash_numbers, hash_texts  # its kernels need numba
+
+    keys = np.zeros(table.num_rows, np.int64)
+    for name in table.column_names:
+        array = table.column(name).combine_chunks()
+        lengths = None
+        if is_list(array.type):
+            lengths = np.asarray(pc.fill_null(pc.list_value_length(array), 0), np.int64)
+            array = pc.list_flatten(array)
+        if pa.types.is_floating(array.type):
+            values = np.nan_to_num(array.to_numpy(zero_copy_only=False).astype(np.float64), nan=-0.5).view(np.int64)
+        else:
+            values = hash_texts(name, texts_of(name, array))
+        if lengths is not None:
+            sums = np.concatenate([[0], np.cumsum(values * (np.arange(len(values)) % 61 + 1))])
+            ends = np.cumsum(lengths)
+            values = sums[ends] - sums[ends - lengths] + lengths
+        keys = hash_numbers(name, keys ^ values)
+    return keys
+
+
+def _columns(table: pa.Table, preprocessor: Preprocessor) -> dict[str, pa.ChunkedArray]:
+    return {name: table.column(name) for name in preprocessor.columns}
+
+
+def _chosen(table: pa.Table, mask: npt.NDArray[np.bool_] | None) -> pa.Table:
+    return table if mask is None else table.filter(pa.array(mask))
+
+
+@contextmanager
+def _rows_of(mask: npt.NDArray[np.bool_] | None) -> Iterator[None]:
+    """While chosen rows are converted: a BadValue's row is that among all of them."""
+    try:
+        yield
+    except BadValue as error:
+        error.row = error.row if mask is None else int(np.flatnonzero(mask)[error.row])
+        raise

@@ -1,0 +1,287 @@
+"""Files of tables in each format, as blocks of rows with the columns that somebody wants."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol
+
+import pyarrow as pa
+import pyarrow.json as pa_json
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Samples
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.files import LOOK_BYTES, Block, File, expand, read_blocks
+from embershard.worker.data.preprocess import BadFeature, BadValue
+from embershard.worker.data.readers.parquet import LOOK_ROWS, READ_ROWS, ParquetSource
+from embershard.worker.data.stream import BlockSource
+from embershard.worker.data.text import Kind, Layout, TextSource, line_of, parse, read_header, recoded
+
+Format = Literal["parquet", "csv", "tsv", "jsonl"]
+ENDINGS: dict[str, Format] = {
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+}
+
+
+def format_of(path: File) -> Format | None:
+    """The format that a file's name tells, that of its compression aside; None where it tells none."""
+    name = str(path).removesuffix(".gz").removesuffix(".zst").lower()
+    return next((kind for ending, kind in ENDINGS.items() if name.endswith(ending)), None)
+
+
+Wanted = Mapping[str, tuple[Kind, str]]  # column -> its kind in text, and who reads it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFormat:
+    """How files are read; the format is that of their names where it is None."""
+
+    format: Format | None = None
+    delimiter: str | None = None
+    encoding: str = "utf-8"
+    decimal: str = "."
+    missing: tuple[str, ...] = ("",)
+    columns: tuple[str, ...] = ()  # of text without a header line
+
+
+def open_tables(
+    files: Mapping[str, Sequence[File]],
+    how: TableFormat,
+    wanted: Wanted,
+    to_samples: Callable[[pa.Table, str], Samples],
+    counts: Mapping[str, int] = {},
+) -> dict[str, TableSource]:
+    """The files of each split, which `to_samples` makes samples of; `counts` are rows that were counted before.
+
+    JobError where a file has not all the columns, or cannot be read. BadValue of `to_samples` becomes one.
+    """
+    kind = how.format or _format_of_first(files["train"][0])
+    endings = tuple(f"{ending}{z}" for ending, own in ENDINGS.items() if own == kind for z in ("", ".gz", ".zst"))
+    paths = {part: [f for given in named for f in expand(given, endings)] for part, named in files.items()}
+    to_rows = {part: partial(_of_part, to_samples, part) for part in files}
+    if kind == "parquet":
+        layout = Layout(columns={name: kind for name, (kind, _) in wanted.items()})
+        return {
+            part: _ParquetTables(paths=own, layout=layout, wanted=wanted, to_rows=to_rows[part], rows=counts.get(part))
+            for part, own in paths.items()
+        }
+    every = list(dict.fromkeys(path for own in paths.values() for path in own))
+    layout, parser = _json(every[0], how, wanted) if kind == "jsonl" else (_csv(every, how, kind, wanted), parse)
+    return {
+        part: _TextTables(
+            paths=own,
+            layout=layout,
+            to_rows=to_rows[part],
+            has_header=kind != "jsonl" and not how.columns,
+            parser=parser,
+            rows=counts.get(part),
+        )
+        for part, own in paths.items()
+    }
+
+
+def _format_of_first(path: File) -> Format:
+    kind = format_of(path)
+    if kind is None and Path(path).is_dir():
+        kinds = {found for file in Path(path).iterdir() if (found := format_of(file)) is not None}
+        kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        known = ", ".join(dict.fromkeys(ENDINGS.values()))
+        raise JobError(where=str(path), reason=f"its name tells no format: give data.format ({known})")
+    return kind
+
+
+def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) -> Layout:
+    delimiter = how.delimiter or ("\t" if kind == "tsv" else ",")
+    first = how.columns or read_header(paths[0], delimiter, how.encoding)
+    check_columns(f"{paths[0]}:1", first, wanted, delimiter)
+    for path in paths[1:] if not how.columns else ():
+        names = read_header(path, delimiter, how.encoding)
+        if names != first:
+            raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(names)}")
+    kinds: dict[str, Kind] = {name: wanted[name][0] if name in wanted else "skip" for name in first}
+    return Layout(columns=kinds, delimiter=delimiter, missing=how.missing, encoding=how.encoding, decimal=how.decimal)
+
+
+def _json(path: File, how: TableFormat, wanted: Wanted) -> tuple[Layout, Callable[[File, Block, Layout], pa.Table]]:
+    layout = Layout(columns=dict.fromkeys(wanted, "text"), encoding=how.encoding)
+    return layout, partial(_parse_json, _json_schema(path, wanted))
+
+
+def _of_part(to_samples: Callable[[pa.Table, str], Samples], part: str, table: pa.Table, layout: Layout) -> Samples:
+    return to_samples(table, part)
+
+
+class TableSource(BlockSource, Protocol):
+    """A split's files, whose first rows can be looked at."""
+
+    def first_rows(self) -> Iterator[tuple[Callable[[int], str], pa.Table]]:
+        """The first rows of every file, and where each of them stands."""
+
+
+_NO_COLUMNS = Columns()  # of readers without a features section
+
+
+class _TextTables(TextSource):
+    def first_rows(self) -> Iterator[tuple[Callable[[int], str], pa.Table]]:
+        for path in self.paths:
+            block, table = self.look(path)
+            yield (lambda row, path=path, block=block: f"{path}:{line_of(block, row)}"), table  # type: ignore[misc]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ParquetTables(ParquetSource):
+    columns: Columns = _NO_COLUMNS
+    wanted: Mapping[str, tuple[Kind, str]]
+    to_rows: Callable[[pa.Table, Layout], Samples]
+    rows: int | None = None
+
+    def first_rows(self) -> Iterator[tuple[Callable[[int], str], pa.Table]]:
+        self.check()
+        for path in self.paths:
+            group = next((number for of, number, _ in self._groups if of == path), None)
+            for table in self._parts(path, group, LOOK_ROWS) if group is not None else ():
+                yield (lambda row, path=path: f"{path}: row {row + 1}"), table  # type: ignore[misc]
+                break
+
+    def num_rows(self) -> int | None:
+        counted = super().num_rows()
+        return counted if self.rows is None else self.rows
+
+    def _check_columns(self, path: File, schema: pa.Schema) -> None:
+        check_columns(str(path), schema.names, self.wanted)
+
+    def _read(self, path: File, group: int) -> Iterator[Samples]:
+        begin = sum(size for of, number, size in self._groups if of == path and number < group)
+        for table in self._parts(path, group, READ_ROWS):
+            with located(lambda row, begin=begin: f"{path}: row {begin + row + 1}"):  # type: ignore[misc]
+                yield self.to_rows(table, self.layout)
+            begin += table.num_rows
+
+
+def read_vocabulary(path: Path, table: str) -> list[int]:
+    """Hashes of the values of a file, one on each line. JobError where one is there twice, with both lines."""
+    from embershard.worker.data.hashing import hash_texts  # here: its kernels need numba, and a look at files not
+
+    lines = [line.rstrip(b"\r") for block in read_blocks(path) for line in block.text.removesuffix(b"\n").split(b"\n")]
+    first: dict[bytes, int] = {}
+    for number, line in enumerate(lines, 1):
+        if first.setdefault(line, number) != number:
+            value = line.decode("utf-8", "replace")[:40]
+            raise JobError(where=f"{path}:{number}", reason=f"value {value!r} is on line {first[line]} already")
+    try:
+        texts = pa.array([line.decode() for line in lines])
+    except UnicodeDecodeError as error:
+        raise JobError(where=str(path), reason=f"not UTF-8 text ({error.reason})") from None
+    hashes: list[int] = hash_texts(table, texts).tolist()
+    return hashes
+
+
+def check_columns(where: str, names: Sequence[str], wanted: Wanted, delimiter: str = "") -> None:
+    """JobError where a column is missing."""
+    for name, (_, who) in wanted.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            if len(names) == 1 and (other := next((d for d in ";\t|," if d in names[0] and d != delimiter), "")):
+                hint = f"; the file seems to be parted by {other!r}: give data.delimiter"
+            reason = f"no column {name!r}, which {who} reads (there are: {', '.join(names)}){hint}"
+            raise JobError(where=where, reason=reason)
+
+
+def _json_schema(path: File, wanted: Wanted) -> pa.Schema:
+    """The types of the columns, by the first lines of a file."""
+    block = next(read_blocks(path, LOOK_BYTES))
+    values: dict[str, list[object]] = {name: [] for name in wanted}
+    names: dict[str, None] = {}
+    for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
+        if line.strip():
+            row = _json_row(f"{path}:{number}", line)
+            names |= dict.fromkeys(row)
+            for name in wanted:
+                if row.get(name) is not None:
+                    values[name].append(row[name])
+    check_columns(f"{path}:1", list(names), wanted)
+    return pa.schema([(name, _json_type(kind, values[name])) for name, (kind, _) in wanted.items()])
+
+
+def _json_row(where: str, line: bytes) -> dict[str, object]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise JobError(where=where, reason=f"no JSON: {error}") from None
+    if not isinstance(row, dict):
+        hint = "; a file that is one JSON array has to be written as lines of objects" if isinstance(row, list) else ""
+        raise JobError(where=where, reason=f"is a {type(row).__name__}, no object of columns{hint}")
+    return row
+
+
+def _json_type(kind: Kind, values: Sequence[object]) -> pa.DataType:
+    if any(isinstance(value, list) for value in values):
+        inner = [item for value in values if isinstance(value, list) for item in value if item is not None]
+        return pa.list_(_json_type("text", inner))
+    if values and all(isinstance(value, bool) for value in values):
+        return pa.bool_()
+    if kind == "number" and not (values and all(isinstance(value, str) for value in values)):
+        return pa.float64()
+    if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return pa.float64() if any(isinstance(value, float) for value in values) else pa.int64()
+    return pa.string()
+
+
+def _parse_json(schema: pa.Schema, path: File, block: Block, layout: Layout) -> pa.Table:
+    """The columns of a block of lines of JSON. JobError names the first bad line."""
+    block = recoded(path, block, layout.encoding)
+
+    def read(text: bytes) -> pa.Table:
+        read_options = pa_json.ReadOptions(use_threads=False, block_size=len(text) + 1)
+        parse_options = pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        return pa_json.read_json(pa.BufferReader(text), read_options, parse_options)
+
+    text = block.text.removeprefix(b"\xef\xbb\xbf") if block.first_line == 1 else block.text
+    try:
+        return read(text)
+    except pa.ArrowException as error:
+        for number, line in enumerate(text.split(b"\n"), block.first_line):
+            if line.strip():
+                _json_row(f"{path}:{number}", line)
+                try:
+                    read(line)
+                except pa.ArrowException as wrong:
+                    reason = f"{_about(json.loads(line), schema)} ({str(wrong).partition(chr(10))[0]})"
+                    raise JobError(where=f"{path}:{number}", reason=reason) from None
+        raise JobError(where=f"{path}:{block.first_line}", reason=f"in the lines from here on: {error}") from None
+
+
+def _about(row: Mapping[str, object], schema: pa.Schema) -> str:
+    """Which value of a row has not the type of its column."""
+    for name in schema.names:
+        try:
+            pa.array([row.get(name)], schema.field(name).type)
+        except pa.ArrowException:
+            return (
+                f"column {name!r}: {str(row.get(name))[:40]!r} is no {schema.field(name).type}, as in the first lines"
+            )
+    return "values of other types than in the first lines"
+
+
+@contextmanager
+def located(where: Callable[[int], str]) -> Iterator[None]:
+    """JobError in place of what is wrong with a value, or with a feature's column."""
+    try:
+        yield
+    except BadValue as error:
+        raise JobError(where=where(error.row), reason=str(error)) from None
+    except BadFeature as error:
+        raise JobError(where=where(0), reason=str(error)) from None

@@ -1,0 +1,324 @@
+"""Sections of a job file for tables of any columns: what its features, labels and splits are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
+
+from embershard.worker.data.files import as_file, is_delimiter, is_url
+from embershard.worker.job.data_section import SPLITS, DataSection
+from embershard.worker.job.sections import Count, Section, Share
+
+if TYPE_CHECKING:  # a job is checked in a second, without torch and pyarrow
+    from embershard.worker.data.batch import Dataset
+    from embershard.worker.data.preprocess import Preprocessor
+    from embershard.worker.data.readers.tabular import Tabular
+
+Name = Annotated[str, Field(min_length=1)]
+_MEANT_FOR = {  # field -> the types of features that have it
+    "of": ("cross",),
+    "column": ("category", "list", "sequence", "number"),
+    "pooling": ("list",),
+    "max_length": ("list", "sequence"),
+    "too_long": ("list", "sequence"),
+    "separator": ("list", "sequence"),
+    "weights": ("list",),
+    "weight_separator": ("list",),
+    "transform": ("number",),
+    "bucketise": ("number",),
+    "missing": ("number",),
+}
+_OF_IDS = ("table", "dim", "ids", "num_ids", "buckets", "vocabulary", "min_count")
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+_TEXTS = BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])
+
+
+def _encoding(value: str) -> str:
+    try:
+        if "a1,".encode(value) != b"a1,":
+            raise LookupError
+    except LookupError:
+        raise ValueError(f"must be an encoding that ASCII is a part of, as utf-8 or cp1252, got {value!r}") from None
+    return "utf-8" if value.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig") else value
+
+
+def _delimiter(value: str) -> str:
+    if not is_delimiter(value):
+        raise ValueError(f"must be one ASCII character, no quote or line end, got {value!r}")
+    return value
+
+
+class FeatureSection(Section):
+    """One feature: which column it is made of, and how its values become ids or a number."""
+
+    type: Literal["category", "list", "sequence", "number", "cross"] | None = None
+    """category: one value; list: several, pooled; sequence: several in order; cross: the values of several columns."""
+    column: Name | None = None
+    """The column; that of the feature's name by default."""
+    of: tuple[Name, ...] = ()
+    """The columns of a cross."""
+    table: Name | None = None
+    """The embedding table, which features may share; one of the feature's name by default."""
+    dim: Count | None = None
+    """Dim of the table's rows; `embedding.dim` by default."""
+    ids: Literal["hashed", "exact"] | None = None
+    """hashed: any value, as a 62-bit hash of table and value; exact: integers that are ids already."""
+    num_ids: Count | None = None
+    """Exact ids are below it."""
+    buckets: Count | None = None
+    """Rows that the hashed values share."""
+    vocabulary: Name | None = None
+    """A file of the known values, one on each line; all others have one more row."""
+    min_count: Count | None = None
+    """Values that occur so often in the training data have rows of their own; all others share one."""
+    pooling: Literal["mean", "sum", "max"] | None = None
+    """What becomes of a list's rows; mean by default."""
+    max_length: Count | None = None
+    """Most values of a list (20 by default), or of a sequence (50)."""
+    too_long: Literal["error", "truncate"] = "error"
+    """Longer ones are an error, or the first values of a list, and the last ones of a sequence, are kept."""
+    separator: Name | None = None
+    """Between the values of a list that is text, as | in a|b|c."""
+    weights: Name | None = None
+    """A column of lists with the weights of a list's values."""
+    weight_separator: Name | None = None
+    """Before the weight of a value that is text, as : in a:0.5|b:1."""
+    transform: Annotated[tuple[Literal["log", "standardise", "min_max", "quantile"], ...], _TEXTS] = ()
+    """What becomes of a number, in this order; what it needs is learnt from the training data."""
+    bucketise: Annotated[int, Field(ge=2)] | tuple[float, ...] | None = None
+    """Boundaries, or the number of buckets of equal size, in place of the number, each with a row of its own."""
+    missing: float = 0.0
+    """In place of a missing number, after the transform."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kind, given = self.type or "category", self.model_fields_set
+        for name in given & _MEANT_FOR.keys():
+            if kind not in _MEANT_FOR[name]:
+                raise ValueError(
+                    f"Feature: {name} has no meaning for type {kind}, but for {', '.join(_MEANT_FOR[name])}"
+                )
+        is_number = kind == "number" and self.bucketise is None
+        for name in given & set(_OF_IDS):
+            if is_number or (kind == "number" and name not in ("table", "dim")):
+                raise ValueError(f"Feature: {name} has no meaning for type number{'; give bucketise' * is_number}")
+        if kind == "cross" and len(self.of) < 2:
+            raise ValueError("Feature: of names two columns or more")
+        if self.bucketise is not None and self.transform:
+            raise ValueError("Feature: transform has no meaning with bucketise")
+        if isinstance(self.bucketise, tuple) and list(self.bucketise) != sorted(set(self.bucketise)):
+            raise ValueError("Feature: bucketise must ascend")
+        if "log" in self.transform[1:] or len(set(self.transform) - {"log"}) > 1:
+            raise ValueError("Feature: transform is log, then one of the others, or one of them")
+        if self.weights is not None and self.weight_separator is not None:
+            raise ValueError("Feature: weights are in a column, or behind weight_separator, not both")
+        if (self.weights or self.weight_separator) and self.pooling == "max":
+            raise ValueError("Feature: pooling max has no weights")
+        ways = [n for n in ("buckets", "vocabulary", "min_count") if getattr(self, n) is not None]
+        ways += ["ids"] if self.ids == "exact" else []
+        if len(ways) > 1:
+            raise ValueError(f"Feature: {ways[1]} contradicts {ways[0]}: a table numbers its values in one way")
+        if self.num_ids is not None and self.ids != "exact":
+            raise ValueError("Feature: num_ids has a meaning with ids: exact; for hashed ids give buckets")
+        return self
+
+
+class SplitSection(Section):
+    """How the rows of one table are shared out over train, valid and test."""
+
+    by: Literal["random", "user", "time"]
+    """random: by a hash of the row; user: all rows of a user together; time: the latest rows to test."""
+    column: Name | None = None
+    """The column of the user, or of the time."""
+    valid: Share = 0.0
+    test: Share = 0.0
+    at: Annotated[tuple[Any, ...], Field(max_length=2)] = ()
+    """Times where valid and test begin, or test alone, in place of shares."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.by == "random") != (self.column is None):
+            raise ValueError(f"Split: column {'has no meaning' if self.column else 'is missing'} with by: {self.by}")
+        if self.at and (self.by != "time" or self.valid or self.test):
+            raise ValueError("Split: at has a meaning with by: time alone, and in place of valid and test")
+        if not self.at and not 0 < self.valid + self.test < 1:
+            raise ValueError("Split: valid and test are shares of the rows that leave some to train on, as 0.1")
+        return self
+
+
+class TabularSection(DataSection):
+    """Tables: Parquet, CSV, TSV or lines of JSON, gzipped or zstd too, here or at URLs that fsspec reads.
+
+    `train`, `valid` and `test` are files, folders or patterns with *. The features are in the job's section `features`.
+    """
+
+    reader: Literal["tabular"]
+    train: Annotated[tuple[Name, ...], Field(min_length=1), _TEXTS]
+    valid: Annotated[tuple[Name, ...], _TEXTS] = ()
+    test: Annotated[tuple[Name, ...], _TEXTS] = ()
+    format: Literal["parquet", "csv", "tsv", "jsonl"] | None = None
+    """That of the files' names by default."""
+    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+    encoding: Annotated[str, AfterValidator(_encoding)] = "utf-8"
+    decimal: Literal[".", ","] = "."
+    """Between the whole part of a number and its fraction, in CSV."""
+    missing: Annotated[tuple[str, ...], _TEXTS] = ("",)
+    """Texts of a CSV file that stand for a missing number."""
+    columns: tuple[Name, ...] = ()
+    """Names of the columns of CSV files without a header line."""
+    label: Annotated[tuple[Name, ...], Field(min_length=1), _TEXTS] = ("label",)
+    """The column of the label, or of several labels, of which some may be missing."""
+    label_range: tuple[float, float] | Literal["any"] = (0.0, 1.0)
+    weight: Name | None = None
+    """The column of how much each sample counts in the loss."""
+    split: SplitSection | None = None
+    """Of one table, in place of `valid` and `test`."""
+    features: Mapping[Name, FeatureSection] = {}
+    """Those of the job's section `features`."""
+    fitted: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: _stored(value), json_schema_input_type=str | dict[str, Any] | None),
+    ] = None
+    """What was learnt from the training data, which a run stores with its model; or a file of it."""
+    _first_rows_only: bool = PrivateAttr(default=False)
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return any(f.type == "number" and f.bucketise is None for f in self.features.values())
+
+    @property
+    def hashed(self) -> bool:
+        """Whether some ids are hashes, of which no table can hold all."""
+        numbered: dict[str, bool] = {}  # by table
+        for name, feature in self.features.items():
+            if feature.type != "number":
+                ways = (feature.buckets, feature.vocabulary, feature.min_count, feature.num_ids)
+                table = feature.table or name
+                numbered[table] = numbered.get(table, False) or any(way is not None for way in ways)
+        return not all(numbered.values())
+
+    @property
+    def pairs(self) -> bool:  # type: ignore[override]
+        """Whether each sample is a user and an item."""
+        return len(self.features) == 2 and all(f.type in (None, "category") for f in self.features.values())
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return True
+
+    @property
+    def judged_on(self) -> tuple[str, ...]:
+        """The splits that can be evaluated."""
+        split = self.split
+        if split is None:
+            return super().judged_on
+        if split.at:
+            return ("valid", "test") if len(split.at) == 2 else ("test",)
+        return tuple(part for part in ("valid", "test") if getattr(split, part))
+
+    @property
+    def streams_text(self) -> bool:
+        """Whether text is read anew in each epoch, which does not tell in advance how many samples there are."""
+        return self.split is None and (self.fitted is None or "samples" not in self.fitted)
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over."""
+        return True
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the local files and folders that it names, under `root`."""
+        named = {
+            part: [name for name in getattr(self, part) if not is_url(name) and "*" not in name] for part in SPLITS
+        }
+        return {part: tuple(map(Path, names)) for part, names in named.items() if names}
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if self.split is not None and (self.valid or self.test):
+            return "split", "makes valid and test of the rows of train: remove it, or these files"
+        if not self.features:
+            return "reader", "tabular needs the section features, which says what to read: features: {user: {}}"
+        if self.label_range != "any" and not self.label_range[0] < self.label_range[1]:
+            return "label_range", "is the least and the largest label, as [0, 1]"
+        return None
+
+    def tabular(self, folder: Path) -> Tabular:
+        """What reads the files. BadFeature where features contradict each other."""
+        from embershard.worker.data.readers.tabular import LabelColumns, RowSplit, Tabular
+        from embershard.worker.data.readers.tabular_files import TableFormat
+
+        where = folder / self.root
+        return Tabular(
+            files={
+                part: [as_file(where, name) for name in getattr(self, part)] for part in SPLITS if getattr(self, part)
+            },
+            preprocessor=self.preprocessor(),
+            labels=LabelColumns(
+                names=self.label, range=None if self.label_range == "any" else self.label_range, weight=self.weight
+            ),
+            how=TableFormat(
+                format=self.format,
+                delimiter=self.delimiter,
+                encoding=self.encoding,
+                decimal=self.decimal,
+                missing=self.missing,
+                columns=self.columns,
+            ),
+            split=None if self.split is None else RowSplit(**self.split.model_dump(), parts=("train", *self.judged_on)),
+            vocabulary_folder=where,
+        )
+
+    def preprocessor(self) -> Preprocessor:
+        """What makes ids and dense features of columns. BadFeature where features contradict each other."""
+        from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
+
+        features = {name: FeatureSpec(**section.model_dump()) for name, section in self.features.items()}
+        return Preprocessor(features, self.fitted, self.label)
+
+    def first_rows(self) -> DataSection:
+        """This section, whose features are fitted on the first rows alone."""
+        copy = self.model_copy()
+        copy._first_rows_only = True
+        return copy
+
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file."""
+        self.tabular(folder).look()
+
+    def with_fitted(self, stored: object) -> Self:
+        """This section with what was learnt before."""
+        return self.model_copy(update={"fitted": stored})
+
+    def fit(self, folder: Path, seed: int) -> Self:
+        """This section with what its features need of the training data, which is read once if they need something."""
+        tabular = self.tabular(folder)
+        return self.with_fitted(tabular.fit(seed)) if tabular.needs_fit() else self
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """Open the reader that this section describes."""
+        tabular = self.tabular(folder)
+        return tabular.open_first_rows(seed) if self._first_rows_only else tabular.open(seed=seed)
+
+
+def _stored(value: object) -> object:
+    """What a file holds; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found: object = json.loads(Path(value).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{value} cannot be read: {error}") from None
+    return found["fitted"] if isinstance(found, Mapping) and "fitted" in found else found
