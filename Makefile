@@ -18,7 +18,7 @@ GPU_HAS ?= torch numpy
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-defaults bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+        docs bar-docs bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -35,6 +35,22 @@ $(VENV)/.outside: $(VENV)/.ready bench/wrap/packages.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[outside]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/wrap/packages.txt
 	touch $@
+
+DOCS := .venv-docs
+
+# Sphinx in an environment of its own, which finds embershard's packages behind its own ones
+$(DOCS)/.ready: $(VENV)/.ready docs/requirements.txt
+	$(BIN)/python -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(DOCS)/lib/python3*/site-packages)/embershard.pth
+	touch $@
+
+docs: $(DOCS)/.ready  ## the site, in build/docs/index.html
+	$(BIN)/python docs/generate.py
+	$(DOCS)/bin/python -m sphinx -W --keep-going --quiet -b html docs build/docs
+
+bar-docs: docs  ## every code block of README and docs, the tutorial in 15 minutes, links, the site in Chromium (20 minutes)
+	$(BIN)/python bench/bar_docs.py $(ARGS)
 
 demo: setup  ## two shards and two workers train DLRM on a click stream
 	$(BIN)/embershard train examples/demo.yaml
@@ -201,4 +217,4 @@ $(PEERS)/%/.ready: bench/peer_environments/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-3.* $(PEERS) build dist runs
+	rm -rf $(VENV) .venv-3.* $(DOCS) $(PEERS) build dist runs

@@ -32,7 +32,7 @@ def _as_list(value: object) -> object:
     return (value,) if isinstance(value, (str, Path)) else value
 
 
-_OR_ONE = BeforeValidator(_as_list)
+_OR_ONE = BeforeValidator(_as_list, json_schema_input_type=Path | tuple[Path, ...])
 Paths = Annotated[tuple[Path, ...], _OR_ONE]
 SomePaths = Annotated[tuple[Path, ...], Field(min_length=1), _OR_ONE]
 

@@ -64,7 +64,9 @@ class Job(Section):
     callbacks: tuple[Code, ...] = ()  # told how training goes: worker/reporting/callbacks.py
     freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
     evaluate: EvaluateSection = EvaluateSection()
-    checkpoint: Annotated[CheckpointSection, BeforeValidator(_or_default)] = CheckpointSection()
+    checkpoint: Annotated[
+        CheckpointSection, BeforeValidator(_or_default, json_schema_input_type=CheckpointSection | None)
+    ] = CheckpointSection()
     compression: AnyCompression = None
     network: NetworkSection = NetworkSection()
     workers: Count = 1

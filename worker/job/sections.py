@@ -73,7 +73,7 @@ def as_code(value: object) -> object:
     return {"class": value} if isinstance(value, str) else value
 
 
-Code = Annotated[CodeSection, BeforeValidator(as_code)]
+Code = Annotated[CodeSection, BeforeValidator(as_code, json_schema_input_type=str | CodeSection)]
 
 
 class ModelSection(Section):

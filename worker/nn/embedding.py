@@ -215,7 +215,7 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
+        """Rows of the ids `input` (any shape, int32 or int64), `(*input.shape, dim)`."""
         if (whole := self._whole()) is not None:
             return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
         index, rows, padding, _ = self._read(input)
