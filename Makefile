@@ -16,9 +16,9 @@ GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64
 GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
+        bar-ncf bar-ctr bar-defaults bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-serve bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -35,6 +35,22 @@ $(VENV)/.outside: $(VENV)/.ready bench/wrap/packages.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[outside]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/wrap/packages.txt
 	touch $@
+
+DOCS := .venv-docs
+
+# Sphinx in an environment of its own, which finds embershard's packages behind its own ones
+$(DOCS)/.ready: $(VENV)/.ready docs/requirements.txt
+	$(BIN)/python -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(DOCS)/lib/python3*/site-packages)/embershard.pth
+	touch $@
+
+docs: $(DOCS)/.ready  ## the site, in build/docs/index.html
+	$(BIN)/python docs/generate.py
+	$(DOCS)/bin/python -m sphinx -W --keep-going --quiet -b html docs build/docs
+
+bar-docs: docs  ## every code block of README and docs, the tutorial in 15 minutes, links, the site in Chromium (20 minutes)
+	$(BIN)/python bench/bar_docs.py $(ARGS)
 
 demo: setup  ## two shards and two workers train DLRM on a click stream
 	$(BIN)/embershard train examples/demo.yaml
@@ -90,6 +106,9 @@ bar-ncf: setup  ## quality on MovieLens-1M against the published numbers
 
 bar-ctr: setup  ## quality on Frappe and Adult against plain torch, beside the published numbers (about an hour, in as many goes as it takes; ARGS=--all: three seeds of every job)
 	$(BIN)/python bench/bar_ctr.py $(ARGS)
+
+bar-defaults: setup  ## examples without their first values: the default serves as well (ARGS=frappe-fm: one of them)
+	$(BIN)/python bench/bar_defaults.py $(ARGS)
 
 bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (three hours, in as many goes as it takes; ARGS=--quick)
 	$(BIN)/python bench/bar_modes.py $(ARGS)
@@ -201,4 +220,4 @@ $(PEERS)/%/.ready: bench/peer_environments/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-3.* $(PEERS) build dist runs
+	rm -rf $(VENV) .venv-3.* $(DOCS) $(PEERS) build dist runs

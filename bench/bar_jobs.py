@@ -228,9 +228,9 @@ def shards(project: Project) -> dict[str, float]:
         ps = ",".join(first.addresses)
         project.run("train", "job.yaml", "--ps", ps, "--output", "shards", sets=sets)
         figures = _evaluated(project, ps, sets)
-        project.run("export", ps, "job.yaml", "exported", sets=sets)
+        project.run("export", "job.yaml", "exported", "--ps", ps, sets=sets)
         other = ",".join(second.addresses)
-        project.run("import", "exported", "job.yaml", other, sets=sets)
+        project.run("import", "job.yaml", "exported", "--ps", other, sets=sets)
         again = _evaluated(project, other, sets)
     return {"imported": near(again["test"], figures["test"], 1e-6, "evaluate after export and import")}
 
@@ -247,7 +247,7 @@ def export(project: Project) -> dict[str, float]:
     result = project.train("exporting", "evaluate.every=2")
     (source,) = (project.folder / "exporting" / "best").glob("step-*")
     out = project.folder / "files"
-    project.run("export", str(source), "job.yaml", str(out), "--onnx", "--int8", sets=SMALL)
+    project.run("export", "job.yaml", str(source), str(out), "--onnx", "--int8", sets=SMALL)
     state = load_file(out / "model.safetensors")
     model = project.module("my_models:Clicks")(num_ids=840, num_dense=2, dim=8, num_users=500, hidden=32)
     model.load_state_dict(state)

@@ -18,7 +18,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
-        serving       BadExport, CannotServe, BadRows, BadIds
+        serving       BadExport, CannotServe, BadRequest, BadIds
         the user's    JobError, BadModule, UserCodeFailed, CannotWrite, OutputClosed
 
 Commands and training add subclasses of their own, beside what raises them.
@@ -284,7 +284,7 @@ class ShardUnavailable(EmbershardError):
     status = Status.UNAVAILABLE
     template = (
         "no answer within {seconds:.1f} s ({reason}); check that it runs "
-        "(`embershard status {address}`) and that this machine reaches it"
+        "(`embershard status --ps {address}`) and that this machine reaches it"
     )
 
 
@@ -423,7 +423,7 @@ class CannotServe(EmbershardError):
     template = "{what}: {reason}"
 
 
-class BadRows(EmbershardError):
+class BadRequest(EmbershardError):
     """A feature of a request that the model does not know, that is missing, or a value that it cannot be."""
 
     status = Status.INVALID_ARGUMENT

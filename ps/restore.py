@@ -172,6 +172,8 @@ class SnapshotReader:
             _log.error("restore of %s: %s", self.request.url, self._error)
 
     def _read(self) -> Contents:
+        if not self.request.url:
+            return Contents()
         from embershard.proto.snapshot.storage import (
             Storage,  # fsspec takes a while; a shard may live without a snapshot
         )

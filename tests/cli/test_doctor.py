@@ -70,7 +70,7 @@ def test_what_a_server_says_does_not_steer_the_terminal(monkeypatch):
 
 def test_a_failure_is_shown_with_its_remedy_and_ends_with_1(monkeypatch):
     monkeypatch.setattr(command, "SUBJECTS", {"shards": [shards.addresses]})
-    text = " ".join(invoke("nonsense", code=1).split())
+    text = " ".join(invoke("--ps", "nonsense", code=1).split())
     assert "fail addresses 'nonsense' is not the address of a shard" in text
     assert f"-> {shards.addresses.remedy}" in text
     assert text.endswith("1 fail")
@@ -89,7 +89,7 @@ def seen(addresses):
 
 @pytest.mark.integration
 def test_shards_that_serve_are_found_well(placements):
-    answers = answers_of(",".join(placements[0].addresses))
+    answers = answers_of("--ps", ",".join(placements[0].addresses))
     shown = {name: answer["level"] for name, answer in answers.items() if answer["subject"] == "shards"}
     assert shown.pop("latency") in ("ok", "warn")
     assert set(shown.values()) == {"ok"}, answers

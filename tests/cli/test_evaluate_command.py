@@ -95,7 +95,7 @@ def test_a_checkpoint_has_the_figures_that_its_run_has_reported(sets):
 def test_an_export_holds_the_weights_that_were_evaluated(sets):
     notes = train(*sets)
     for words, number, step in (((), 0, 6), (("--latest",), -1, 18)):
-        output = embershard("export", "checkpoints", "job.yaml", "out", *words, sets=sets)
+        output = embershard("export", "job.yaml", "checkpoints", "out", *words, sets=sets)
         assert output.startswith(f"from {Path('checkpoints').absolute()}/step-{step:09d}, of step {step}\n")
         job = load_job(Path("job.yaml"), sets)
         data = job.data.open(Path(), 0)

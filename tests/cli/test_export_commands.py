@@ -57,7 +57,7 @@ def embershard(*words):
 
 
 def export(*words, source="checkpoints"):
-    return embershard("export", source, "job.yaml", "out", *words)
+    return embershard("export", "job.yaml", source, "out", *words)
 
 
 def in_out():
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_exported_whole_and_imported(monkeypatch):
 
     fresh = local(1)
     monkeypatch.setattr(import_command, "connect", lambda addresses: fresh)
-    assert "table embedding: 20 rows" in embershard("import", "out", "job.yaml", "127.0.0.1:7700")
+    assert "table embedding: 20 rows" in embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700")
     (table,) = (table for table in fresh.tables if table.spec.name == "embedding")
     assert torch.equal(table.pull(torch.arange(20)), weights["embedding.weight"])
 
@@ -132,4 +132,4 @@ def test_sources_that_are_none_are_named():
 def test_onnx_without_its_packages_says_what_to_install(monkeypatch):
     monkeypatch.setattr("embershard.worker.trained.onnx.find_spec", lambda name: None)
     with pytest.raises(ExportNotInstalled, match=r"pip install 'embershard\[export\]'"):
-        export("--onnx", source="127.0.0.1:7700")
+        embershard("export", "job.yaml", "out", "--ps", "127.0.0.1:7700", "--onnx")

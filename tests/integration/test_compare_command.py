@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
+from embershard.cli.restore import CONNECT_TIMEOUT
 from embershard.compare.results import read_results
 from embershard.compare.run.netns import Namespaces, NoNamespaces
+from embershard.deploy.supervisor import LocalShards
+from embershard.worker.client.client import Client
 from harness.eventually import eventually
 from harness.processes import marked, said
 
@@ -65,6 +68,30 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(compare, tmp_path):
     assert "the same command goes on where it was: embershard compare" in said(process, 130)
     assert not marked(str(tmp_path))
     assert not lines(tmp_path)
+
+
+def tables(addresses):
+    with closing(Client.connect(addresses, timeout=CONNECT_TIMEOUT)) as client:
+        return [table.name for status in client.status() for table in status.tables]
+
+
+def test_arms_are_trained_on_shards_that_run_already_as_on_their_own(compare, start, tmp_path):
+    words = ("none,fp16s", "--seeds", "1")
+    with LocalShards(2) as shards:
+        ps = ("--ps", ",".join(shards.addresses))
+        said(compare(*words, *ps))
+        on_these = lines(tmp_path)
+        assert read_results(tmp_path / "out" / "results.json").shards == 2
+        assert not tables(shards.addresses)
+        said(start(JOB, *ps))
+        assert tables(shards.addresses)
+        assert "hold tables already (dense, embedding)" in said(compare(*words, *ps, "--seeds", "2"), 1)
+        said(compare(*words, *ps, "--seeds", "2", "--replace"))
+        assert not tables(shards.addresses)
+    assert [run["seed"] for run in lines(tmp_path)] == [0, 0, 1, 1]
+    (tmp_path / "out").rename(tmp_path / "before")
+    said(compare(*words, "--set", "shards=2"))  # each on two of its own
+    assert [run["metrics"] for run in lines(tmp_path)] == [run["metrics"] for run in on_these]
 
 
 CONNECT = """\

@@ -190,7 +190,10 @@ def up(mark):
 
 
 @pytest.mark.cold_start
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGKILL, -9)],
+)
 def test_up_restarts_and_reports_a_dead_shard_and_its_shards_end_with_it(tmp_path, signum, code):
     with up(str(tmp_path)) as (process, addresses, pids):
         os.kill(pids[1], signal.SIGKILL)
@@ -210,11 +213,11 @@ def test_status_shows_shards_and_what_is_down():
         peer.ask(Declare(table))
         peer.ask(push(1, num_rows=1000))
         wide = {**os.environ, "COLUMNS": "120"}
-        good = run_command("status", peer.address, env=wide)
+        good = run_command("status", "--ps", peer.address, env=wide)
         assert good.returncode == 0
         for words in ("0/1", peer.address, "serving", "1,000", "items", "sgd"):
             assert words in good.stdout, good.stdout
-        both = run_command("status", f"{peer.address},127.0.0.1:1", "--json")
+        both = run_command("status", "--ps", f"{peer.address},127.0.0.1:1", "--json")
         assert both.returncode == 1
         serves, down = json.loads(both.stdout)["shards"]
         assert serves["serving"]
@@ -222,12 +225,12 @@ def test_status_shows_shards_and_what_is_down():
         assert serves["requests_per_second"] == 0.0
         assert not down["serving"]
         assert "check that it runs" in down["problem"]
-        assert run_command("status", f"{peer.address},127.0.0.1:1", env=wide).stdout.count("down") == 1
+        assert run_command("status", "--ps", f"{peer.address},127.0.0.1:1", env=wide).stdout.count("down") == 1
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)], ids=str)
 def test_status_watch_ends_with_ctrl_c(options):
-    with shard() as peer, running("status", peer.address, "--watch", *options) as process:
+    with shard() as peer, running("status", "--ps", peer.address, "--watch", *options) as process:
         for _ in range(2):
             line = process.stdout.readline()
             assert not options or json.loads(line)["shards"][0]["serving"]  # an object a line

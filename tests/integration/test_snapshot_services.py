@@ -96,25 +96,25 @@ def client(shards):
 def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(shards, client, tmp_path):
     folder = str(tmp_path / "snaps")
     with pushing(shards):
-        said = run("snapshot", ",".join(shards.addresses), folder, "--name", "one")
+        said = run("snapshot", folder, "--ps", ",".join(shards.addresses), "--name", "one")
         assert said.startswith(f"{folder}/one: 200,000 rows")
         by_grpc = ",".join(f"grpc://{address}" for address in shards.addresses)
-        run("snapshot", by_grpc, folder, "--name", "two", "--keep", "1")
+        run("snapshot", folder, "--ps", by_grpc, "--name", "two", "--keep", "1")
     said = run("inspect", folder, "--verify")
     assert "snapshots: two\n" in said
     assert "items adagrad    16    16 200,000" in said
     with LocalShards(1) as others:
         (where,) = others.addresses
-        assert "two: 200,000 rows of 1 tables, from 2 shards onto 1" in run("restore", folder, where)
+        assert "two: 200,000 rows of 1 tables, from 2 shards onto 1" in run("restore", folder, "--ps", where)
         with connect(others) as other:
             assert np.array_equal(rows(other)[1::50], rows(client)[1::50])  # those that nobody pushed since
-        assert "holds tables already (items)" in run("restore", folder, where, code=1)
+        assert "holds tables already (items)" in run("restore", folder, "--ps", where, code=1)
 
 
 def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_the_next(shards, client, tmp_path):
     folder = str(tmp_path)
     take_snapshot(client, folder, "before")
-    command = [*EMBERSHARD, "snapshot", ",".join(shards.addresses), folder, "--name", "x"]
+    command = [*EMBERSHARD, "snapshot", folder, "--ps", ",".join(shards.addresses), "--name", "x"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as coordinator:
         while not list(tmp_path.glob("x/shard-*/*")):  # it has begun
             time.sleep(0.001)
@@ -124,7 +124,7 @@ def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_
     assert "x" in list_snapshots(folder) or not list(tmp_path.glob("x/shard-*"))
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1])
+@pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.long), 0.1])
 def test_a_killed_shard_leaves_the_snapshot_before(delay, tmp_path):
     folder = str(tmp_path)
     with LocalShards(2) as local, connect(local) as client, connect(local, timeout=timedelta(seconds=5)) as hasty:
@@ -161,7 +161,7 @@ def test_a_full_disk_is_named_and_the_snapshot_before_stays(shards, client, tmp_
 
 
 def test_a_folder_that_cannot_be_written_is_named(shards):
-    said = run("snapshot", ",".join(shards.addresses), "/proc/snapshots", code=1)
+    said = run("snapshot", "/proc/snapshots", "--ps", ",".join(shards.addresses), code=1)
     assert "cannot write /proc/snapshots" in said
 
 
@@ -198,20 +198,20 @@ def test_a_job_does_not_go_on_with_a_shard_that_lost_its_rows_until_they_are_res
             train(session, model)
         with begin(shards.addresses) as (_, _, trained):  # a second start finds all rows
             assert trained == len(ROWS)
-        run("snapshot", where, "snapshots")
+        run("snapshot", "snapshots", "--ps", where)
 
         os.kill(shards.pids[1], signal.SIGKILL)
         with pytest.raises(RowsLost) as caught, begin(shards.addresses):
             pass
         assert caught.value.fields["lost"] == f"shard 1 at {shards.addresses[1]}"
         assert "--resume latest" in run("train", "job.yaml", "--ps", where, "--output", "out", code=1)
-        run("snapshot", where, "snapshots", code=1)
-        assert re.search("shard 1 lost its rows [0-9]+ minutes? ago", " ".join(run("status", where).split()))
-        (_, empty) = json.loads(run("status", where, "--json"))["shards"]
+        run("snapshot", "snapshots", "--ps", where, code=1)
+        assert re.search("shard 1 lost its rows [0-9]+ minutes? ago", " ".join(run("status", "--ps", where).split()))
+        (_, empty) = json.loads(run("status", "--ps", where, "--json"))["shards"]
         assert not empty["status"]["tables"]
 
-        run("restore", "snapshots", where, "--replace")
+        run("restore", "snapshots", "--ps", where, "--replace")
         with begin(shards.addresses) as (session, model, trained):
             assert trained == len(ROWS)
             train(session, model)
-        assert "lost" not in run("status", where)
+        assert "lost" not in run("status", "--ps", where)

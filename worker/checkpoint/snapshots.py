@@ -11,7 +11,7 @@ import posixpath
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -303,28 +303,34 @@ def restore_rows(
 ) -> Manifest:
     """Restore as `restore_snapshot` does, for a client that has declared its tables and trained them."""
     stored = open_snapshot(url, name)
-    request = Restore(
-        url=stored.storage.url,
-        name=stored.folder,
-        id=secrets.randbits(64),
-        sha256=stored.sha256,
-        replace=replace_tables,
-        step="begin",
-    )
     manifest = stored.manifest
-    try:
-        client.ask_all(request)
-        replies = _await(client, request, Restored, "ready", wait_timeout)
-        rows = sum(reply.rows for reply in replies)
+    request = Restore(url=stored.storage.url, name=stored.folder, sha256=stored.sha256, replace=replace_tables)
+
+    def check(rows: int) -> None:
         if rows != manifest.rows:
             reason = f"the shards found {rows} rows in its files, it says {manifest.rows}"
             raise SnapshotDamaged(path=stored.storage.at(stored.folder), reason=reason)
+
+    _restore(client, request, check, wait_timeout)
+    return manifest
+
+
+def drop_tables(client: Client) -> None:
+    """Drop the tables of all shards, as if these had just been started; what they hold is lost."""
+    _restore(client, Restore(replace=True), lambda rows: None, WAIT_TIMEOUT)
+
+
+def _restore(client: Client, request: Restore, check: Callable[[int], None], wait_timeout: timedelta) -> None:
+    """Have all shards read what is theirs, `check` the rows that they found, and put it in place."""
+    request = replace(request, id=secrets.randbits(64), step="begin")
+    try:
+        client.ask_all(request)
+        check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
         client.ask_all(replace(request, step="install"))
     except BaseException:
         cancel = dict.fromkeys(range(client.num_shards), replace(request, step="cancel"))
         client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
         raise
-    return manifest
 
 
 def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, wait_timeout: timedelta) -> list[R]:

@@ -54,7 +54,7 @@ class CodecsSection(Section):
         return list(self.schedule.at.values())
 
 
-Codecs = Annotated[CodecsSection, BeforeValidator(_schedule)]
+Codecs = Annotated[CodecsSection, BeforeValidator(_schedule, json_schema_input_type=str | bool | CodecsSection)]
 
 
 class DirectionsSection(Section):
@@ -134,4 +134,5 @@ def _compression(value: object) -> object:
     return {"auto": True} if value == "auto" else value
 
 
-AnyCompression = Annotated[CompressionSection | None, BeforeValidator(_compression)]
+_Given = Literal["auto", "off", False] | CompressionSection | None  # as a file has it
+AnyCompression = Annotated[CompressionSection | None, BeforeValidator(_compression, json_schema_input_type=_Given)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from embershard.worker.job.sections import Section
+from embershard.worker.job.sections import Count, Section
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
     from embershard.worker.data.batch import Dataset
@@ -37,10 +37,14 @@ class DataSection(Section):
     root: Path = Path()
     loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
     """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
-    splits: Annotated[int | str | None, PlainValidator(_parts)] = None
+    splits: Annotated[
+        int | str | None, PlainValidator(_parts, json_schema_input_type=Count | Literal["auto"] | None)
+    ] = None
     """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
     pairs: ClassVar[bool] = False
     """Each sample is a user and an item."""
+    sequences: ClassVar[bool] = False
+    """Each sample is a user's history and the items behind it."""
 
     @property
     def evaluation(self) -> Evaluation:

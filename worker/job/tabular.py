@@ -39,6 +39,9 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+_TEXTS = BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])
+
+
 def _encoding(value: str) -> str:
     try:
         if "a1,".encode(value) != b"a1,":
@@ -89,9 +92,7 @@ class FeatureSection(Section):
     """A column of lists with the weights of a list's values."""
     weight_separator: Name | None = None
     """Before the weight of a value that is text, as : in a:0.5|b:1."""
-    transform: Annotated[
-        tuple[Literal["log", "standardise", "min_max", "quantile"], ...], BeforeValidator(_as_tuple)
-    ] = ()
+    transform: Annotated[tuple[Literal["log", "standardise", "min_max", "quantile"], ...], _TEXTS] = ()
     """What becomes of a number, in this order; what it needs is learnt from the training data."""
     bucketise: Annotated[int, Field(ge=2)] | tuple[float, ...] | None = None
     """Boundaries, or the number of buckets of equal size, in place of the number, each with a row of its own."""
@@ -162,20 +163,20 @@ class TabularSection(DataSection):
     """
 
     reader: Literal["tabular"]
-    train: Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
-    valid: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = ()
-    test: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = ()
+    train: Annotated[tuple[Name, ...], Field(min_length=1), _TEXTS]
+    valid: Annotated[tuple[Name, ...], _TEXTS] = ()
+    test: Annotated[tuple[Name, ...], _TEXTS] = ()
     format: Literal["parquet", "csv", "tsv", "jsonl"] | None = None
     """That of the files' names by default."""
     delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
     encoding: Annotated[str, AfterValidator(_encoding)] = "utf-8"
     decimal: Literal[".", ","] = "."
     """Between the whole part of a number and its fraction, in CSV."""
-    missing: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("",)
+    missing: Annotated[tuple[str, ...], _TEXTS] = ("",)
     """Texts of a CSV file that stand for a missing number."""
     columns: tuple[Name, ...] = ()
     """Names of the columns of CSV files without a header line."""
-    label: Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_as_tuple)] = ("label",)
+    label: Annotated[tuple[Name, ...], Field(min_length=1), _TEXTS] = ("label",)
     """The column of the label, or of several labels, of which some may be missing."""
     label_range: tuple[float, float] | Literal["any"] = (0.0, 1.0)
     weight: Name | None = None
@@ -184,7 +185,10 @@ class TabularSection(DataSection):
     """Of one table, in place of `valid` and `test`."""
     features: Mapping[Name, FeatureSection] = {}
     """Those of the job's section `features`."""
-    fitted: Annotated[dict[str, Any] | None, BeforeValidator(lambda value: _stored(value))] = None
+    fitted: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: _stored(value), json_schema_input_type=str | dict[str, Any] | None),
+    ] = None
     """What was learnt from the training data, which a run stores with its model; or a file of it."""
     _first_rows_only: bool = PrivateAttr(default=False)
 

@@ -54,7 +54,7 @@ class TableGroupSection(GroupSection):
 
 
 # torch's own Normal(0, 1) is far too large for sums and products of many rows: after 300,000 of the demo's clicks DLRM
-# is at AUC .717 with it and at .762 with this one (docs/training.md, "First values")
+# is at AUC .717 with it and at .762 with this one (docs/training/step.md, "First values")
 DEFAULT_INITIALIZER = spec.Normal(std=0.01)
 
 
@@ -81,7 +81,7 @@ class CacheSection(Section):
 class EmbeddingSection(Section):
     """The embedding tables; `dim` is 16 where the model does not decide it.
 
-    Without an `initializer` rows start small (docs/training.md, "First values").
+    Without an `initializer` rows start small (docs/training/step.md, "First values").
     `groups` have an optimizer and first values of their own; the first that matches a table has it.
     """
 
@@ -179,11 +179,18 @@ BUDGETS = frozenset({"train.epochs", "train.steps", "train.samples"})  # a job h
 
 # None is `off`; False must not become the number 0
 Staleness = Annotated[
-    Annotated[int, Field(ge=0, strict=True)] | None, BeforeValidator(lambda value: None if is_off(value) else value)
+    Annotated[int, Field(ge=0, strict=True)] | None,
+    BeforeValidator(
+        lambda value: None if is_off(value) else value,
+        json_schema_input_type=Annotated[int, Field(ge=0)] | Literal["off", False] | None,
+    ),
 ]
 
 
 _LOCAL = re.compile(r"local\(([1-9]\d{0,6})\)")
+
+
+_Staleness = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=rf"^(off|{_LOCAL.pattern})$")] | bool | None
 
 
 def _consistency(value: object) -> int | str | None:
@@ -203,7 +210,7 @@ class AverageSection(Section):
 
 
 class StepSection(Section):
-    """How a step is made (docs/training.md, "The training step").
+    """How a step is made (docs/training/step.md).
 
     `amp`: the forward in bfloat16 or float16. `accumulate`: one step with the mean gradient of so many batches.
     `clip_norm`: the largest L2 norm of all gradients of a worker. `non_finite`: a NaN or Inf ends the run or leaves the
@@ -211,9 +218,13 @@ class StepSection(Section):
     for all but the embeddings.
     """
 
-    amp: Annotated[Literal["off", "bf16", "fp16"], BeforeValidator(lambda value: "off" if is_off(value) else value)] = (
-        "off"
-    )
+    amp: Annotated[
+        Literal["off", "bf16", "fp16"],
+        BeforeValidator(
+            lambda value: "off" if is_off(value) else value,
+            json_schema_input_type=Literal["off", "bf16", "fp16", False],
+        ),
+    ] = "off"
     accumulate: Count = 1
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     non_finite: Literal["stop", "skip"] = "stop"
@@ -225,10 +236,10 @@ class StepSection(Section):
 class TrainSection(StepSection):
     """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers).
 
-    `staleness` says what the workers see of each other (docs/training.md): 0 is synchronous, a number bounds by how
-    many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies of
-    its own and pushes the difference. `staleness_aware_lr` divides a push's learning rate by the updates that its rows
-    had missed. A worker without a heartbeat for `lease` seconds is evicted. `embershard train` starts up to
+    `staleness` says what the workers see of each other (docs/training/staleness.md): 0 is synchronous, a number bounds
+    by how many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies
+    of its own and pushes the difference. `staleness_aware_lr` divides a push's learning rate by the updates that its
+    rows had missed. A worker without a heartbeat for `lease` seconds is evicted. `embershard train` starts up to
     `restart_workers` workers again that were killed by a signal.
 
     With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
@@ -243,7 +254,7 @@ class TrainSection(StepSection):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     lr_schedule: ScheduleSection = ScheduleSection()
     early_stop: EarlyStopSection | None = None
-    staleness: Annotated[int | str | None, PlainValidator(_consistency)] = None
+    staleness: Annotated[int | str | None, PlainValidator(_consistency, json_schema_input_type=_Staleness)] = None
     staleness_aware_lr: bool = False
     lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
     restart_workers: Annotated[int, Field(ge=0)] = 0
@@ -282,7 +293,7 @@ class MetricSection(CodeSection):
         return ":" in self.code
 
 
-Metric = Annotated[MetricSection, BeforeValidator(as_code)]
+Metric = Annotated[MetricSection, BeforeValidator(as_code, json_schema_input_type=str | MetricSection)]
 
 
 class EvaluateSection(Section):
@@ -306,7 +317,7 @@ def _check_bandwidth(value: object) -> str:
 class NetworkSection(Section):
     """A slower link than there is, emulated between each worker and its shards (proto/transport/emulated_link.py)."""
 
-    bandwidth: Annotated[str, BeforeValidator(_check_bandwidth)] = UNLIMITED
+    bandwidth: Annotated[str, BeforeValidator(_check_bandwidth, json_schema_input_type=str)] = UNLIMITED
 
 
 class CheckpointSection(Section):

@@ -62,7 +62,8 @@ def _for_shards(job: Job) -> str:
         )
         helps.append(
             f"train.prefetch: 1{needs} pulls and pushes while a batch computes, but each batch then misses its "
-            'worker\'s last push, at up to .004 of AUC in short runs (docs/training.md, "What prefetch costs")'
+            "worker's last push, at up to .004 of AUC in short runs (docs/training/staleness.md, "
+            '"What prefetch costs")'
         )
     helps.append(f"more shards (shards: {2 * job.shards}), where they are busy and cores are free")
     if job.compression is None:

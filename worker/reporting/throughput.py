@@ -32,7 +32,7 @@ class Waiting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Seconds that training waited, by what it waited for (docs/training.md, "Waiting")."""
+    """Seconds that training waited, by what it waited for (docs/training/staleness.md, "What a run waits for")."""
 
     shards: float = 0.0
     workers: float = 0.0

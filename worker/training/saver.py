@@ -40,7 +40,7 @@ class NotRestored(EmbershardError):
     status = Status.FAILED_PRECONDITION
     template = (
         "the shards have no table {table!r} of checkpoint {path}: restore its snapshot first "
-        "(`embershard restore {path}/{snapshot} ADDRESSES`), or use `embershard train --resume`"
+        "(`embershard restore {path}/{snapshot} --ps ADDRESSES`), or use `embershard train --resume`"
     )
 
 
@@ -50,7 +50,8 @@ class BestNotRestored(EmbershardError):
     status = Status.FAILED_PRECONDITION
     template = (
         "the run is over, and the best weights could not be put back: {reason}. They are in {path}; the shards may "
-        "hold those of the last step. For the best ones: `embershard restore {path}/{snapshot} ADDRESSES --replace`"
+        "hold those of the last step. For the best ones: `embershard restore {path}/{snapshot} --ps ADDRESSES "
+        "--replace`"
     )
 
 

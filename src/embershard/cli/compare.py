@@ -14,10 +14,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.compare.results import UNLIMITED, Arm, Bandwidth, write_results
 from embershard.compare.run.arms import BadArm, find_arms
+from embershard.compare.run.cluster import prepare_shards
 from embershard.compare.run.engine import Engine
 from embershard.compare.run.folder import Folder, NoRuns, read_runs
 from embershard.compare.run.netns import Namespaces, check_namespaces
@@ -25,6 +27,7 @@ from embershard.compare.run.plan import MOST_SEEDS, ComparisonPlan, Experiment
 from embershard.compare.run.progress import Show, name_of
 from embershard.compare.run.runs import SAID, RunSetup
 from embershard.proto.errors import CannotWrite, EmbershardError
+from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
@@ -48,6 +51,7 @@ class RunsFailed(EmbershardError):
 
 
 def compare(
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file, YAML.")],
     arms: Annotated[
         list[str],
@@ -56,6 +60,18 @@ def compare(
             "values (strategy=ddp,ps); may be repeated."
         ),
     ],
+    ps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESSES",
+            envvar=ENVIRONMENT,
+            help="host:port of every shard, with commas between: these are empty, and are emptied after each run.  "
+            "[default: each run starts its own]",
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --ps: drop the tables that the shards hold, and begin.")
+    ] = False,
     seeds: Annotated[
         int, typer.Option(help="Paired runs of each arm; fewer than 2 give no interval.", min=1, max=MOST_SEEDS)
     ] = 5,
@@ -102,9 +118,14 @@ def compare(
     the runs that are missing. The exit code is 1 where runs failed.
     """
     links, multiples = _bandwidths(bandwidth), _multiples(tune)
-    _check(margin, netns)
+    if netns and is_from_environment(context):
+        ps = None
+    _check(margin, netns, ps)
+    shards = () if ps is None else tuple(parse_addresses(ps))
     sets = tuple(overrides or ())
     base, found = load_job(job, sets, data), _arms(arms, job, sets, data)
+    if shards:
+        base, found = _on_shards(len(shards), base, found)
     experiment = Experiment(
         job=base.model_dump(mode="json"),
         overrides=sets,
@@ -115,17 +136,22 @@ def compare(
         multiples=multiples,
         speed_steps=None if full else speed_steps,
         link="network namespace" if netns else "token bucket",
+        ps=shards,
     )
     if not report_only:
-        check_user_code([arm_job for _, arm_job in found.values()], experiment.imports)
+        check_user_code([arm_job for _, arm_job in found.values()], experiment.imports, starts_shards=not shards)
         _try_arms(found, job, sets, data, experiment.imports)
+        if shards:
+            prepare_shards(shards, replace=replace)
     setup = RunSetup(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
     with ended_by_signals():
         _carry_out(ComparisonPlan(experiment, found, links), setup, margin, report_only=report_only)
 
 
-def _check(margin: float | None, netns: bool) -> None:
+def _check(margin: float | None, netns: bool, ps: str | None) -> None:
     """What would only be missed after hours."""
+    if netns and ps is not None:
+        raise typer.BadParameter("--netns starts shards behind a link of its own: --ps has no meaning with it")
     if margin is not None and not (0 < margin < math.inf):
         raise typer.BadParameter(f"--margin must be above 0, got {margin}")
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
@@ -140,6 +166,15 @@ def _arms(groups: list[str], job: Path, sets: tuple[str, ...], data: Path | None
         return find_arms(groups, job, sets, data)
     except BadArm as error:
         raise typer.BadParameter(f"--arms: {error}") from None
+
+
+def _on_shards(shards: int, base: Job, found: dict[str, tuple[Arm, Job]]) -> tuple[Job, dict[str, tuple[Arm, Job]]]:
+    """The job and its arms with as many shards as run already, whatever the job says."""
+    if any(job.shards != base.shards for _, job in found.values()):
+        raise typer.BadParameter("--ps names shards that run already: an arm cannot have a number of its own")
+    update = {"shards": shards}
+    arms = {label: (arm, job.model_copy(update=update)) for label, (arm, job) in found.items()}
+    return base.model_copy(update=update), arms
 
 
 def _try_arms(

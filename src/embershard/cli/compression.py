@@ -11,12 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
-from embershard.cli.status import shards_of_up
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import UnknownTable
 from embershard.proto.messages import Compress, TableCodecs, TableStatus
-from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.client.client import Client
 from embershard.worker.compression.settings import advice
 from embershard.worker.patterns import matches
@@ -25,14 +24,11 @@ from embershard.worker.session.codec_switch import settings_of
 compression = typer.Typer(
     no_args_is_help=True, help="Show or switch how tables travel between workers and shards, while workers train."
 )
-Shards = Annotated[
-    str, typer.Option("--ps", help="host:port of every shard, separated by commas; default: `up`, here.")
-]
 
 
 @compression.command("show")
 def show(
-    ps: Shards = "", as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    ps: RunningShards = None, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 ) -> None:
     """Show every table's codecs: those that its workers use, and those that the shards were told."""
     with _client(ps) as client:
@@ -66,7 +62,7 @@ def set_codecs(
             metavar="push=CODEC|pull=CODEC, as in push=topk:0.01", help="One direction or both; as in the job file."
         ),
     ],
-    ps: Shards = "",
+    ps: RunningShards = None,
 ) -> None:
     """Have the workers switch; they do before their next step, and say so in their log.
 
@@ -91,11 +87,8 @@ def set_codecs(
 
 
 @contextlib.contextmanager
-def _client(ps: str) -> Iterator[Client]:
-    addresses = parse_addresses(ps) if ps else shards_of_up()
-    if not addresses:
-        raise typer.BadParameter("no shards of `embershard up` serve here: name the shards with --ps")
-    with contextlib.closing(Client.connect(addresses, timeout=CONNECT_TIMEOUT)) as client:
+def _client(ps: str | None) -> Iterator[Client]:
+    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT)) as client:
         yield client
 
 

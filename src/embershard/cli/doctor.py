@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from embershard.cli.status import shards_of_up
+from embershard.cli.shards import RunningShards, shards_of_up
 from embershard.doctor.case import Case, open_case
 from embershard.doctor.check import Check, Finding, Level
 from embershard.doctor.checks import SUBJECTS
@@ -48,9 +48,7 @@ class Answer:
 
 
 def doctor(
-    addresses: Annotated[
-        str, typer.Argument(help="host:port of every shard, separated by commas; default: the shards of `up`, here.")
-    ] = "",
+    ps: RunningShards = None,
     job: Annotated[Path | None, typer.Option(help="A job file that is to run here.")] = None,
     run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
     data: Annotated[
@@ -59,8 +57,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine, and the shards, the job and the run that are named; exit code 1 if anything fails."""
-    named = addresses or ",".join(shards_of_up())
-    answers = list(_answers(open_case(named, job, data, run)))
+    named = shards_of_up() if ps is None else [ps]
+    answers = list(_answers(open_case(",".join(named), job, data, run)))
     failed = any(answer.finding.level is Level.FAIL for answer in answers)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": [answer.as_json() for answer in answers]}))

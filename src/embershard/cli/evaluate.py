@@ -11,8 +11,9 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.shards import NamedShards
 from embershard.cli.signals import ended_by_signals
-from embershard.cli.source import Source, open_source
+from embershard.cli.source import Source, check_one_source, open_source
 from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
@@ -22,15 +23,16 @@ from embershard.worker.training.evaluate import Figures
 
 
 def evaluate(
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file that it was trained by.")],
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A checkpoint, a folder of several (the best one), a snapshot, or addresses of shards.",
+            help="A checkpoint, a folder of several (the best one), or a snapshot; without it the shards of --ps.",
             show_default=False,
         ),
     ] = None,
-    ps: Annotated[str | None, typer.Option(help="Addresses of all shards, as the source: host:port,host:port.")] = None,
+    ps: NamedShards = None,
     on: Annotated[
         Path | None, typer.Option(help="A file of the job's reader to score, instead of the job's own splits.")
     ] = None,
@@ -56,13 +58,12 @@ def evaluate(
 
     Workers that train go on meanwhile and are not waited for, so that the rows read may be some steps apart.
     """
-    if (source is None) == (ps is None):
-        raise typer.BadParameter("name one source: a checkpoint's folder behind the job file, or shards by --ps")
+    check_one_source(context, source, ps)
     settings = load_job(job, overrides or (), data)
     torch.set_num_threads(threads)
     split = None if on is None else str(on)
     with ended_by_signals(), contextlib.ExitStack() as stack:
-        found = open_source(source or ps or "", stack, latest=latest, imports=imports or ())
+        found = open_source(source, ps, stack, latest=latest, imports=imports or ())
         settings = with_preprocessing(settings, job.parent, found.checkpoint)
         dataset = (
             settings.data.open(job.parent, settings.train.seed) if on is None else open_file(settings, job.parent, on)

@@ -11,7 +11,8 @@ from typing import Annotated
 import torch
 import typer
 
-from embershard.cli.source import open_source
+from embershard.cli.shards import NamedShards
+from embershard.cli.source import check_one_source, open_source
 from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
@@ -31,11 +32,16 @@ from embershard.worker.training.evaluate import Evaluator, metrics_of
 
 
 def export(
-    source: Annotated[
-        str, typer.Argument(help="A checkpoint or a snapshot (folder or URL), or addresses of shards: host:port,...")
-    ],
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file that it was trained by.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SOURCE]", help="A checkpoint or a snapshot (folder or URL); without it the shards of --ps."
+        ),
+    ],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
+    ps: NamedShards = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write the dense part as ONNX too.")] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")
@@ -54,13 +60,15 @@ def export(
     ] = None,
 ) -> None:
     """Write a trained model into a folder: model.safetensors, and what the options ask for."""
+    given, folder = (None, Path(source)) if out is None else (source, out)
+    check_one_source(context, given, ps)
     if onnx:
         check_onnx()
     settings = load_job(job, overrides or (), data)
     with contextlib.ExitStack() as stack:
         # to write tables down they need not be in memory; to score by them they must
         dense = None if onnx or int8 else [f"{settings.prefix}dense", f"{settings.prefix}dense.blocks"]
-        found = open_source(source, stack, latest=latest, imports=imports or (), tables=dense)
+        found = open_source(given, ps, stack, latest=latest, imports=imports or (), tables=dense)
         settings = with_preprocessing(settings, job.parent, found.checkpoint)
         dataset = settings.data.open(job.parent, settings.train.seed)
         if int8 and not dataset.splits:
@@ -72,25 +80,25 @@ def export(
         strategy = trained(settings, dataset.schema, found.session, found.checkpoint)
         averaged = average_of(settings, strategy, found.session, found.checkpoint)
         with averaged():
-            facts = export_weights(strategy.model, out, found.read_table, strategy.table_rows())
+            facts = export_weights(strategy.model, folder, found.read_table, strategy.table_rows())
             num_dense = len(dense_state(strategy.model))
         for file in (ONNX, INT8):
-            remove_file(out / file)  # of an earlier export, whose weights these are not
+            remove_file(folder / file)  # of an earlier export, whose weights these are not
         for name, fact in facts.items():
             initial = fact.rows - fact.trained
             rest = f", {initial:,} with their first values" if initial else ""
-            typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
-        typer.echo(f"{out / 'model.safetensors'}: {num_dense} dense tensors")
+            typer.echo(f"{folder / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
+        typer.echo(f"{folder / 'model.safetensors'}: {num_dense} dense tensors")
         inputs = inputs_of(settings, dataset)
         if inputs is None:
             typer.echo(f"reader {settings.data.reader} does not tell what it does with columns: serve by score_ids")
         if onnx:
             with averaged():
-                part = part_of_trained(settings, strategy.model, dataset, out / ONNX)
-            typer.echo(f"{export_onnx(part, dataset.schema, out)}: the dense part")
+                part = part_of_trained(settings, strategy.model, dataset, folder / ONNX)
+            typer.echo(f"{export_onnx(part, dataset.schema, folder)}: the dense part")
         if int8:
-            _export_int8(settings, dataset, strategy, averaged, out)
-        write_facts(out, ExportFacts(job=job_data(settings), schema=dataset.schema, inputs=inputs, tables=facts))
+            _export_int8(settings, dataset, strategy, averaged, folder)
+        write_facts(folder, ExportFacts(job=job_data(settings), schema=dataset.schema, inputs=inputs, tables=facts))
 
 
 def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.shards import RunningShards, find_shards
 from embershard.proto.errors import JobError
-from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
 from embershard.worker.session.connect import connect
@@ -16,9 +16,9 @@ from embershard.worker.trained.import_weights import import_state
 
 
 def import_(
-    state: Annotated[Path, typer.Argument(help="A state_dict as safetensors, or the folder of an export.")],
     job: Annotated[Path, typer.Argument(help="The job file that the shards' tables are made by.")],
-    ps: Annotated[str, typer.Argument(help="Addresses of all shards: host:port,host:port.")],
+    state: Annotated[Path, typer.Argument(help="A state_dict as safetensors, or the folder of an export.")],
+    ps: RunningShards = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,
@@ -33,6 +33,6 @@ def import_(
         raise JobError(where=str(job), reason=f"{mode} keeps weights in the workers; import with --set strategy=ps")
     settings = with_preprocessing(settings, job.parent)
     schema = settings.data.open(job.parent, settings.train.seed).schema
-    with connect(parse_addresses(ps)) as session:
+    with connect(find_shards(ps)) as session:
         for table, rows in import_state(state, settings, schema, session).items():
             typer.echo(f"table {table}: {rows:,} rows")

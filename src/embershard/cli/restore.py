@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
-from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, restore_snapshot
 from embershard.worker.client.client import Client
 
@@ -19,7 +19,7 @@ def restore(
     folder: Annotated[
         str, typer.Argument(help="Folder of snapshots (the latest is taken), or one snapshot in it; or an fsspec URL.")
     ],
-    addresses: Annotated[str, typer.Argument(help="host:port of every shard, separated by commas.")],
+    ps: RunningShards = None,
     name: Annotated[str, typer.Option(help="Name of the snapshot in the folder.  [default: the latest]")] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")
@@ -30,7 +30,7 @@ def restore(
 ) -> None:
     """Give running shards, of any number, the rows and optimizer states of a snapshot."""
     began = time.monotonic()
-    with contextlib.closing(Client.connect(parse_addresses(addresses), timeout=CONNECT_TIMEOUT)) as client:
+    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT)) as client:
         wait = timedelta(seconds=wait_timeout)
         manifest = restore_snapshot(client, folder, name, replace_tables=replace, wait_timeout=wait)
     typer.echo(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from embershard.proto.transport.addresses import parse_addresses
+from embershard.cli.shards import RunningShards, find_shards
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, take_snapshot
 from embershard.worker.client.client import Client
 
@@ -16,11 +16,11 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 
 
 def snapshot(
-    addresses: Annotated[str, typer.Argument(help="host:port of every shard, separated by commas.")],
     folder: Annotated[
         str,
         typer.Argument(help="Folder that all shards and this machine share, or an fsspec URL (s3://..., gs://...)."),
     ],
+    ps: RunningShards = None,
     name: Annotated[str, typer.Option(help="Name of the snapshot.  [default: the time]")] = "",
     at_clock: Annotated[
         int | None,
@@ -36,7 +36,7 @@ def snapshot(
     ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
     """Take a snapshot of all shards, rows and optimizer states, while they go on serving."""
-    with contextlib.closing(Client.connect(parse_addresses(addresses), timeout=CONNECT_TIMEOUT)) as client:
+    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT)) as client:
         wait = timedelta(seconds=wait_timeout)
         taken = take_snapshot(client, folder, name, at_clock=at_clock, keep=keep, wait_timeout=wait)
     typer.echo(

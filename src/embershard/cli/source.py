@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import typer
 
+from embershard.cli.shards import is_from_environment
 from embershard.local_shards import local
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.codec.name import CodecName
-from embershard.proto.errors import BadAddress, SnapshotNotFound
+from embershard.proto.errors import SnapshotNotFound
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.routing import make_route
 from embershard.proto.transport.addresses import parse_addresses
@@ -21,8 +23,6 @@ from embershard.worker.checkpoint.snapshots import StoredSnapshot, open_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.trained.export import ReadTable
 from embershard.worker.trained.reading import ReadOnlySession
-
-_TRANSPORTS = ("tcp://", "grpc://", "grpc+", "rpc://", "rpc-executes-pickles://")  # all other URLs are storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +39,38 @@ class Source:
         return self.checkpoint is None and self.read_table is None
 
 
+def check_one_source(context: typer.Context, source: str | None, ps: str | None) -> None:
+    """Raise BadParameter unless one source is named; a SOURCE overrides the environment's shards."""
+    if (source is None) == (ps is None or (source is not None and is_from_environment(context))):
+        raise typer.BadParameter("name one source: a checkpoint's folder behind the job file, or shards by --ps")
+
+
 def open_source(
-    source: str,
+    source: str | None,
+    ps: str | None,
     stack: contextlib.ExitStack,
     *,
     latest: bool = False,
     imports: Sequence[str] = (),
     tables: Collection[str] | None = None,
 ) -> Source:
-    """The weights of a checkpoint or a snapshot (folder or URL), or of shards at some addresses, which are only read.
+    """Open the weights of a checkpoint or a snapshot (folder or URL), or, without one, those of shards, to read them.
 
     Of a folder of several checkpoints it is that of the best evaluation; with `latest`, or where none is marked, it is
     the newest. A run's folder stands for `best` in it. What is read from a folder is put into shards in this process.
     `imports`: modules of row optimizers. `tables`: those whose rows are put there, and not their optimizer's state;
     without it all are, and all fit memory.
     """
-    if (Path(source) / "best").is_dir():  # a run's folder
-        source = str(Path(source) / "best")
-    if not Path(source).exists() and ("://" not in source or source.startswith(_TRANSPORTS)):
-        try:
-            addresses = parse_addresses(source)
-        except BadAddress as error:
-            reason = f"there is no such folder, and {error}"
-            raise SnapshotNotFound(path=source, reason=reason) from None
-        client = Client.connect(addresses, worker=READ_ONLY_WORKER)  # not one whose loading it would end
+    if source is None:
+        client = Client.connect(
+            parse_addresses(ps or ""), worker=READ_ONLY_WORKER
+        )  # not one whose loading it would end
         stack.callback(client.close)
         return Source(ReadOnlySession(client), None, None)
+    if (Path(source) / "best").is_dir():  # a run's folder
+        source = str(Path(source) / "best")
+    if not Path(source).exists() and "://" not in source:
+        raise SnapshotNotFound(path=source, reason="there is no such folder; shards are named by --ps")
     checkpoint = (None if latest else best_checkpoint(source)) or checkpoint_at(source)
     if checkpoint is not None and not checkpoint.manifest.snapshot:
         return Source(None, checkpoint, None)

@@ -18,15 +18,14 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from embershard.cli.up import DEFAULT_PORT
+from embershard.cli.shards import FIRST_OF_UP, RunningShards, shards_of_up
 from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.lineage import shards_without_rows
-from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
+from embershard.proto.messages import GetStatus, Request, ShardStatus
 from embershard.proto.transport.addresses import parse_addresses, transport_for
 from embershard.proto.transport.transport import Transport, Unreachable
 
-_FIRST_OF_UP = f"127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long
 _SAMPLE_SECONDS = 0.5
 _WATCH_SECONDS = 1.0
@@ -53,14 +52,12 @@ class Seen:
 
 
 def status(
-    addresses: Annotated[
-        str, typer.Argument(help="host:port of every shard, separated by commas; default: the shards of `up`, here.")
-    ] = "",
+    ps: RunningShards = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --watch one a line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show every shard, its tables, and the workers that train; exit code 1 if a shard does not serve."""
-    named = parse_addresses(addresses) if addresses else shards_of_up() or [_FIRST_OF_UP]
+    named = parse_addresses(ps) if ps is not None else shards_of_up() or [FIRST_OF_UP]
     transports = [transport_for(address) for address in named]
     try:
         rounds, console = _rounds(transports) if watch else islice(_rounds(transports), 1), Console()
@@ -89,19 +86,6 @@ def _as_json(message: Protobuf) -> dict[str, object]:
         else value
         for name, value in values.items()
     }
-
-
-def shards_of_up() -> list[str]:
-    """The addresses of `embershard up` with its default port, by what its first shard says; none if it is silent."""
-    transport = transport_for(_FIRST_OF_UP)
-    try:
-        greeting = transport.submit(Hello(), _TIMEOUT).result()
-        count = getattr(greeting, "num_shards", 0)
-    except (Unreachable, EmbershardError):
-        count = 0
-    finally:
-        transport.close()
-    return [f"127.0.0.1:{DEFAULT_PORT + i}" for i in range(count)]
 
 
 def _rounds(transports: Sequence[Transport]) -> Iterator[list[Seen]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.supervisor import LocalShards
@@ -33,9 +34,15 @@ _LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than th
 
 
 def train(
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file, YAML.")],
     ps: Annotated[
-        str | None, typer.Option(help="Train on these shards (host:port,host:port) instead of starting some here.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESSES",
+            envvar=ENVIRONMENT,
+            help="host:port of every shard, with commas between.  [default: shards are started here]",
+        ),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
@@ -86,6 +93,8 @@ def train(
     given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
+    if is_from_environment(context) and (shards is not None or not settings.has_shards):
+        ps = None
     _check_shards(settings, ps, shards, imports)
     check_user_code([settings], imports or (), starts_shards=ps is None)
     if ps is not None:

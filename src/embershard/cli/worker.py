@@ -17,6 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.deploy import sessions
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
@@ -43,11 +44,14 @@ from embershard.worker.training.trainer import Trainer
 
 
 def worker(
+    context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file.")],
     ps: Annotated[
         str | None,
         typer.Option(
-            help="Addresses of all shards: host:port,host:port; of a strategy that has some. -: a line of stdin."
+            metavar="ADDRESSES",
+            envvar=ENVIRONMENT,
+            help="host:port of every shard, with commas between, for a strategy that has some. -: a line of stdin.",
         ),
     ] = None,
     overrides: Annotated[
@@ -110,6 +114,8 @@ def worker(
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     slower = [f"network.bandwidth={bandwidth}"] if bandwidth is not None else []
     settings = load_job(job, [*(overrides or ()), *slower], data)
+    if not settings.has_shards and is_from_environment(context):
+        ps = None
     _check_mode(settings, ps, world_size)
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
     settings = with_preprocessing(settings, job.parent, checkpoint)

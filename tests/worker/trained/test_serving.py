@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import embershard as es
-from embershard.errors import BadExport, BadIds, BadRows, CannotServe
+from embershard.errors import BadExport, BadIds, BadRequest, CannotServe
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.models.two_tower import TwoTower
+from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import INT8, TABLES, ExportFacts, write_facts, write_tensors
 from embershard.worker.trained.onnx import export_onnx, part_of_trained
@@ -131,7 +131,7 @@ def test_an_export_of_a_job_with_features_scores_rows_as_the_trainer_does(make_e
         ({"user": ["a", 2, 3]}, "user", "['a', 2, 3]"),
         ({"item": ["a\nb", "", ""]}, "item", "'a\\nb'"),
     ):
-        with pytest.raises(BadRows) as raised:
+        with pytest.raises(BadRequest) as raised:
             served.score({**rows, **change})
         assert (raised.value.fields["feature"], raised.value.fields["value"]) == (feature, value)
 
@@ -269,7 +269,7 @@ def test_what_the_model_does_not_have_is_named(export, tmp_path):
     ):
         with pytest.raises(BadIds):
             served.score_ids(ids, given)
-    with pytest.raises(BadRows):
+    with pytest.raises(BadRequest):
         served.score({**UNSEEN, "unknown": [1, 2]})
     with pytest.raises(CannotServe):
         served.user_vectors([1])

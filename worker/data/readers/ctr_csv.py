@@ -9,7 +9,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import RowsDataset, Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
-from embershard.worker.data.text import Layout, TextSource, read_header
+from embershard.worker.data.text import Layout, TextSource, line_of, read_header
 
 
 class CtrCsv(RowsDataset):
@@ -66,7 +66,9 @@ class CtrCsvStream(StreamDataset):
 def look(files: Mapping[str, Path], columns: Columns, *, delimiter: str = ",", num_ids: int | None = None) -> None:
     """Parse the first lines of every file, without torch. JobError names file:line of what is wrong."""
     for source in _sources(files, columns, delimiter, num_ids)[1].values():
-        source.check()
+        for path in source.paths:
+            block, table = source.look(path)
+            columns.check_undeclared(f"{path}:{line_of(block, 0)}", table, source.layout)
 
 
 def _sources(

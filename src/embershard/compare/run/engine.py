@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from embershard.compare.results import ArmRun, higher_is_better
+from embershard.compare.run.cluster import emptied_shards
 from embershard.compare.run.folder import Folder
 from embershard.compare.run.netns import Namespaces
 from embershard.compare.run.plan import ComparisonPlan, Task, can_be_limited
@@ -64,6 +65,9 @@ class Engine:
     def _run(self, task: Task) -> ArmRun:
         """Make one run on the link that it names."""
         job = self._plan.arms[task.arm][1]
+        if ps := self._plan.experiment.ps:
+            setup = replace(self._setup, shards=partial(emptied_shards, ps)) if job.has_shards else self._setup
+            return make_run(task, setup, self._show.look)
         if self._namespaces is None or not can_be_limited(job):
             return make_run(task, self._setup, self._show.look)
         bits = next(b.bits_per_second for b in self._plan.bandwidths if b.label == task.bandwidth)

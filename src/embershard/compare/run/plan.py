@@ -36,6 +36,7 @@ class Experiment(Record):
     multiples: tuple[float, ...]  # of the learning rates
     speed_steps: int | None  # of a run on a limited link; None: whole
     link: Literal["token bucket", "network namespace"]
+    ps: tuple[str, ...] = ()  # addresses of the shards, which run already; none: each run starts its own
 
     def difference(self, other: Experiment) -> str:
         """Say why the runs of both cannot be compared: a line per differing field; empty where they can."""

@@ -27,7 +27,7 @@ class GMF(Recommender):
     """Generalised matrix factorisation: a learned weighting of the elementwise product (equation 9).
 
     It begins as the plain factorisation, with weights of one (section 3.2). Of random ones some are near zero, and with
-    them the gradients of that factor's rows: a run in a few then ended with a factor less (docs/training.md).
+    them the gradients of that factor's rows: a run in a few then ended with a factor less (docs/measurements.md).
     """
 
     def __init__(self, num_ids: IdSpace, factors: int = 8, *, device: Device = None) -> None:

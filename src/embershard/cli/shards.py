@@ -1,0 +1,71 @@
+"""`--ps`: the shards of a command. The environment variable EMBERSHARD_PS stands in where it is not given."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from embershard.cli.up import DEFAULT_PORT
+from embershard.proto.errors import EmbershardError
+from embershard.proto.messages import Hello
+from embershard.proto.transport.addresses import parse_addresses, transport_for
+from embershard.proto.transport.transport import Unreachable
+
+ENVIRONMENT = "EMBERSHARD_PS"
+FIRST_OF_UP = f"127.0.0.1:{DEFAULT_PORT}"
+_TIMEOUT = timedelta(seconds=2)
+
+# of commands about running shards, and of those that can do without
+RunningShards = Annotated[
+    str | None,
+    typer.Option(
+        "--ps",
+        metavar="ADDRESSES",
+        envvar=ENVIRONMENT,
+        help="host:port of every shard, with commas between.  [default: the shards of `embershard up`, here]",
+    ),
+]
+NamedShards = Annotated[
+    str | None,
+    typer.Option(
+        "--ps", metavar="ADDRESSES", envvar=ENVIRONMENT, help="host:port of every shard, with commas between."
+    ),
+]
+
+
+class NoShards(EmbershardError):
+    """A command needs shards, none are named, and `embershard up` does not run here."""
+
+    template = (
+        "no shards are named, and no `embershard up` serves at {address}; name them with --ps host:port,host:port, or "
+        "in EMBERSHARD_PS"
+    )
+
+
+def find_shards(ps: str | None) -> list[str]:
+    """Return the addresses of --ps; without it those of `embershard up` on this machine. BadAddress, NoShards."""
+    addresses = parse_addresses(ps) if ps is not None else shards_of_up()
+    if not addresses:
+        raise NoShards(address=FIRST_OF_UP)
+    return addresses
+
+
+def shards_of_up() -> list[str]:
+    """Return the addresses of `embershard up` with its default port, as its first shard says; none if it is silent."""
+    transport = transport_for(FIRST_OF_UP)
+    try:
+        greeting = transport.submit(Hello(), _TIMEOUT).result()
+        count = getattr(greeting, "num_shards", 0)
+    except (Unreachable, EmbershardError):
+        count = 0
+    finally:
+        transport.close()
+    return [f"127.0.0.1:{DEFAULT_PORT + i}" for i in range(count)]
+
+
+def is_from_environment(context: typer.Context) -> bool:
+    """Tell whether the command's --ps comes from EMBERSHARD_PS, which any option of the command line overrides."""
+    source = context.get_parameter_source("ps")
+    return source is not None and source.name == "ENVIRONMENT"

@@ -1,0 +1,40 @@
+"""Train the runs of a comparison on shards that run already, each on empty ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from datetime import timedelta
+
+from embershard.proto.errors import EmbershardError
+from embershard.worker.checkpoint.snapshots import drop_tables
+from embershard.worker.client.client import Client
+
+_CONNECT_TIMEOUT = timedelta(seconds=10)
+
+
+class ShardsNotEmpty(EmbershardError):
+    """The shards of a comparison hold tables that are not its own."""
+
+    template = (
+        "the shards hold tables already ({tables}), and every run of a comparison begins with empty shards; name other "
+        "shards, or have these tables dropped with --replace"
+    )
+
+
+def prepare_shards(addresses: Sequence[str], *, replace: bool) -> None:
+    """Check that all shards are empty; with `replace` drop their tables. ShardsNotEmpty."""
+    with closing(Client.connect(addresses, timeout=_CONNECT_TIMEOUT)) as client:
+        names = sorted({table.name for status in client.status() for table in status.tables})
+        if names and not replace:
+            raise ShardsNotEmpty(tables=", ".join(names))
+        drop_tables(client)
+
+
+@contextmanager
+def emptied_shards(addresses: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Return the addresses; what was trained on them in the block is dropped at its end."""
+    try:
+        yield addresses
+    finally:
+        prepare_shards(addresses, replace=True)

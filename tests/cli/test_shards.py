@@ -1,0 +1,98 @@
+"""`--ps` and EMBERSHARD_PS: where a command finds its shards."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from embershard.cli import app as cli
+from embershard.cli import evaluate, export, shards, train
+from embershard.proto.errors import BadAddress
+
+JOB = """\
+model: {name: dlrm, bottom: [8], hidden: [8]}
+data: {reader: clicks, eval_samples: 100, loader_processes: 0}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, samples: 512}
+workers: 1
+"""
+
+
+def run(*words, ps=None):
+    return CliRunner().invoke(cli.app, words, env={shards.ENVIRONMENT: ps} if ps is not None else {})
+
+
+def asked(*words, ps=None):
+    return [one["address"] for one in json.loads(run("status", "--json", *words, ps=ps).stdout)["shards"]]
+
+
+def test_the_option_overrides_the_environment_and_that_the_shards_of_up(monkeypatch):
+    monkeypatch.setattr("embershard.cli.status.shards_of_up", lambda: ["127.0.0.1:3"])
+    assert asked("--ps", "127.0.0.1:1", ps="127.0.0.1:2,127.0.0.1:4") == ["127.0.0.1:1"]
+    assert asked(ps="127.0.0.1:2,127.0.0.1:4") == ["127.0.0.1:2", "127.0.0.1:4"]
+    assert asked() == asked(ps="") == ["127.0.0.1:3"]
+    assert isinstance(run("status", "--ps", "").exception, BadAddress)  # as of a script's variable that is not set
+
+
+@pytest.mark.parametrize(
+    "words", [("snapshot", "folder"), ("restore", "folder"), ("compression", "show")], ids=lambda words: words[0]
+)
+def test_a_command_about_shards_without_any_says_so(words, monkeypatch):
+    monkeypatch.setattr(shards, "shards_of_up", lambda: [])
+    assert isinstance(run(*words).exception, shards.NoShards)
+
+
+@pytest.mark.parametrize(
+    ("words", "ps", "used"),
+    [
+        ((), "127.0.0.1:1", "127.0.0.1:1"),
+        (("--shards", "1"), "127.0.0.1:1", None),
+        (("--set", "strategy=local"), "127.0.0.1:1", None),
+        (("--ps", "127.0.0.1:2"), "127.0.0.1:1", "127.0.0.1:2"),
+    ],
+)
+def test_options_of_train_override_the_shards_of_the_environment(words, ps, used, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    taken = []
+    monkeypatch.setattr(train, "_run", lambda job, command, folder, ps, *_, **__: taken.append(ps))
+    assert run("train", "job.yaml", "--output", "out", *words, ps=ps).exit_code == 0
+    assert taken == [used]
+
+
+def test_a_job_without_shards_or_with_shards_of_its_own_refuses_named_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    for words in (("--shards", "1"), ("--set", "strategy=local")):
+        assert run("train", "job.yaml", "--ps", "127.0.0.1:1", *words).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "ps", "opened"),
+    [
+        (("evaluate", "job.yaml", "run"), None, ("run", None)),
+        (("evaluate", "job.yaml", "run"), "127.0.0.1:1", ("run", "127.0.0.1:1")),  # which open_source leaves out
+        (("evaluate", "job.yaml"), "127.0.0.1:1", (None, "127.0.0.1:1")),
+        (("evaluate", "job.yaml", "--ps", "127.0.0.1:1"), None, (None, "127.0.0.1:1")),
+        (("export", "job.yaml", "run", "out"), "127.0.0.1:1", ("run", "127.0.0.1:1")),
+        (("export", "job.yaml", "out", "--ps", "127.0.0.1:1"), None, (None, "127.0.0.1:1")),
+        (("evaluate", "job.yaml"), None, None),
+        (("evaluate", "job.yaml", "run", "--ps", "127.0.0.1:1"), None, None),
+        (("export", "job.yaml", "out"), None, None),
+        (("export", "job.yaml", "run", "out", "--ps", "127.0.0.1:1"), None, None),
+    ],
+)
+def test_trained_weights_have_one_source(words, ps, opened, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    taken = []
+
+    def open_source(source, ps, *_, **__):
+        taken.append((source, ps))
+        raise KeyboardInterrupt
+
+    for command in (evaluate, export):
+        monkeypatch.setattr(command, "open_source", open_source)
+    done = run(*words, ps=ps)
+    assert taken == ([opened] if opened else [])
+    assert opened or done.exit_code == 2
