@@ -144,7 +144,8 @@ class ExportedModel:
     def user_vectors(self, users: object) -> Floats:
         """Vectors (N, dim) of users' ids (N,), of a model for retrieval.
 
-        The best items have the largest products of their vectors with the user's. Where the model reads histories, `users` is (N, 1 + history), with -1 behind a shorter one.
+        The best items have the largest products of their vectors with the user's. Where the model reads histories,
+        `users` is (N, 1 + history), with -1 behind a shorter one.
         """
         return self._vectors("user_vectors", users)
 
