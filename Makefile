@@ -18,7 +18,7 @@ GPU_HAS ?= torch numpy
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-defaults bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        docs bar-docs bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -178,6 +178,9 @@ bar-bandwidth: setup  ## codecs over 100 Mbit/s and without limit (10 minutes; A
 
 bar-leak: setup  ## 10^5 steps with memory flat on both sides (up to 10 minutes)
 	$(BIN)/python bench/leak.py
+
+bar-serve: setup  ## an exported ranker over HTTP: the trainer's scores, and 50 requests a second of 100 candidates (2 minutes)
+	$(BIN)/python bench/bar_serve.py $(ARGS)
 
 bar-codecs: setup  ## what codecs cost and save: speed against copying, bytes of real messages
 	$(BIN)/python bench/codecs.py

@@ -34,7 +34,7 @@ class BadValue(ValueError):
 
     def __init__(self, row: int, column: str, reason: str) -> None:
         super().__init__(f"column {column!r}: {reason}")
-        self.row = row
+        self.row, self.column = row, column
 
 
 class BadFeature(ValueError):

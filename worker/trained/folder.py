@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.errors import BadExport, EmbershardError, Status
 from embershard.proto.spec import Initializer
 from embershard.worker.data.batch import Schema
 from embershard.worker.data.features import Field, IdTable
@@ -51,13 +51,6 @@ class CannotExport(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "cannot write {path}: {reason}"
-
-
-class BadExport(EmbershardError):
-    """A folder that is no export, a damaged one, or one of another version."""
-
-    status = Status.FAILED_PRECONDITION
-    template = "cannot serve {path}: {reason}"
 
 
 @dataclass(frozen=True, slots=True)

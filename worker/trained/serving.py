@@ -16,11 +16,10 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from embershard.proto.arrays import Floats
-from embershard.proto.errors import EmbershardError, Status
-from embershard.worker.data.batch import Batch, Dataset, Schema
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import BadExport, BadIds, CannotServe
+from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.features import PADDING
-from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.job.job import Job
 from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.models.user_defined import forward_of
@@ -31,30 +30,16 @@ from embershard.worker.trained.folder import (
     MODEL,
     ONNX,
     TABLES,
-    BadExport,
     ExportFacts,
     TableFacts,
     read_facts,
 )
 from embershard.worker.trained.quantise import load_int8
+from embershard.worker.trained.served_inputs import Inputs, make_inputs
 from embershard.worker.trained.served_tables import ServedEmbedding, ServedEmbeddingBag, SortedRows
 
 Dense = Literal["torch", "onnx", "int8"]
 Score = Callable[[Tensor, Tensor | None], Floats]  # ids (N, C), dense (N, D) -> logits
-
-
-class BadIds(EmbershardError):
-    """Ids or dense features of another shape or type than the model's, or ids that it does not have."""
-
-    status = Status.INVALID_ARGUMENT
-    template = "{what}: {reason}"
-
-
-class CannotServe(EmbershardError):
-    """Something that this export does not have, or this machine has not installed."""
-
-    status = Status.FAILED_PRECONDITION
-    template = "{what}: {reason}"
 
 
 def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = False) -> ExportedModel:
@@ -100,14 +85,14 @@ class ExportedModel:
     def score(self, rows: object) -> Floats:
         """Logits (N,) of rows: columns by name, as a dict of lists or arrays, an Arrow table or a data frame.
 
-        Columns become ids and dense features as in training. BadRequest names a feature that is unknown, missing, or
+        Columns become ids and dense features as in training. BadRows names a feature that is unknown, missing, or
         has a value that it cannot have. CannotServe where the job's reader does not tell what it does: use score_ids.
         """
         if self._inputs is None:
             reason = f"reader {self.job.data.reader} does not tell what it does with columns; use score_ids"
             raise CannotServe(what="score", reason=reason)
         ids, dense = self._inputs(rows)
-        return self._score(torch.from_numpy(ids), None if dense is None else torch.from_numpy(dense))
+        return self._logits(ids, dense)
 
     def score_ids(self, ids: object, dense: object = None) -> Floats:
         """Logits (N,) of ids (N, columns) and dense features (N, columns), arrays or tensors, as a reader gives them.
@@ -125,9 +110,12 @@ class ExportedModel:
         elif dense is not None:
             raise BadIds(what="dense", reason="the model takes none")
         _check_ids(self.schema, found)
-        return self._score(
-            torch.from_numpy(found.astype(np.int64)), None if floats is None else torch.from_numpy(floats)
-        )
+        return self._logits(found.astype(np.int64), floats)
+
+    def _logits(self, ids: Ids, dense: Floats | None) -> Floats:
+        if not len(ids):  # models may not take an empty batch
+            return np.empty((0, len(self.schema.labels)) if len(self.schema.labels) > 1 else 0, np.float32)
+        return self._score(torch.from_numpy(ids), None if dense is None else torch.from_numpy(dense))
 
     def embedding(self, name: str, ids: object) -> Floats:
         """Rows (*shape, dim) of ids of any shape, of the embedding module of this name (`tables` has them).
@@ -204,12 +192,6 @@ class ExportedModel:
         return score
 
 
-def inputs_of(dataset: Dataset) -> dict[str, object] | None:
-    """What a dataset does with columns, for export.json; None where it does not tell."""
-    inputs = getattr(dataset, "inputs", None)
-    return inputs.as_data() if isinstance(inputs, RowInputs) else None
-
-
 def _rows_of(table: nn.Module, ids: Tensor) -> Floats:
     """Rows (U, dim) of ids (U,); zeros for those that the table does not have, which are another one's."""
     if isinstance(table, ServedEmbedding):
@@ -254,9 +236,9 @@ def _job(folder: Path, facts: ExportFacts) -> Job:
         raise BadExport(path=str(folder / FACTS), reason=f"its job is none: {error}") from None
 
 
-def _inputs(folder: Path, facts: ExportFacts) -> RowInputs | None:
+def _inputs(folder: Path, facts: ExportFacts) -> Inputs | None:
     try:
-        return None if facts.inputs is None else RowInputs.of(facts.inputs)
+        return None if facts.inputs is None else make_inputs(facts.inputs)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadExport(path=str(folder / FACTS), reason=f"its inputs are none: {error!r}") from None
 

@@ -58,7 +58,8 @@ def test_the_ids_of_the_specification(case):
     column, values = case["column"], [value for value, _ in case["values"]]
     wanted = [int(found) for _, found in case["values"]]
     assert [es.feature_id(column, value) for value in values] == wanted
-    assert feature_ids([feature_key(column)] * len(values), [spelled(value) for value in values]).tolist() == wanted
+    keys = np.full(len(values), feature_key(column), np.uint64)
+    assert feature_ids(keys, [spelled(value) for value in values]).tolist() == wanted
     assert [int(es.hash_ids(column, [value])[0]) for value in values] == wanted
 
 

@@ -14,16 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import embershard as es
+from embershard.errors import BadExport, BadIds, BadRows, CannotServe
+from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.inputs.rows import BadRequest
 from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.trained.export import export_weights
-from embershard.worker.trained.folder import INT8, TABLES, BadExport, ExportFacts, write_facts, write_tensors
+from embershard.worker.trained.folder import INT8, TABLES, ExportFacts, write_facts, write_tensors
 from embershard.worker.trained.onnx import export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, quantise
+from embershard.worker.trained.served_inputs import inputs_of, job_data
 from embershard.worker.trained.served_tables import ServedEmbeddingBag, SortedRows
-from embershard.worker.trained.serving import BadIds, CannotServe, inputs_of
 from embershard.worker.training.trainer import Trainer
 from harness.job import make_job
 
@@ -41,23 +42,20 @@ class Export:
             "item": rng.integers(0, 40, 300),
             "age": rng.integers(0, 90, 300),
             "price": rng.random(300).round(3),
+            "tags": ["|".join(f"t{t}:0.5" for t in rng.integers(0, 5, n)) for n in rng.integers(0, 4, 300)],
         }
         if data.get("ids") == "global":
             columns["user"] = 40 + rng.integers(0, 30, 300)
         self.rows = pa.table(columns)
         pa_csv.write_csv(self.rows, folder / "a.csv")
-        numeric = {"skip": ("age", "price")} if model["name"] == "two_tower" else {"numeric": ("age", "price")}
-        data = {
-            "reader": "ctr_csv",
-            "train": "a.csv",
-            "test": "a.csv",
-            "label": "click",
-            "log": True,
-            **numeric,
-            **data,
-        }
+        numeric = {"skip": ("tags",), "numeric": ("age", "price")}
+        if model["name"] == "two_tower":
+            numeric = {"skip": ("tags", "age", "price")}
+        of_reader = {} if data.get("reader") else {"reader": "ctr_csv", "log": True, **numeric}
+        data = {"train": "a.csv", "test": "a.csv", "label": "click", **of_reader, **data}
         embedding = {"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}}
         self.job = make_job(model=model, data=data, embedding=embedding, train={"epochs": 1, "linear": "torch"})
+        self.job = with_preprocessing(self.job, folder)
         self.data, self.session, self.folder = self.job.data.open(folder, 0), session, folder / "out"
         strategy = Trainer(self.job, self.data, session, WorkerGroup())
         strategy.run()
@@ -67,7 +65,7 @@ class Export:
         take_snapshot(session.client, str(folder / "snapshots"), "s")
         facts = export_weights(self.model, self.folder, lambda name: self.read(folder, name), {})
         self.facts = ExportFacts(
-            job=self.job.model_dump(mode="json"), schema=self.data.schema, inputs=inputs_of(self.data), tables=facts
+            job=job_data(self.job), schema=self.data.schema, inputs=inputs_of(self.job, self.data), tables=facts
         )
         write_facts(self.folder, self.facts)
 
@@ -101,6 +99,41 @@ def test_an_export_scores_rows_as_the_trainer_does(make_export, ids):
     assert_same(served.score(export.rows), export.logits)  # the label, which is among them, is not read
     assert_same(served.score_ids(export.batch.ids, export.batch.dense), export.logits)
     assert served.score_ids(np.empty((0, 2), int), np.empty((0, 2))).shape == (0,)
+
+
+FEATURES = {
+    "user": {"min_count": 9},
+    "item": {"dim": 3},
+    "other": {"column": "item", "buckets": 7},
+    "tags": {"type": "list", "separator": "|", "weight_separator": ":", "max_length": 4},
+    "age": {"type": "number", "transform": ["log", "standardise"]},
+    "old": {"type": "number", "column": "age", "bucketise": 4},
+    "user_item": {"type": "cross", "of": ["user", "item"]},
+}
+
+
+def test_an_export_of_a_job_with_features_scores_rows_as_the_trainer_does(make_export):
+    export = make_export({"name": "deepfm", "hidden": [8]}, reader="tabular", features=FEATURES)
+    served = es.load_exported(export.folder)
+    assert served.features == ("user", "item", "tags", "age")
+    wanted = ("click", *served.features)
+    assert_same(served.score(export.rows.select(wanted)), export.logits)
+    rows = export.rows.slice(0, 3).select(served.features).to_pydict()
+    assert_same(served.score(rows), export.logits[:3])
+    assert served.score({name: [] for name in rows}).shape == (0,)
+    for change, feature, value in (
+        ({"x": [1, 2, 3]}, "x", None),
+        ({"tags": None}, "tags", "None"),
+        ({"tags": ["a|b|c|d|e"] * 3}, "tags", "'a|b|c|d|e'"),
+        ({"age": ["1", "b", "3"]}, "age", "'b'"),
+        ({"age": [1, 2]}, "age", 2),
+        ({"user": [1.5, 2, 3]}, "user", None),
+        ({"user": ["a", 2, 3]}, "user", "['a', 2, 3]"),
+        ({"item": ["a\nb", "", ""]}, "item", "'a\\nb'"),
+    ):
+        with pytest.raises(BadRows) as raised:
+            served.score({**rows, **change})
+        assert (raised.value.fields["feature"], raised.value.fields["value"]) == (feature, value)
 
 
 def test_ids_that_were_never_trained_have_the_first_values_of_the_shards(export):
@@ -236,7 +269,7 @@ def test_what_the_model_does_not_have_is_named(export, tmp_path):
     ):
         with pytest.raises(BadIds):
             served.score_ids(ids, given)
-    with pytest.raises(BadRequest):
+    with pytest.raises(BadRows):
         served.score({**UNSEEN, "unknown": [1, 2]})
     with pytest.raises(CannotServe):
         served.user_vectors([1])

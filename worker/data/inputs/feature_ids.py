@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from embershard.proto.arrays import Ids, mix64
 
@@ -24,8 +26,8 @@ def feature_id(column: str, value: object) -> int:
     return int(mix64(np.array([fnv1a(spelled(value))], np.uint64), feature_key(column))[0]) >> 2
 
 
-def feature_ids(keys: Sequence[int], texts: Sequence[bytes]) -> Ids:
-    """(N,) ids of spelled values, of the feature with this key each."""
+def feature_ids(keys: npt.NDArray[np.uint64], texts: Sequence[bytes]) -> Ids:
+    """(N,) ids of spelled values, of the features with these keys (N,)."""
     count = len(texts)
     lengths = np.fromiter(map(len, texts), np.int64, count)
     ends = np.cumsum(lengths)
@@ -37,7 +39,7 @@ def feature_ids(keys: Sequence[int], texts: Sequence[bytes]) -> Ids:
     for place in range(int(lengths[left].max(initial=0))):
         left = left[lengths[left] > place]
         h[left] = (h[left] ^ data[ends[left] - lengths[left] + place]) * np.uint64(_PRIME)
-    return (mix64(h ^ np.array(keys, np.uint64), 0) >> np.uint64(2)).astype(np.int64)
+    return (mix64(h ^ keys, 0) >> np.uint64(2)).astype(np.int64)
 
 
 def spelled(value: object) -> bytes:
@@ -53,6 +55,7 @@ def spelled(value: object) -> bytes:
     raise TypeError(f"{value!r} is {type(value).__name__}: only texts, integers and None have ids")
 
 
+@cache
 def feature_key(feature: str) -> int:
     """FNV-1a of a feature's name."""
     return fnv1a(feature.encode())
