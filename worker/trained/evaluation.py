@@ -13,6 +13,7 @@ from embershard.worker.data.batch import Dataset
 from embershard.worker.data.user_defined import CheckedDataset
 from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
+from embershard.worker.job.tabular import TabularSection
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.trained.reading import ReadOnlySession, average_of, trained
 from embershard.worker.training.evaluate import Evaluator, Figures, metrics_of
@@ -73,6 +74,8 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
         raise JobError(where="--on", reason=reason)
     path = path.absolute()
     changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
+    if isinstance(data, TabularSection):
+        changes = {"test": (str(path),), "split": None}  # which would make test of the rows of train
     if "valid" in fields:
         changes["valid"] = () if isinstance(getattr(data, "valid", None), tuple) else None
     if "halve_valid_by" in fields:
