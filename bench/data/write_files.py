@@ -230,9 +230,7 @@ FILES: dict[str, Callable[[Path], object]] = {
     "excel.csv": lambda p: excel(p, "cp1252"),
     "excel_again.csv": lambda p: excel(p, "cp1252"),
     "excel_utf8.csv": lambda p: excel(p, "utf-8-sig"),
-    "excel_thousands.csv": lambda p: excel(
-        p, "cp1252", lambda x: f"{x * 1000:,.2f}".translate(str.maketrans(",.", ".,"))
-    ),
+    "excel_thousands.csv": lambda p: excel(p, "cp1252", thousands),
     "excel_unicode.csv": lambda p: excel(p, "utf-16"),
     "r.txt": r_table,
     "sqlite.csv": sqlite,
