@@ -16,9 +16,9 @@ GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64
 GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
+        bar-ncf bar-ctr bar-defaults bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        docs bar-docs bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -108,6 +108,9 @@ bar-ncf: setup  ## quality on MovieLens-1M against the published numbers
 bar-ctr: setup  ## quality on Frappe and Adult against plain torch, beside the published numbers (about an hour, in as many goes as it takes; ARGS=--all: three seeds of every job)
 	$(BIN)/python bench/bar_ctr.py $(ARGS)
 
+bar-defaults: setup  ## examples without their first values: the default serves as well (ARGS=frappe-fm: one of them)
+	$(BIN)/python bench/bar_defaults.py $(ARGS)
+
 bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (three hours, in as many goes as it takes; ARGS=--quick)
 	$(BIN)/python bench/bar_modes.py $(ARGS)
 
@@ -176,6 +179,9 @@ bar-bandwidth: setup  ## codecs over 100 Mbit/s and without limit (10 minutes; A
 
 bar-leak: setup  ## 10^5 steps with memory flat on both sides (up to 10 minutes)
 	$(BIN)/python bench/leak.py
+
+bar-serve: setup  ## an exported ranker over HTTP: the trainer's scores, and 50 requests a second of 100 candidates (2 minutes)
+	$(BIN)/python bench/bar_serve.py $(ARGS)
 
 bar-codecs: setup  ## what codecs cost and save: speed against copying, bytes of real messages
 	$(BIN)/python bench/codecs.py

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
-from embershard.worker.models.dlrm import DLRM
+from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.session import Session
 

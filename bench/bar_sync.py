@@ -26,8 +26,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
-from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.ncf import NeuMF
+from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.models.retrieval.ncf import NeuMF
 from embershard.worker.nn.remote_weight import RemoteWeight
 from timing import finish, print_table
 

@@ -26,7 +26,7 @@ import numpy as np
 from embershard.benchmark.ids import ZipfIds
 from embershard.benchmark.settings import FIELDS, NUM_DENSE, Train
 from embershard.proto.routing import Placement, make_route
-from embershard.worker.models.dlrm import DLRM
+from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.models.recommender import num_dense_parameters
 
 ID_BYTES, FLOAT_BYTES = 8, 4

@@ -113,7 +113,7 @@ def train_steps(addresses: str, rank: int, rate: str, meter: Throughput) -> None
     from torch.nn.functional import binary_cross_entropy_with_logits
 
     import embershard as es
-    from embershard.worker.models.dlrm import DLRM
+    from embershard.worker.models.ctr.dlrm import DLRM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

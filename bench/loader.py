@@ -23,7 +23,7 @@ import embershard as es
 from embershard.worker.data.batch import Batch
 from embershard.worker.data.readers.clicks import ClickStream
 from embershard.worker.job.data import ClicksSection
-from embershard.worker.models.dlrm import DLRM
+from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.training.loader import DataShare, LoaderProcess
 from timing import finish, load, median, print_table
 

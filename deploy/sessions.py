@@ -13,28 +13,41 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 _ROUNDS = 20  # in which all that a session's processes start meanwhile is found
 _POLL_SECONDS = 0.05
 
 
-def poll(process: subprocess.Popen[bytes]) -> int | None:
+def wait_for_end(process: subprocess.Popen[Any]) -> int:
+    """Wait for a session's leader, without limit, and end all that it left in its session; its exit code."""
+    if hasattr(os, "waitid"):
+        with contextlib.suppress(ChildProcessError):  # another thread waited for it, and ended the rest
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            _kill(process.pid)
+    return process.wait()
+
+
+def poll(process: subprocess.Popen[Any]) -> int | None:
     """As `process.poll()` of a session's leader; where it has ended, all that it left in its session is ended first."""
     if process.returncode is None and has_ended(process):
         _kill(process.pid)
     return process.poll()
 
 
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
+def has_ended(process: subprocess.Popen[Any]) -> bool:
     """Whether a child has ended; it is not waited for, and keeps its number."""
     if process.returncode is not None:
         return True
     if not hasattr(os, "waitid"):  # macOS, until Python 3.13
         return process.poll() is not None
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another thread waits for it, too
+        return True
 
 
-def wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def wait(process: subprocess.Popen[Any], seconds: float) -> bool:
     """Wait for a session's leader; whether it ended in time, and with it its session."""
     end = time.monotonic() + seconds
     while poll(process) is None:
@@ -44,7 +57,7 @@ def wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[Any]) -> None:
     """End a session's leader and all that is in its session, at once."""
     if process.returncode is None:
         process.kill()

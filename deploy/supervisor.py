@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, Self
 
+from embershard.deploy import sessions
 from embershard.proto.errors import ShardFailed
 
 MEMORY_PERCENT = 80  # of the machine, or its container, for the tables of all shards
 LOG_LINES = 12  # of a shard that died, shown with the report
+_POLL_SECONDS = 0.5
 STOP_SECONDS = 40.0  # a shard gives itself 30 to finish what it accepted
 
 _log = logging.getLogger(__name__)
@@ -82,7 +84,8 @@ class _Process:
 
         Every line that it logs renews the timeout: a shard that compiles its kernels says so at each of them.
         """
-        while not self._said.wait(max(0.0, self._last_line + timeout - time.monotonic())):
+        while not self._said.wait(min(_POLL_SECONDS, max(0.0, self._last_line + timeout - time.monotonic()))):
+            sessions.poll(self.popen)  # what a shard that ended has started may hold its pipe open
             if time.monotonic() - self._last_line >= timeout:
                 self.tail.append(f"(killed: it did not serve within {timeout:.0f} s of its last line)")
                 self.popen.kill()
@@ -91,7 +94,7 @@ class _Process:
 
     def ended(self) -> str:
         """How it ended, for people; waits until its last words are read."""
-        code = self.popen.wait()
+        code = sessions.wait_for_end(self.popen)
         self._ended_at = time.monotonic()
         for reader in self._readers:
             reader.join(timeout=3.0)  # a grandchild may hold the pipe open
@@ -224,21 +227,19 @@ class LocalShards:
         """End all shards: SIGTERM, which lets them finish what they accepted, and SIGKILL to those that do not."""
         self._stopping.set()
         with self._lock:
-            running = [p for p in self._processes if p.popen.poll() is None]
+            running = [p for p in self._processes if sessions.poll(p.popen) is None]
         try:
             for process in running:
                 process.popen.terminate()
             end = time.monotonic() + STOP_SECONDS
             for process in running:
-                try:
-                    process.popen.wait(max(0.0, end - time.monotonic()))
-                except subprocess.TimeoutExpired:
+                if not sessions.wait(process.popen, max(0.0, end - time.monotonic())):
                     self._report(f"pid {process.popen.pid} did not end within {STOP_SECONDS:.0f} s: killed")
         finally:  # a second Ctrl-C, too, leaves nothing behind
             for process in running:
                 process.popen.kill()
             for process in running:
-                process.popen.wait()
+                sessions.kill(process.popen)
         for watcher in self._watchers:
             watcher.join(timeout=5.0)
 

@@ -18,6 +18,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
+        serving       BadExport, CannotServe, BadRequest, BadIds
         the user's    JobError, BadModule, UserCodeFailed, CannotWrite, OutputClosed
 
 Commands and training add subclasses of their own, beside what raises them.
@@ -406,6 +407,34 @@ class JobError(EmbershardError):
 
     status = Status.INVALID_ARGUMENT
     template = "{where}: {reason}"
+
+
+class BadExport(EmbershardError):
+    """A folder that is no export, a damaged one, or one of another version."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot serve {path}: {reason}"
+
+
+class CannotServe(EmbershardError):
+    """Something that this export does not have, or this machine has not installed."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{what}: {reason}"
+
+
+class BadRequest(EmbershardError):
+    """A feature of a request that the model does not know, that is missing, or a value that it cannot be."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "feature {feature!r}: {reason}"
+
+
+class BadIds(EmbershardError):
+    """Ids or dense features of another shape or type than the model's, or ids that it does not have."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "{what}: {reason}"
 
 
 class CannotListen(EmbershardError):

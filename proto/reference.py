@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from embershard.proto.arrays import Ids
+from embershard.proto.arrays import mix64 as mix64
 from embershard.proto.routing import BUCKET_SHIFT, Placement, Route
-
-
-def mix64(x: Ids, key: int) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finalizer of every x ^ key."""
-    z = x.astype(np.uint64) ^ np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def make_route(ids: Ids, space_key: int, placement: Placement) -> Route:

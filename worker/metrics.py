@@ -91,7 +91,7 @@ def ndcg_one(ranks: npt.NDArray[np.int64], k: int) -> float:
 class Users:
     """Users to rank all items for; the pairs index a score matrix: `scores[seen_user, seen_item] = -inf`."""
 
-    ids: torch.Tensor  # (B,) int64
+    ids: torch.Tensor  # (B,) int64, or (B, 1 + history) with what they took
     seen_user: npt.NDArray[np.int64]  # (S,) row of the score matrix
     seen_item: npt.NDArray[np.int64]  # (S,) column: an item of the user's train set
     relevant_user: npt.NDArray[np.int64]  # (R,) row, ascending
@@ -107,7 +107,9 @@ class Pointwise:
     groups: list[npt.NDArray[np.int64]] = field(default_factory=list)  # where batches have some
 
     def update(self, logits: Array, labels: Array, groups: Array | None = None) -> None:
-        """One batch: logits (B,), labels (B,), and groups (B,), which only a user's metrics use."""
+        """One batch: logits (B,), labels (B,), and groups (B,), which only a user's metrics use; or (B, C) of lists."""
+        if groups is not None and logits.ndim == 2:
+            groups = _integers(groups).repeat(logits.shape[1])
         self.logits.append(_floats(logits))
         self.labels.append(_floats(labels))
         if groups is not None:
@@ -146,7 +148,10 @@ class Candidates:
     ranks: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
     def update(self, logits: Array, labels: Array, groups: Array | None = None) -> None:
-        """One batch of whole groups: logits, labels and groups are (B,)."""
+        """One batch of whole groups: logits, labels and groups are (B,); or (B, C), where each row is a group."""
+        if logits.ndim == 2:
+            groups = np.repeat(np.arange(logits.shape[0]), logits.shape[1])
+            logits, labels = logits.reshape(-1), labels.reshape(-1)
         if groups is None:
             raise ValueError("candidates need the groups of their batch")
         self.ranks.append(candidate_ranks(_floats(logits), _floats(labels), _integers(groups)))
@@ -210,7 +215,7 @@ class FullRanking:
 
 def _floats(array: Array) -> npt.NDArray[np.float32]:
     numbers = array.detach().float().cpu().numpy() if isinstance(array, torch.Tensor) else array
-    return numbers.astype(np.float32, copy=True)  # a copy: the caller may reuse its buffer
+    return numbers.astype(np.float32, copy=True).reshape(-1)  # a copy: the caller may reuse its buffer
 
 
 def _integers(array: Array) -> npt.NDArray[np.int64]:

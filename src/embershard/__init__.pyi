@@ -31,6 +31,7 @@ from embershard.worker.data.features import PADDING as PADDING
 from embershard.worker.data.features import Field as Field
 from embershard.worker.data.features import IdTable as IdTable
 from embershard.worker.data.hashing import hash_ids as hash_ids
+from embershard.worker.data.inputs.feature_ids import feature_id as feature_id
 from embershard.worker.data.splits import SplitSampler as SplitSampler
 from embershard.worker.data.user_defined import Reader as Reader
 from embershard.worker.models.layers import FeatureEmbedding as FeatureEmbedding
@@ -43,3 +44,4 @@ from embershard.worker.nn.optimizer import ShardOptimizer as ShardOptimizer
 from embershard.worker.nn.wrap import wrap as wrap
 from embershard.worker.session.connect import connect as connect
 from embershard.worker.session.session import Session as Session
+from embershard.worker.trained.serving import load_exported as load_exported

@@ -10,7 +10,7 @@ import torch
 from embershard.proto.optim.formulas import adam
 from embershard.proto.spec import Adam
 from embershard.worker.data.batch import Batch
-from embershard.worker.models.registry import MODELS
+from embershard.worker.job.registry import MODELS
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TOWER = {"hidden": [8, 4], "batch_norm": True, "dropout": 0.2}

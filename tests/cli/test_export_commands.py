@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from embershard.cli import export as export_command
 from embershard.cli import import_ as import_command
+from embershard.cli import source as source_command
 from embershard.cli.app import app
 from embershard.local_shards import local
 from embershard.proto.errors import SnapshotNotFound
@@ -90,6 +91,16 @@ def test_a_checkpoint_is_exported_whole_and_imported(monkeypatch):
     assert "table embedding: 20 rows" in embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700")
     (table,) = (table for table in fresh.tables if table.spec.name == "embedding")
     assert torch.equal(table.pull(torch.arange(20)), weights["embedding.weight"])
+
+
+def test_a_plain_export_of_a_checkpoint_reads_no_table_into_memory(monkeypatch):
+    with local(2) as session:
+        train(session=session)
+    export("--int8")  # which evaluates
+    whole = {path.name: path.read_bytes() for path in Path("out").glob("[mt]*.safetensors")}
+    monkeypatch.setattr(source_command, "restore_snapshot", None)  # which cannot be called
+    export()
+    assert {path.name: path.read_bytes() for path in Path("out").glob("*.safetensors")} == whole
 
 
 def test_a_run_without_shards_is_exported_and_a_plain_export_leaves_no_dense_part_of_the_one_before():

@@ -127,3 +127,32 @@ def test_a_shard_that_logs_while_it_compiles_is_waited_for():
     process = _Process([sys.executable, "-S", "-c", lines], dict(os.environ), lambda line: None)
     assert process.wait_until_serving(3.0)
     assert process.ended() == "exit code 0"
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_what_a_shards_module_started_ends_with_the_shard(tmp_path, monkeypatch, serves):
+    module = "their_helper" if serves else "their_broken_helper"
+    (tmp_path / f"{module}.py").write_text(
+        "import pathlib, subprocess, sys\n"
+        "from embershard.ps.table.optimizers import row_optimizer\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'pid-{{child.pid}}').touch()\n"
+        + serves
+        * "@row_optimizer()\ndef step(row, state, grad, hyper):\n    row[0] = 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    restart = RestartPolicy(first_pause=timedelta(0), longest_pause=timedelta(0))
+
+    def started():
+        return [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
+
+    if not serves:
+        with pytest.raises(ShardFailed, match="no function"):
+            LocalShards(1, imports=[module]).__enter__()
+        eventually(lambda: not alive(started()))
+        return
+    with LocalShards(1, imports=[module], restart=restart) as shards:
+        (first,) = started()
+        os.kill(shards.pids[0], signal.SIGKILL)
+        eventually(lambda: len(started()) == 2 and not alive([first]))
+    eventually(lambda: not alive(started()))  # once the system's first process has waited for them

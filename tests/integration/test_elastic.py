@@ -41,7 +41,7 @@ def records(folder, kind=None):
     return [r for r in found if r["record"] == kind or (kind is None and r["record"] != "train")]
 
 
-@pytest.mark.parametrize("staleness", ["off", "0"])
+@pytest.mark.parametrize("staleness", ["off", pytest.param("0", marks=pytest.mark.long)])
 def test_the_next_worker_reports_where_the_first_is_killed(start, tmp_path, staleness):
     text = kill_after_the_first_epoch(start(JOB, *SPLITS, f"train.staleness={staleness}"), 0)
     assert "worker 0 ended (SIGKILL); training goes on with the others" in text

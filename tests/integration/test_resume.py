@@ -97,7 +97,7 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
     assert json.loads(lines[-1])["steps"] == 160
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_bits(start, tmp_path, mode):
     sets = (f"dense.mode={mode}", "train.staleness=0", "checkpoint.keep=9", "train.steps=40", "data.loader_processes=0")
     words = ("--workers", "2", *(word for one in sets for word in ("--set", one)))

@@ -190,7 +190,10 @@ def up(mark):
 
 
 @pytest.mark.cold_start
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGKILL, -9)],
+)
 def test_up_restarts_and_reports_a_dead_shard_and_its_shards_end_with_it(tmp_path, signum, code):
     with up(str(tmp_path)) as (process, addresses, pids):
         os.kill(pids[1], signal.SIGKILL)

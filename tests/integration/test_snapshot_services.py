@@ -124,7 +124,7 @@ def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_
     assert "x" in list_snapshots(folder) or not list(tmp_path.glob("x/shard-*"))
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1])
+@pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.long), 0.1])
 def test_a_killed_shard_leaves_the_snapshot_before(delay, tmp_path):
     folder = str(tmp_path)
     with LocalShards(2) as local, connect(local) as client, connect(local, timeout=timedelta(seconds=5)) as hasty:

@@ -115,11 +115,11 @@ TABLE = {"dim": 4, "optimizer": ADAMW, "initializer": {"name": "normal", "std": 
         ("ddp", "", {}),
         ("ddp", "", {"accumulate": 2, "clip_norm": 0.05, "non_finite": "skip"}),
         ("ddp", "", {"sections": {"embedding": TABLE}}),  # rows that one worker alone read
-        ("ps", "ps", {}),
-        ("ps", "ps", {"accumulate": 3}),
+        pytest.param("ps", "ps", {}, marks=pytest.mark.long),
+        pytest.param("ps", "ps", {"accumulate": 3}, marks=pytest.mark.long),
         ("ps", "fsdp", {}),
         ("hybrid", "ddp", {}),
-        ("hybrid", "ddp", {"accumulate": 3}),
+        pytest.param("hybrid", "ddp", {"accumulate": 3}, marks=pytest.mark.long),
         ("hybrid", "ddp", {"sections": {"freeze": ["bottom", "top", "output"]}}),  # all dense weights
     ],
     ids=str,
@@ -150,7 +150,9 @@ def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path):
     assert_equal_but_for_rounding(other, one)
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("ddp", ""), ("hybrid", "ddp")])  # which scale losses, and gradients
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("ddp", ""), pytest.param("hybrid", "ddp", marks=pytest.mark.long)]
+)  # which scale losses, and gradients
 def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path, strategy, mode):
     last = int(permutation(SAMPLES, DATA_SEED, 0)[SAMPLES - 2])  # of the second worker, who has a batch less
     found = run_two(strategy, mode, tmp_path / "found.npz", non_finite="skip", epochs=1, nan_at=last)
@@ -159,9 +161,9 @@ def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path
 
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8]}
-data: {reader: clicks, eval_samples: 1000, loader_processes: 0}
+data: {reader: ctr_csv, train: clicks.csv, valid: clicks.csv, numeric: [x], ids: global, num_ids: 40}
 embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
-train: {batch_size: 256, samples: 2048, threads: 1}
+train: {batch_size: 64, epochs: 1, threads: 1}
 workers: 2
 shards: 2
 """
@@ -177,7 +179,9 @@ shards: 2
     ],
     ids=str,
 )
-def test_one_job_trains_in_every_strategy(start, sets, want):
+def test_one_job_trains_in_every_strategy(start, tmp_path, sets, want):
+    lines = [f"{i % 3 == 0:d},{i % 20},{20 + i % 7},{i % 11}" for i in range(500)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["label,user,item,x", *lines, ""]))
     text = said(start(JOB, *(word for assignment in sets for word in ("--set", assignment))))
     assert want in text
     assert "valid AUC" in text
@@ -202,7 +206,14 @@ def main():
     os._exit(0)  # gloo's threads outlive their group
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("ddp", ""), ("ps", "fsdp"), ("hybrid", "ddp")])
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("ddp", ""),
+        pytest.param("ps", "fsdp", marks=pytest.mark.long),
+        pytest.param("hybrid", "ddp", marks=pytest.mark.long),
+    ],
+)
 def test_both_workers_end_with_the_best_weights(tmp_path, strategy, mode):
     first_is_best = {"early_stop": {"patience": 9, "min_delta": 100.0}}
     kept = {"checkpoint": {"folder": str(tmp_path / "kept"), "keep": 1}}

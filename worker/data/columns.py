@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples, Schema
+from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
+from embershard.worker.data.preprocess import looks_separated
 from embershard.worker.data.text import Kind, Layout, column
 
 
@@ -59,10 +61,34 @@ class Columns:
             return "skip"
         return "id" if self.ids == "global" else "text"
 
+    def check_undeclared(self, where: str, table: pa.Table, layout: Layout) -> None:
+        """JobError where the first rows of a column that is named nowhere have several values in one, as in a|b|c."""
+        for name in layout.names("text"):
+            if name not in self.categorical and (value := looks_separated(table.column(name))):
+                reason = (
+                    f"values of column {name!r} look like several in one, as {value!r}: use data.reader tabular, with"
+                )
+                declare = f"features: {name}: {{type: list, separator: '|'}}"
+                raise JobError(
+                    where=where, reason=f"{reason} {declare}; or name it in data.categorical, or in data.skip"
+                )
+
     def schema(self, layout: Layout, num_ids: int | None) -> Schema:
         """The schema of samples with this layout; hashed ids have no `num_ids`."""
         known = num_ids if self.ids == "global" else None
         return Schema(layout.names("id", "text"), len(layout.names("number")), known)
+
+    def inputs(self, layout: Layout, num_ids: int | None) -> RowInputs:
+        """What `rows` does with these columns, for what serves the model."""
+        read = layout.names("id", "text", "number")
+        return RowInputs(
+            categorical=tuple(
+                CategoricalInput(name=name, ids=self.ids, num_ids=num_ids if self.ids == "global" else None)
+                for name in layout.names("id", "text")
+            ),
+            numeric=tuple(NumericInput(name=name, log=self.log) for name in layout.names("number")),
+            ignored=tuple(name for name in layout.columns if name not in read),
+        )
 
     def rows(self, table: pa.Table, layout: Layout) -> Samples:
         """Samples of a parsed table."""

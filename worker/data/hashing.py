@@ -13,6 +13,7 @@ from numba import types, uint64
 from embershard.proto.arrays import Ids
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import mix64
+from embershard.worker.data.inputs.feature_ids import feature_key
 
 _FNV_OFFSET, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 # np.frombuffer gives arrays that cannot be written
@@ -23,10 +24,14 @@ _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 def hash_ids(feature: str, values: Sequence[object] | npt.NDArray[np.generic]) -> Ids:
     """(N,) ids in 0..2**62-1 of a feature's values, for a table without a vocabulary; those of text files.
 
-    Values are texts or integers, an integer as its decimal text; None is the empty text. The same value of another
-    feature has another id, but for chance: of a million values two are the same with a chance of 1e-7.
+    Values are texts or integers, an integer as its decimal text; None is the empty text: the ids of `feature_id`, which
+    docs/ids.md specifies. The same value of another feature has another id, but for chance: of a million values two are
+    the same with a chance of 1e-7. TypeError for floats: 1.0 and 1 would be two values.
     """
-    return hash_texts(feature, pa.array(values).cast(pa.string()))
+    array = pa.array(values)
+    if pa.types.is_floating(array.type):
+        raise TypeError(f"values of feature {feature!r} are {array.type}: only texts, integers and None have ids")
+    return hash_texts(feature, array.cast(pa.string()))
 
 
 def hash_texts(feature: str, texts: pa.Array | pa.ChunkedArray) -> Ids:
@@ -46,14 +51,6 @@ def hash_numbers(feature: str, values: Ids) -> Ids:
     out = np.empty(len(values), np.int64)
     _hash_numbers(np.ascontiguousarray(values, np.int64), np.uint64(feature_key(feature)), out)
     return out
-
-
-def feature_key(feature: str) -> int:
-    """FNV-1a of a feature's name."""
-    h = _FNV_OFFSET
-    for byte in feature.encode():
-        h = ((h ^ byte) * _FNV_PRIME) & (2**64 - 1)
-    return h
 
 
 @compiled(types.void(_INTS, _BYTES, types.uint64, types.int64[::1]))

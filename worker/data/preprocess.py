@@ -34,7 +34,7 @@ class BadValue(ValueError):
 
     def __init__(self, row: int, column: str, reason: str) -> None:
         super().__init__(f"column {column!r}: {reason}")
-        self.row = row
+        self.row, self.column = row, column
 
 
 class BadFeature(ValueError):
@@ -550,7 +550,7 @@ def _declare(name: str, array: pa.Array) -> str:
     return f"declare it, {name}: {{type: list}}, or as a sequence, {name}: {{type: sequence, max_length: 50}}"
 
 
-def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array) -> None:
+def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.ChunkedArray) -> None:
     """BadFeature where the first values of a feature without a type are several in one, as in a|b|c."""
     if feature.type is not None or feature.separator is not None:
         return
@@ -563,8 +563,9 @@ def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array) -> None:
         raise BadFeature(name, f"{reason}: declare {declare}, or {name}: {{type: category}} if each is one value")
 
 
-def looks_separated(array: pa.Array) -> str:
+def looks_separated(array: pa.Array | pa.ChunkedArray) -> str:
     """A value of texts that are lists parted by |: a tenth of them, or more, have one; else the empty text."""
+    array = _array(array)
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
         return ""
     parted = array.filter(pc.fill_null(pc.match_substring(array, "|"), False))

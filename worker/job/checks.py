@@ -12,7 +12,7 @@ from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import OptimizerSection
+from embershard.worker.job.sections import OptimizerSection, SASRecSection, SimpleXSection, TwoTowerSection
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.job.yaml import Path as Location
 
@@ -26,6 +26,9 @@ DENSE_OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 SPARSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 # what worker/session/local_steps.py trains copies by
 LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
+
+# models that learn from positives, beside which a sample may have other items
+_LISTS = ("two_tower", "simplex")
 
 # fields of a job that a strategy without shards sets aside, so that a job can be compared with itself
 _OF_SHARDS = (
@@ -272,7 +275,7 @@ def check_opened(job: Job, dataset: Dataset) -> None:
 
 def _opened(job: Job, dataset: Dataset) -> Problems:
     schema, reader, model = dataset.schema, job.data.reader, job.model.name
-    if job.model.needs == "pairs" and len(schema.features) != 2 and (model != "two_tower" or len(schema.features) < 2):
+    if job.model.needs == "pairs" and len(schema.features) != 2 and (model not in _LISTS or len(schema.features) < 2):
         reason = f"{model} needs a user and an item per sample, but data.reader {reader} has {len(schema.features)}"
         yield ("model", "name"), f"{reason} features: {', '.join(schema.features)}"
     if job.model.needs == "dense" and not schema.num_dense:
@@ -305,10 +308,18 @@ def _model_and_data(job: Job) -> Problems:
         yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
     if job.model.needs == "dense" and not job.data.has_dense:
         yield ("model", "name"), f"{name} needs dense features, but data.reader {reader} has none here"
-    if name == "two_tower" and job.data.has_clicks:
+    if (job.model.needs == "sequences") != job.data.sequences:
+        reason = "sasrec" if job.data.sequences else "reader sequences"
+        yield ("model", "name"), f"{name} and data.reader {reader} do not fit together: take {reason}"
+    if name in _LISTS and job.data.has_clicks:
         yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
-    if name != "two_tower" and job.data.evaluation == "ranking":
-        yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower"
+    if name not in _LISTS and job.data.evaluation == "ranking":
+        yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower or simplex"
+    if name == "simplex" and not getattr(job.data, "negatives", False):
+        yield ("data", "negatives"), "simplex learns from items that a user did not take: set it to 1 or more"
+    if name != "simplex" and getattr(job.data, "history", False):
+        yield ("data", "history"), f"has no meaning for {name}; remove it, or take simplex"
+    yield from _loss(job)
     yield from _features(job)
     problem = job.data.problem()
     if problem is not None:
@@ -318,6 +329,22 @@ def _model_and_data(job: Job) -> Problems:
         yield ("embedding", "dim"), f"has no meaning for {name} ({other}); remove it"
     if getattr(job.model, "batch_norm", job.model.needs == "dense") and job.train.batch_size == 1:
         yield ("train", "batch_size"), "batch norm needs at least 2 samples"
+
+
+def _loss(job: Job) -> Problems:
+    if job.loss is None or job.own_loss is not None:
+        return
+    name, model = job.loss.code, job.model
+    lists = isinstance(model, TwoTowerSection | SimpleXSection | SASRecSection)
+    if name != "bce" and not lists:
+        yield (
+            ("loss",),
+            f"{name} compares items of lists, which two_tower and sasrec are trained on, {model.name} is not",
+        )
+    towers = isinstance(model, TwoTowerSection) and model.normalize and model.temperature == 1.0
+    cosines = towers or isinstance(model, SimpleXSection)
+    if name == "ccl" and lists and not cosines:
+        yield ("loss",), "ccl is one of cosines: it takes simplex, or two_tower with normalize: true and temperature: 1"
 
 
 def _features(job: Job) -> Problems:

@@ -66,13 +66,13 @@ class NcfFilesSection(DataSection):
 
     def look(self, folder: Path) -> None:
         """Try the first rows of every file."""
-        from embershard.worker.data.readers.interaction_files import look_at_ncf
+        from embershard.worker.data.interactions.files import look_at_ncf
 
         look_at_ncf(folder / self.root / self.prefix)
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
-        from embershard.worker.data.readers.movielens import NcfData
+        from embershard.worker.data.interactions.movielens import NcfData
 
         return NcfData(folder / self.root / self.prefix, negatives=self.negatives, seed=seed)
 
@@ -84,6 +84,8 @@ class ListsSection(DataSection):
     train: Path
     test: Path
     negatives: Negatives = 0
+    history: Annotated[int, Field(ge=0)] = 0
+    """Columns with other items that the user took."""
     pairs = True
 
     @property
@@ -98,16 +100,68 @@ class ListsSection(DataSection):
 
     def look(self, folder: Path) -> None:
         """Try the first rows of every file."""
-        from embershard.worker.data.readers.interaction_files import look_at_lists
+        from embershard.worker.data.interactions.files import look_at_lists
 
         look_at_lists(folder / self.root / path for path in (self.train, self.test))
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
-        from embershard.worker.data.readers.gowalla import InteractionLists
+        from embershard.worker.data.interactions.gowalla import InteractionLists
 
         train, test = (folder / self.root / path for path in (self.train, self.test))
-        return InteractionLists(train, test, negatives=self.negatives, layout="lists", seed=seed)
+        return InteractionLists(train, test, negatives=self.negatives, history=self.history, seed=seed)
+
+
+class SequencesSection(DataSection):
+    """A file of actions in the order of time; each user's last one is to be found among `candidates` other items."""
+
+    reader: Literal["sequences"]
+    actions: Path
+    max_length: Count = 50
+    negatives: Count = 1
+    candidates: Count = 100
+    users: Annotated[int, Field(ge=0)] = 10_000
+    delimiter: Annotated[str, AfterValidator(_delimiter)] = " "
+    sequences = True
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Each user's next item among candidates."""
+        return "candidates"
+
+    @property
+    def judged_on(self) -> tuple[str, ...]:
+        """The splits that can be evaluated."""
+        return ("valid", "test")
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return False
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the file that it names, under `root`."""
+        return {"actions": (self.actions,)}
+
+    def look(self, folder: Path) -> None:
+        """Try the first rows of the file."""
+        from embershard.worker.data.interactions.files import look_at_actions
+
+        look_at_actions(folder / self.root / self.actions, self.delimiter)
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """Open the reader that this section describes."""
+        from embershard.worker.data.interactions.sequences import ActionSequences
+
+        return ActionSequences(
+            folder / self.root / self.actions,
+            max_length=self.max_length,
+            negatives=self.negatives,
+            candidates=self.candidates,
+            users=self.users,
+            delimiter=self.delimiter,
+            seed=seed,
+        )
 
 
 class _ColumnsSection(DataSection):
@@ -412,6 +466,7 @@ def reader(value: object) -> str | None:
 AnyData = Annotated[
     Annotated[NcfFilesSection, Tag("ncf")]
     | Annotated[ListsSection, Tag("lists")]
+    | Annotated[SequencesSection, Tag("sequences")]
     | Annotated[CtrCsvSection, Tag("ctr_csv")]
     | Annotated[ParquetSection, Tag("parquet")]
     | Annotated[CriteoSection, Tag("criteo")]

@@ -43,6 +43,8 @@ class DataSection(Section):
     """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
     pairs: ClassVar[bool] = False
     """Each sample is a user and an item."""
+    sequences: ClassVar[bool] = False
+    """Each sample is a user's history and the items behind it."""
 
     @property
     def evaluation(self) -> Evaluation:

@@ -12,7 +12,17 @@ from pydantic import BeforeValidator, Field, model_validator
 from embershard.proto import spec
 from embershard.worker.job.compression import AnyCompression
 from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData
-from embershard.worker.job.sections import AnyModel, Code, Count, Section, TwoTowerSection, UserModelSection
+from embershard.worker.job.sections import (
+    AnyLoss,
+    AnyModel,
+    Code,
+    CodeSection,
+    Count,
+    Section,
+    SimpleXSection,
+    TwoTowerSection,
+    UserModelSection,
+)
 from embershard.worker.job.tabular import FeatureSection, TabularSection
 from embershard.worker.job.training import (
     DEFAULT_INITIALIZER,
@@ -49,7 +59,7 @@ class Job(Section):
     embedding: EmbeddingSection
     dense: DenseSection = DenseSection()
     train: TrainSection
-    loss: Code | None = None  # in place of the model's
+    loss: AnyLoss | None = None  # in place of the model's
     metrics: tuple[Metric, ...] = ()  # in place of those of the data's evaluation
     callbacks: tuple[Code, ...] = ()  # told how training goes: worker/reporting/callbacks.py
     freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
@@ -110,7 +120,8 @@ class Job(Section):
     def initializers(self) -> dict[str, spec.Initializer | None]:
         """Pattern -> first values of the embeddings that have none of their own."""
         # how far a step turns a vector that is normalised goes by its length: with 0.01 the first ones decide it
-        normalized = isinstance(self.model, TwoTowerSection) and self.model.normalize
+        towers = isinstance(self.model, TwoTowerSection) and self.model.normalize
+        normalized = towers or isinstance(self.model, SimpleXSection)
         return self.embedding.initializers(spec.Normal(std=0.1) if normalized else DEFAULT_INITIALIZER)
 
     @property
@@ -135,9 +146,14 @@ class Job(Section):
         return own.get(self.metric, self.metric in LOWER_IS_BETTER)
 
     @property
+    def own_loss(self) -> CodeSection | None:
+        """The loss that a user defined, if it is one."""
+        return self.loss if isinstance(self.loss, CodeSection) else None
+
+    @property
     def has_user_code(self) -> bool:
         """Whether it names a model, reader, loss, metric or callback of a user."""
-        parts = (self.loss, *self.callbacks, *(metric for metric in self.metrics if metric.is_custom))
+        parts = (self.own_loss, *self.callbacks, *(metric for metric in self.metrics if metric.is_custom))
         return any(parts) or isinstance(self.model, UserModelSection) or ":" in self.data.reader
 
     def worker_threads(self, local_workers: int) -> int:

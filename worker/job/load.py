@@ -66,7 +66,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
         raise JobFileError(_in_order([*source.mistakes, *found]))
     if job.has_user_code:
         search_from(path.parent)
-    if job.loss is not None and isinstance(job.data, UserReaderSection) and job.data.labels is None:
+    if job.own_loss is not None and isinstance(job.data, UserReaderSection) and job.data.labels is None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"labels": "any"})})
     return job
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch; only what buil
     from embershard.worker.models.layers import Device
     from embershard.worker.models.recommender import Recommender
 
+Needs = Literal["features", "pairs", "dense", "sequences"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -79,7 +80,7 @@ class ModelSection(Section):
     """A model and its shape."""
 
     name: str
-    needs: ClassVar[Literal["features", "pairs", "dense"]] = "features"
+    needs: ClassVar[Needs] = "features"
     """What its data must have; pairs: one user and one item per sample, dense: at least one dense feature."""
     reads_sequences: ClassVar[bool] = False
     """Whether it takes features that are sequences."""
@@ -91,18 +92,21 @@ class ModelSection(Section):
 
     def build(self, schema: Schema, dim: int, device: Device) -> Recommender:
         """The model for this data, its tables on `device`."""
-        from embershard.worker.models.registry import MODELS
+        from embershard.worker.job.registry import MODELS
 
         model: Callable[..., Recommender] = MODELS[self.name]
-        shape = {
-            "num_ids": schema if schema.fields else schema.table_rows,
-            "num_fields": schema.num_vectors,
-            "dim": dim,
-            "num_dense": schema.num_dense,
-        }
+        shape = {"dim": dim, **self.shape(schema)}
         wanted = inspect.signature(model).parameters
         fields = {name: getattr(self, name) for name in type(self).model_fields if name != "name"}
         return model(**{key: shape[key] for key in shape if key in wanted}, **fields, device=device)
+
+    def shape(self, schema: Schema) -> dict[str, object]:
+        """What its constructor may take of the data."""
+        return {
+            "num_ids": schema if schema.fields else schema.table_rows,
+            "num_fields": schema.num_vectors,
+            "num_dense": schema.num_dense,
+        }
 
 
 class NcfSection(ModelSection):
@@ -177,6 +181,35 @@ class TwoTowerSection(ModelSection):
     needs = "pairs"
 
 
+class SimpleXSection(ModelSection):
+    """SimpleX: a user's embedding and the mean of what the user took; `gamma` is the share of the first."""
+
+    name: Literal["simplex"]
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    dropout: Share = 0.0
+    needs = "pairs"
+
+    def shape(self, schema: Schema) -> dict[str, object]:
+        """Users and items in one table, and the length of a history."""
+        history = sum(field.width for field in schema.fields if field.name == "history")
+        return {"num_ids": schema.table_rows, "history": history}
+
+
+class SASRecSection(ModelSection):
+    """SASRec: self-attention over what a user took last."""
+
+    name: Literal["sasrec"]
+    blocks: Count = 2
+    heads: Count = 1
+    dropout: Share = 0.5
+    pre_norm: bool = False
+    needs = "sequences"
+
+    def shape(self, schema: Schema) -> dict[str, object]:
+        """The items, and the length of a history."""
+        return {"num_ids": schema.table_rows, "history": schema.fields[0].width}
+
+
 class UserModelSection(CodeSection):
     """A model of a user: an nn.Module class, or a function that returns a module.
 
@@ -184,7 +217,7 @@ class UserModelSection(CodeSection):
     names and `args` does not give. worker/models/user_defined.py says what its forward takes and gives.
     """
 
-    needs: ClassVar[Literal["features"]] = "features"
+    needs: ClassVar[Needs] = "features"
     takes_dim: ClassVar[bool] = True
     reads_sequences: ClassVar[bool] = True
 
@@ -198,6 +231,30 @@ class UserModelSection(CodeSection):
         from embershard.worker.models.user_defined import build_model
 
         return build_model(self.code, self.args, schema, dim)
+
+
+class LossSection(Section):
+    """A built-in loss by its name; bpr and sampled_softmax compare a row's own item with others."""
+
+    name: Literal["bce", "bpr", "sampled_softmax"]
+
+    @property
+    def code(self) -> str:
+        """Its name."""
+        return self.name
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Its settings."""
+        return self.model_dump(exclude={"name"})
+
+
+class CclSection(LossSection):
+    """The cosine contrastive loss; negatives whose cosine is below the margin do not count."""
+
+    name: Literal["ccl"]  # type: ignore[assignment]
+    margin: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.9
+    negative_weight: Annotated[float, Field(ge=0.0)] = 150.0
 
 
 class OptimizerSection(Section):
@@ -267,14 +324,23 @@ def _choice(sections: Mapping[str, type[Section]], colon: str = "") -> object:
     return Annotated[reduce(or_, tagged), Discriminator(tag)]
 
 
+def _as_loss(value: object) -> object:
+    """A text as the section that it stands for."""
+    return {"class" if ":" in value else "name": value} if isinstance(value, str) else value
+
+
 CUSTOM = "module:function"
 
 if TYPE_CHECKING:
     AnyModel = ModelSection | UserModelSection
+    AnyLoss = LossSection | CodeSection
     AnyOptimizer = OptimizerSection
     AnyInitializer = InitializerSection
 else:
-    _models = (NcfSection, ShallowSection, DeepSection, DcnSection, DlrmSection, PersiaSection, TwoTowerSection)
+    _losses = {"bce": LossSection, "bpr": LossSection, "sampled_softmax": LossSection, "ccl": CclSection}
+    AnyLoss = Annotated[_choice({**_losses, CUSTOM: CodeSection}, CUSTOM), BeforeValidator(_as_loss)]
+    _ctr = (ShallowSection, DeepSection, DcnSection, DlrmSection, PersiaSection)
+    _models = (*_ctr, NcfSection, TwoTowerSection, SimpleXSection, SASRecSection)
     _by_name = {name: cls for cls in _models for name in get_args(cls.model_fields["name"].annotation)}
     AnyModel = _choice({**_by_name, CUSTOM: UserModelSection}, CUSTOM)
     _optimizers = {kind: _mirror(cls, OptimizerSection) for kind, cls in spec.OPTIMIZERS.items()}

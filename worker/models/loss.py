@@ -12,7 +12,8 @@ from torch.nn import functional
 from embershard.proto.errors import UserCodeFailed
 from embershard.proto.user_modules import find, user_code, where_defined
 from embershard.worker.data.batch import Batch
-from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
+from embershard.worker.models.list_losses import InBatchSoftmax, ListLoss
+from embershard.worker.models.recommender import ListRecommender
 from embershard.worker.models.user_defined import Forward, call
 
 
@@ -21,28 +22,6 @@ class Loss(Protocol):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32."""
-
-
-class InBatchSoftmax:
-    """Each user's own item against all items of the batch; how often an item is there is learnt as batches come."""
-
-    def __init__(self) -> None:
-        self._frequency = FrequencyEstimator()
-
-    def state_dict(self) -> Mapping[str, object]:
-        """Return the estimated frequencies of the items."""
-        return self._frequency.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self._frequency.load_state_dict(state)
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """() float32."""
-        items = candidates(batch.ids)
-        log_q = self._frequency.update(items)
-        logits = model(batch.ids, None, True)
-        return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
 
 
 class UserLoss:
@@ -69,16 +48,20 @@ class UserLoss:
         return loss
 
 
-def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, object] = {}) -> Loss:
-    """The loss of a job: the user's `module:name`, called with `args` if it is a class or has some; else the model's.
+def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, Any] = {}) -> Loss:
+    """A loss by its name, made with `args`: a built-in one, or the user's `module:name`; without a name the model's.
 
     A user's loss whose first parameter is called `model` gets (model, batch), any other one (logits, labels).
-    BadModule or UserCodeFailed where there is none, or it cannot be made.
+    BadModule or UserCodeFailed where there is none, or it cannot be made. ValueError where a built-in one does not fit
+    the model.
     """
-    if name:
+    if ":" in name:
         return _user_loss(forward, name, args)
-    if isinstance(model, TwoTower):
-        return InBatchSoftmax()
+    name = name or getattr(model, "default_loss", "bce")
+    if isinstance(model, ListRecommender):
+        return InBatchSoftmax() if name == "sampled_softmax" and model.in_batch else ListLoss(model, name, args)
+    if name != "bce":
+        raise ValueError(f"{name} needs a model that is trained on lists of items")
     return lambda module, batch: functional.binary_cross_entropy_with_logits(forward(module, batch), batch.labels)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ class Recommender(nn.Module):
     `embedding_id_spaces` maps each table's name to what its ids stand for. Tables of one id space that read the same
     id tensor are looked up once.
     """
+
+    default_loss: ClassVar[str] = "bce"
 
     @property
     def embedding_id_spaces(self) -> Mapping[str, str]:
@@ -42,6 +45,35 @@ class Recommender(nn.Module):
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) float32 of ids (B, C) int64 and dense (B, D) float32."""
+        raise NotImplementedError
+
+
+class ListRecommender(Recommender):
+    """A model that is trained on lists: with `lists` its forward scores the item of each row beside other items.
+
+    `in_batch`: the others are those of the batch, by which a softmax corrects for how often an item is in one.
+    """
+
+    in_batch: ClassVar[bool] = False
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> Tensor:
+        """Logits of ids and dense as a Recommender's, or for a loss over lists (R, C), which `split_lists` takes."""
+        raise NotImplementedError
+
+    def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(R,) scores of the own items, and (R, C) of others, -inf where one is no negative of its row."""
+        return scores[:, 0], scores[:, 1:]
+
+
+class RetrievalModel(ListRecommender):
+    """A model that ranks all items by the dot product of a user's vector and an item's."""
+
+    def user_vectors(self, ids: Tensor) -> Tensor:
+        """Vectors (N, dim) of users, ids (N,) int64 or with what they took before (N, 1 + history)."""
+        raise NotImplementedError
+
+    def item_vectors(self, items: Tensor) -> Tensor:
+        """Vectors (N, dim) of items (N,) int64."""
         raise NotImplementedError
 
 

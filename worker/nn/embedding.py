@@ -109,7 +109,9 @@ class _RemoteRows(nn.Module):
         rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
         if not self.frozen and torch.is_grad_enabled():
             if isinstance(weight := self._weight, RemoteWeight):
-                weight.looked_up(route.ids)
+                if weight.batch_rows:
+                    weight.keep_lookup(route.ids)
+                weight.looked_up_at = self.table.session.clock
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _collector(self.table, route, padding, self.scale_grad_by_freq)

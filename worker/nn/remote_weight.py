@@ -115,12 +115,9 @@ class RemoteWeight(nn.Parameter):
         uses_whole = self._used or self._was_used if is_trained else self._is_current()
         return self._whole_of_step() if uses_whole else None
 
-    def looked_up(self, ids: Ids) -> None:
-        """Rows were read by their ids, and have a gradient of their own."""
-        clock = self.table.session.clock
-        if self.batch_rows:
-            self._lookups = [*(self._lookups if clock == self.looked_up_at else ()), ids]
-        self.looked_up_at = clock
+    def keep_lookup(self, ids: Ids) -> None:
+        """Keep the ids of a lookup, as some of those that stand for the whole in this step."""
+        self._lookups = [*(self._lookups if self.looked_up_at == self.table.session.clock else ()), ids]
 
     def _rows_of_step(self) -> Tensor:
         if self.looked_up_at != self.table.session.clock:

@@ -16,7 +16,7 @@ def mode_of(job: Job, *, workers: int, shards: int, codecs: str) -> RunMode:
         prefetch = "off" if job.train.prefetch is None else str(job.train.prefetch)
         match job.train.staleness:
             case None:
-                staleness = "off"
+                staleness = "unbounded (asynchronous)"
             case 0:
                 staleness = "0 (synchronous)"
             case int(bound):

@@ -18,7 +18,7 @@ from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
-from embershard.worker.trained.export import MODEL, TABLES
+from embershard.worker.trained.folder import MODEL, TABLES
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
 from embershard.worker.training.build import choose_strategy, job_model
 

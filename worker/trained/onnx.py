@@ -31,10 +31,9 @@ from embershard.worker.models.user_defined import forward_of, reads_dense
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.wrap import dense_state
-from embershard.worker.trained.export import CannotExport
+from embershard.worker.trained.folder import ONNX, CannotExport
 from embershard.worker.trained.reading import pull_all
 
-FILE = "dense.onnx"
 _NEEDS = ("onnx", "onnxscript")
 
 
@@ -187,7 +186,7 @@ def export_onnx(part: DensePart, schema: Schema, out: Path) -> Path:
     dense = torch.rand(samples, schema.num_dense) if schema.num_dense and part.takes_dense else None
     batch, count = torch.export.Dim("batch"), torch.export.Dim("rows")
     names = ["index", *(["dense"] if dense is not None else []), *(f"{table}.rows" for table in part.tables)]
-    path, new = out / FILE, out / f"{FILE}.new"
+    path, new = out / ONNX, out / f"{ONNX}.new"
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # the exporter prints how it goes
             warnings.simplefilter("ignore")

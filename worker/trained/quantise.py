@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.ao.nn.quantized.dynamic import Linear as Int8Linear
 from torch.ao.quantization import quantize_dynamic
 
-FILE = "dense.int8.safetensors"
-
 
 def quantise(model: nn.Module) -> int:
     """Put the linear layers of a model on the CPU into int8, in place; how many there were."""

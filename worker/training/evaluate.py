@@ -22,7 +22,7 @@ from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingData
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Pointwise
-from embershard.worker.models.two_tower import TwoTower
+from embershard.worker.models.recommender import RetrievalModel
 from embershard.worker.models.user_defined import Forward
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
@@ -68,7 +68,7 @@ class Evaluator:
                 for collector in collectors:
                     _gather(collector, self._group)
                 if self._group.is_first:
-                    figures[split] = self._metrics.compute(collectors)
+                    figures[split] = self._metrics.compute(collectors, split)
         return self._group.broadcast_json(figures)
 
     def _score(self, split: str) -> Sequence[Collector]:
@@ -83,7 +83,7 @@ class Evaluator:
 
     def _rank(self, split: str) -> Collector:
         model, dataset = self._model, cast(RankingDataset, self._dataset)  # it says that it is ranked
-        assert isinstance(model, TwoTower)
+        assert isinstance(model, RetrievalModel)
         collector = FullRanking(self._metrics.top_k)
         items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
         # a score matrix of the batch's size, whatever the number of items
@@ -147,13 +147,13 @@ class Metrics:
         built_in: list[Pointwise | Candidates] = [Pointwise() if pointwise else Candidates(self.top_k)]
         return built_in + [Pointwise()] * (bool(self.own) and not pointwise)
 
-    def compute(self, collectors: Sequence[Collector]) -> Figures:
-        """The figures of what was collected. UserCodeFailed where a user's metric raises."""
+    def compute(self, collectors: Sequence[Collector], split: str = "") -> Figures:
+        """The figures of what was collected of a split. UserCodeFailed, naming it, where a user's metric raises."""
         found = collectors[0].compute()
         for metric in self.own:
             scores = collectors[-1]
             assert isinstance(scores, Pointwise)
-            found[metric.name] = metric(*scores.arrays())
+            found[metric.name] = metric(*scores.arrays(), split=split)
         return {name: found[name] for name in (*self.names, *(_COUNTS & found.keys()))} if self.names else found
 
 
@@ -161,7 +161,7 @@ def metrics_of(job: Job) -> Metrics:
     """The metrics of a job. BadModule or UserCodeFailed where one of its own is not there, or cannot be made."""
     own = tuple(UserMetric(metric.code, metric.args) for metric in job.metrics if metric.is_custom)
     names = job.metric_names if job.metrics else ()
-    if names and job.loss is None and job.data.evaluation == "pointwise":
+    if names and job.own_loss is None and job.data.evaluation == "pointwise":
         names = tuple(dict.fromkeys((*names, "ne")))  # which the first evaluation is judged by, whatever is shown
     return Metrics(evaluation=job.data.evaluation, top_k=job.top_k, names=names, own=own)
 

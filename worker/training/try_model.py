@@ -31,6 +31,7 @@ def try_model(job: Job, schema: Schema, batches: Mapping[str, Batch]) -> None:
     forward, metrics = forward_of(model, job.model.name), metrics_of(job)
     loss_of_batch = job_loss(job, model, forward)
     _check_inputs(job, model, schema)
+    _check_hidden_layers(job, model)
     _shrink_meta_tables(model)
     for split, batch in batches.items():
         try:
@@ -42,17 +43,37 @@ def try_model(job: Job, schema: Schema, batches: Mapping[str, Batch]) -> None:
                     _try_metrics(metrics, batch, forward(model, batch))
                 model.train()
         except (EmbershardError, IndexError) as error:
-            _explain_ids(model, batch, split, error)
+            _explain_ids(job, model, batch, split, error)
             raise
 
 
 def _check_inputs(job: Job, model: nn.Module, schema: Schema) -> None:
     if schema.num_dense and not reads_dense(model):
-        reason = f"{job.model.name} takes no dense features, of which the data has {schema.num_dense}"
-        raise JobError(where="model", reason=f"{reason}: write forward(self, ids, dense), or read a file without them")
+        reason = f"takes no dense features, of which the data has {schema.num_dense}"
+        reason += ": write forward(self, ids, dense), or read a file without them"
+        raise UserCodeFailed(what=f"model {job.model.name}", reason=reason, where=where_defined(type(model)))
     if job.train.prefetch and embedding_inputs_of(model) is None:
         reason = f"{job.model.name} does not say which ids its tables read: give it a method embedding_inputs(ids) that"
         raise JobError(where="train.prefetch", reason=f"{reason} returns {{'table': ids}}, or use 0")
+
+
+def _check_hidden_layers(job: Job, model: nn.Module) -> None:
+    """UserCodeFailed where layers lie in a plain list, tuple or dict, in which torch does not find their parameters."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            for layer in value.values() if isinstance(value, dict) else value:
+                if isinstance(layer, nn.Module) and any(
+                    p.requires_grad and id(p) not in known for p in layer.parameters()
+                ):
+                    holder = ".".join(filter(None, [path, name]))
+                    kind = "nn.ModuleDict" if isinstance(value, dict) else "nn.ModuleList"
+                    reason = f"keeps {type(layer).__name__} in {holder}, a plain {type(value).__name__}, whose "
+                    reason += f"parameters torch does not find and nothing would train: use {kind}"
+                    where = where_defined(type(model))
+                    raise UserCodeFailed(what=f"model {job.model.name}", reason=reason, where=where)
 
 
 def _shrink_meta_tables(model: nn.Module) -> None:
@@ -69,7 +90,7 @@ def _shrink_meta_tables(model: nn.Module) -> None:
 
 def _try_step(job: Job, model: nn.Module, make_loss: Callable[[], Tensor]) -> None:
     loss = make_loss()
-    what, where = f"loss {job.loss.code}" if job.loss else f"model {job.model.name}", _where(job)
+    what, where = f"loss {job.own_loss.code}" if job.own_loss else f"model {job.model.name}", _where(job)
     if not loss.requires_grad:
         reason = "gave a loss without a gradient on the first samples: it detaches the logits, or nothing is trained"
         raise UserCodeFailed(what=what, reason=reason, where=where)
@@ -83,9 +104,8 @@ def _try_step(job: Job, model: nn.Module, make_loss: Callable[[], Tensor]) -> No
 
 
 def _where(job: Job) -> str:
-    return (
-        where_defined(find(job.loss.code if job.loss else job.model.name)) if job.loss or ":" in job.model.name else ""
-    )
+    name = job.own_loss.code if job.own_loss else job.model.name
+    return where_defined(find(name)) if ":" in name else ""
 
 
 def _try_metrics(metrics: Metrics, batch: Batch, logits: Tensor) -> None:
@@ -100,15 +120,16 @@ def _try_metrics(metrics: Metrics, batch: Batch, logits: Tensor) -> None:
         metric(*arrays, None if batch.groups is None else batch.groups.numpy())
 
 
-def _explain_ids(model: nn.Module, batch: Batch, split: str, error: Exception) -> None:
-    """JobError where an id is beyond a table, which torch says without a number."""
+def _explain_ids(job: Job, model: nn.Module, batch: Batch, split: str, error: Exception) -> None:
+    """UserCodeFailed where an id is beyond a table, which torch says without a number."""
     if not isinstance(error if isinstance(error, IndexError) else error.__cause__, IndexError):
         return
     largest = int(batch.ids.max())
     for name, module in model.named_modules():
         if isinstance(module, TABLES) and largest >= module.num_embeddings:
             reason = (
-                f"table {name!r} has {module.num_embeddings:,} rows, and the first samples of {split} have the id "
+                f"has a table {name!r} of {module.num_embeddings:,} rows, and the first samples of {split} have the id "
                 f"{largest:,}: make it as large as num_ids, which the constructor may take as an argument"
             )
-            raise JobError(where="model", reason=reason) from error
+            where = where_defined(type(model))
+            raise UserCodeFailed(what=f"model {job.model.name}", reason=reason, where=where) from error

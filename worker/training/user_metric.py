@@ -32,10 +32,13 @@ class UserMetric:
         if not self._is_torchmetrics and not callable(self._metric):
             raise self._failed(f"is {self._metric!r}, which cannot be called")
 
-    def __call__(self, labels: Floats, logits: Floats, groups: npt.NDArray[np.int64] | None) -> float:
-        """The figure. UserCodeFailed, with file and line, where it raises, needs groups, or gives no number."""
+    def __call__(
+        self, labels: Floats, logits: Floats, groups: npt.NDArray[np.int64] | None, *, split: str = ""
+    ) -> float:
+        """The figure. UserCodeFailed, with the split, file and line, where it raises, needs groups, or is no number."""
+        what = f"{self._what}, of {_described(labels, split)}," if split else self._what
         if self._is_torchmetrics:
-            with user_code(self._what):
+            with user_code(what):
                 value = self._of_torchmetrics(labels, logits)
         else:
             assert callable(self._metric)
@@ -44,12 +47,14 @@ class UserMetric:
                 if groups is None:
                     raise self._failed("takes groups, and the reader's batches have none")
                 given.append(groups)
-            with user_code(self._what):
+            with user_code(what):
                 value = self._metric(*given)
         try:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise self._failed(f"gave {value!r}, which is no number") from None
+            shape = getattr(value, "shape", None)
+            given_value = f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else repr(value)
+            raise self._failed(f"gave {given_value}, which is no number") from None
 
     def _of_torchmetrics(self, labels: Floats, logits: Floats) -> object:
         whole = bool((labels == np.round(labels)).all())
@@ -72,3 +77,9 @@ class UserMetric:
 
     def _failed(self, reason: str) -> UserCodeFailed:
         return UserCodeFailed(what=self._what, reason=reason, where=self._where)
+
+
+def _described(labels: Floats, split: str) -> str:
+    """A split and, where it has one only, its label: many metrics want two."""
+    only = len(labels) > 0 and bool((labels == labels[0]).all())
+    return f"{split}, whose {len(labels):,} labels are all {labels[0]:g}" if only else split

@@ -15,7 +15,7 @@ from embershard.benchmark.settings import FIELDS, NUM_DENSE, POOL, Lap, Train, T
 from embershard.local_shards import local
 from embershard.proto.spec import Adagrad
 from embershard.proto.timing import Recorder, TimeSplit, end_step, span
-from embershard.worker.models.dlrm import DLRM
+from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.nn.wrap import wrap
 from embershard.worker.session.connect import connect
 

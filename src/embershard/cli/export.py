@@ -22,12 +22,12 @@ from embershard.worker.job.load import load_job
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.trained.export import export_weights, remove_file, write_tensors
-from embershard.worker.trained.onnx import FILE as ONNX_FILE
+from embershard.worker.trained.export import export_weights
+from embershard.worker.trained.folder import INT8, ONNX, ExportFacts, remove_file, write_facts, write_tensors
 from embershard.worker.trained.onnx import check_onnx, export_onnx, part_of_trained
-from embershard.worker.trained.quantise import FILE as INT8_FILE
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.reading import Averaged, average_of, trained
+from embershard.worker.trained.served_inputs import inputs_of, job_data
 from embershard.worker.training.evaluate import Evaluator, metrics_of
 
 
@@ -66,7 +66,9 @@ def export(
         check_onnx()
     settings = load_job(job, overrides or (), data)
     with contextlib.ExitStack() as stack:
-        found = open_source(given, ps, stack, latest=latest, imports=imports or ())
+        # to write tables down they need not be in memory; to score by them they must
+        dense = None if onnx or int8 else [f"{settings.prefix}dense", f"{settings.prefix}dense.blocks"]
+        found = open_source(given, ps, stack, latest=latest, imports=imports or (), tables=dense)
         settings = with_preprocessing(settings, job.parent, found.checkpoint)
         dataset = settings.data.open(job.parent, settings.train.seed)
         if int8 and not dataset.splits:
@@ -78,21 +80,25 @@ def export(
         strategy = trained(settings, dataset.schema, found.session, found.checkpoint)
         averaged = average_of(settings, strategy, found.session, found.checkpoint)
         with averaged():
-            facts = export_weights(strategy.model, settings, folder, found.read_table, strategy.table_rows())
-            dense = {name: value.clone() for name, value in dense_state(strategy.model).items()}
-        for file in (ONNX_FILE, INT8_FILE):
+            facts = export_weights(strategy.model, folder, found.read_table, strategy.table_rows())
+            num_dense = len(dense_state(strategy.model))
+        for file in (ONNX, INT8):
             remove_file(folder / file)  # of an earlier export, whose weights these are not
         for name, fact in facts.items():
             initial = fact.rows - fact.trained
             rest = f", {initial:,} with their first values" if initial else ""
             typer.echo(f"{folder / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
-        typer.echo(f"{folder / 'model.safetensors'}: {len(dense)} dense tensors")
+        typer.echo(f"{folder / 'model.safetensors'}: {num_dense} dense tensors")
+        inputs = inputs_of(settings, dataset)
+        if inputs is None:
+            typer.echo(f"reader {settings.data.reader} does not tell what it does with columns: serve by score_ids")
         if onnx:
             with averaged():
-                part = part_of_trained(settings, strategy.model, dataset, folder / ONNX_FILE)
+                part = part_of_trained(settings, strategy.model, dataset, folder / ONNX)
             typer.echo(f"{export_onnx(part, dataset.schema, folder)}: the dense part")
         if int8:
             _export_int8(settings, dataset, strategy, averaged, folder)
+        write_facts(folder, ExportFacts(job=job_data(settings), schema=dataset.schema, inputs=inputs, tables=facts))
 
 
 def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path) -> None:
@@ -111,8 +117,8 @@ def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Avera
     with averaged():
         layers = quantise(strategy.model)
     after = evaluator.evaluate()
-    write_tensors(out / INT8_FILE, int8_tensors(strategy.model))
-    typer.echo(f"{out / INT8_FILE}: {layers} linear layers")
+    write_tensors(out / INT8, int8_tensors(strategy.model))
+    typer.echo(f"{out / INT8}: {layers} linear layers")
     differences = {}
     for split, figures in before.items():
         full, rounded = figures[job.metric], after[split][job.metric]

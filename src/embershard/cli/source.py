@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import typer
 
 from embershard.cli.shards import is_from_environment
 from embershard.local_shards import local
 from embershard.proto.arrays import Floats, Ids
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import SnapshotNotFound
 from embershard.proto.messages import READ_ONLY_WORKER
+from embershard.proto.routing import make_route
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, best_checkpoint, checkpoint_at
-from embershard.worker.checkpoint.snapshots import open_snapshot, restore_snapshot
+from embershard.worker.checkpoint.snapshots import StoredSnapshot, open_snapshot, restore_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.trained.export import ReadTable
 from embershard.worker.trained.reading import ReadOnlySession
@@ -49,12 +52,14 @@ def open_source(
     *,
     latest: bool = False,
     imports: Sequence[str] = (),
+    tables: Collection[str] | None = None,
 ) -> Source:
     """Open the weights of a checkpoint or a snapshot (folder or URL), or, without one, those of shards, to read them.
 
     Of a folder of several checkpoints it is that of the best evaluation; with `latest`, or where none is marked, it is
     the newest. A run's folder stands for `best` in it. What is read from a folder is put into shards in this process.
-    `imports`: modules of row optimizers.
+    `imports`: modules of row optimizers. `tables`: those whose rows are put there, and not their optimizer's state;
+    without it all are, and all fit memory.
     """
     if source is None:
         client = Client.connect(
@@ -72,9 +77,23 @@ def open_source(
     where = (checkpoint.url, SNAPSHOT) if checkpoint is not None else (source, "")
     snapshot = open_snapshot(*where)
     client = local(1, imports=imports).client
-    restore_snapshot(client, *where)
+    if tables is None:
+        restore_snapshot(client, *where)
+    else:
+        _load(client, snapshot, tables)
 
     def read_table(table: str) -> Iterator[tuple[Ids, Floats]]:
         return ((ids, rows) for ids, rows, _ in snapshot.read_table(table))
 
     return Source(ReadOnlySession(client), checkpoint, read_table)
+
+
+def _load(client: Client, snapshot: StoredSnapshot, tables: Collection[str]) -> None:
+    """Declare all tables of a snapshot, and load the rows of these."""
+    for name, blocks in snapshot.manifest.tables.items():
+        client.declare(replace(blocks.spec, push_codec=CodecName(), pull_codec=CodecName()))
+        for ids, rows, _ in snapshot.read_table(name) if name in tables else ():
+            route = make_route(ids, blocks.spec.space_key, client.placement)
+            order = np.empty(len(ids), np.int64)
+            order[route.index] = np.arange(len(ids))
+            client.load(name, route, rows[order])

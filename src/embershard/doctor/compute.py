@@ -31,7 +31,7 @@ def threads(case: Case) -> Finding:
         given = os.environ.get("OMP_NUM_THREADS")
         source = f"OMP_NUM_THREADS={given}" if given else "torch's default"
         own = torch.get_num_threads()
-    text = f"{own} ({source}) x {workers} workers on {cores:g} cores"
+    text = f"{own} ({source}) x {workers} worker{'s' * (workers != 1)} on {cores:g} cores"
     return warn(text) if own * workers > cores else ok(text)
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from embershard.proto import spec
 from embershard.proto.compiled.intrinsics import first_match, fma
+from embershard.proto.optim import initial_rows
 from embershard.proto.reference import mix64
-from embershard.ps.table import hash_index, reference
+from embershard.ps.table import hash_index
 from embershard.ps.table.arena import Arena
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
@@ -47,9 +48,9 @@ class TestFirstValues:
         words = np.unique(np.random.default_rng(0).integers(0, 2**32, 3000))
         words = np.concatenate([[0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1], words]).astype(np.uint64)
         exact = [statistics.NormalDist().inv_cdf((int(word) + 0.5) / 2**32) for word in words]
-        np.testing.assert_allclose(reference.normal_quantile(words), exact, rtol=3e-7, atol=1e-9)
+        np.testing.assert_allclose(initial_rows.normal_quantile(words), exact, rtol=3e-7, atol=1e-9)
         k = np.unique(np.geomspace(1, 2**32, 5000).astype(np.uint64))
-        np.testing.assert_allclose(reference.minus_log(k), -np.log(k / 2.0**33), rtol=1e-12)
+        np.testing.assert_allclose(initial_rows.minus_log(k), -np.log(k / 2.0**33), rtol=1e-12)
 
     def test_normal_values_have_their_moments(self):
         rows = sgd_table(16, spec.Normal(mean=2, std=0.5)).gather(np.arange(200_000)).astype(np.float64)

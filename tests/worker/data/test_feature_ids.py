@@ -1,11 +1,20 @@
+import json
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import embershard as es
+from embershard.proto.optim.initial_rows import initial_rows
 from embershard.proto.reference import mix64
-from embershard.worker.data.hashing import feature_key, hash_numbers, hash_texts
+from embershard.proto.spec import Initializer
+from embershard.worker.data.hashing import hash_numbers, hash_texts
+from embershard.worker.data.inputs.feature_ids import feature_ids, feature_key, spelled
+
+VECTORS = json.loads((Path(__file__).resolve().parents[3] / "docs" / "ids.json").read_text())
 
 
 def plain_hash(feature: str, text: str) -> int:
@@ -42,3 +51,30 @@ def test_ids_are_non_negative_and_spread_without_collisions():
     assert ids.min() >= 0
     assert ids.max() < 2**62
     assert len(np.unique(ids)) == 400_000
+
+
+@pytest.mark.parametrize("case", VECTORS["ids"], ids=lambda case: case["column"] or "no name")
+def test_the_ids_of_the_specification(case):
+    column, values = case["column"], [value for value, _ in case["values"]]
+    wanted = [int(found) for _, found in case["values"]]
+    assert [es.feature_id(column, value) for value in values] == wanted
+    keys = np.full(len(values), feature_key(column), np.uint64)
+    assert feature_ids(keys, [spelled(value) for value in values]).tolist() == wanted
+    assert [int(es.hash_ids(column, [value])[0]) for value in values] == wanted
+
+
+@pytest.mark.parametrize("case", VECTORS["first_rows"], ids=lambda case: case["initializer"]["name"])
+def test_the_first_rows_of_the_specification(case):
+    settings = dict(case["initializer"])
+    initializer = Initializer.of(settings.pop("name"), settings)
+    found = initial_rows(initializer, int(case["row_seed"], 16), np.array(case["ids"], np.int64), 3)
+    assert found.tolist() == case["rows"]
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), b"a", ["a"], np.float32(1)], ids=str)
+def test_a_value_that_is_no_category_has_no_id(value):
+    with pytest.raises(TypeError):
+        es.feature_id("a", value)
+    if isinstance(value, float):
+        with pytest.raises(TypeError):
+            es.hash_ids("a", [value, None])

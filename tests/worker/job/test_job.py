@@ -19,11 +19,12 @@ import torch
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
 from embershard.worker.data.batch import Schema
+from embershard.worker.data.features import Field
 from embershard.worker.data.text import Layout
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import JobFileError, load_job
-from embershard.worker.models.registry import MODELS
+from embershard.worker.job.registry import MODELS
 from harness.job_files import CODECS, GOOD, MODES, NCF, SPLITS, changed, load, mistakes, write
 
 
@@ -150,7 +151,8 @@ def test_every_model_can_be_built_from_a_job(name):
         "train": {"batch_size": 2, "steps": 1},
     }
     job = Job.model_validate(values)
-    model = job.model.build(Schema(("user", "item"), 3, None), 4, "meta")
+    fields = (Field("history", "items", 0, 5, "sequence"),) if job.model.needs == "sequences" else ()
+    model = job.model.build(Schema(("user", "item"), 3, None, fields), 4, "meta")
     assert type(model) is MODELS[name]
     assert job.model.takes_dim == ("dim" in inspect.signature(MODELS[name]).parameters)
     assert job.embedding.optimizer.build() == spec.Custom(function="module:function", lr=1.0, settings={"decay": 0.5})
@@ -406,6 +408,10 @@ def test_contradictions_of_the_data_are_refused(folder, section, want):
 
 # what overrides a good file, and how each mistake begins
 OF_FIELDS = """
+model={name: sasrec} -> model.name: sasrec and data.reader ctr_csv do not fit together
+loss=ccl -> loss: ccl compares items of lists
+loss={name: ccl, margin: 2} -> loss.margin
+loss=bpr2 -> loss.name: unknown 'bpr2'
 model={name: gmf}; embedding.dim=null -> model.name: gmf needs a user and an item per sample
 model={name: lr} -> embedding.dim: has no meaning for lr
 model={name: persia_dnn} -> model.name: persia_dnn needs dense features

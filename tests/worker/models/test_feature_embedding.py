@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import embershard as es
-from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.fm import FM, LR, DeepFM
+from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.models.ctr.fm import FM, LR, DeepFM
+from embershard.worker.models.ctr.wide_deep import WideDeep
 from embershard.worker.models.layers import embed_features
-from embershard.worker.models.wide_deep import WideDeep
 
 DIM, B = 4, 5
 FIELDS = (

@@ -106,9 +106,9 @@ def test_a_terminal_gets_a_bar_and_a_file_plain_lines_with_a_table_of_what_was_r
     [
         ({"checkpoint": "{cwd}/best/step-1", "current": True, "restored": True}, "best/step-1, put back at the end"),
         ({"checkpoint": "s3://b/step-1", "current": True}, "s3://b/step-1"),
-        ({"checkpoint": "{cwd}/step-1"}, "step-1; training ended with those of the last step"),
+        ({"checkpoint": "{cwd}/step-1"}, "step-1; not put back, the run ended with those of the last step"),
         ({"current": True}, "those of the last step, not kept"),
-        ({}, "not kept; training ended with those of the last step"),
+        ({}, "not kept; not put back, the run ended with those of the last step"),
         ({"not_kept": "a full disk"}, "not kept: a full disk"),
     ],
 )
@@ -171,12 +171,12 @@ def test_codecs_are_named_by_direction(given, text):
 @pytest.mark.parametrize(
     ("strategy", "fields", "strategy_text", "staleness", "prefetch"),
     [
-        ("ps", {}, "ps", "off", "0"),
+        ("ps", {}, "ps", "unbounded (asynchronous)", "0"),
         ("ps", {"train": {"staleness": 0, "prefetch": None}}, "ps", "0 (synchronous)", "off"),
         ("ps", {"train": {"staleness": 4, "prefetch": 2}}, "ps", "at most 4", "2"),
         ("ps", {"train": {"staleness": "local(8)"}}, "ps", "local(8)", "0"),
-        ("ps", {"dense": {"mode": "fsdp"}}, "ps (dense weights by fsdp)", "off", "0"),
-        ("hybrid", {}, "hybrid (dense weights by ddp)", "off", "0"),
+        ("ps", {"dense": {"mode": "fsdp"}}, "ps (dense weights by fsdp)", "unbounded (asynchronous)", "0"),
+        ("hybrid", {}, "hybrid (dense weights by ddp)", "unbounded (asynchronous)", "0"),
         ("ddp", {}, "ddp", "0 (synchronous)", ""),
         ("local", {}, "local", "", ""),
     ],

@@ -1,6 +1,5 @@
 """Exports of a trained model, and models from elsewhere brought in."""
 
-import json
 import re
 import sys
 
@@ -18,14 +17,9 @@ from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.session.session import Session
-from embershard.worker.trained.export import (
-    CannotExport,
-    TableFacts,
-    export_weights,
-    make_folder,
-    write_bytes,
-    write_tensors,
-)
+from embershard.worker.trained import export as export_module
+from embershard.worker.trained.export import export_weights
+from embershard.worker.trained.folder import CannotExport, TableFacts, make_folder, write_bytes, write_tensors
 from embershard.worker.trained.import_weights import CannotImport, import_state
 from embershard.worker.trained.onnx import dense_part, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
@@ -86,7 +80,12 @@ class Run:
 
     def export(self, out):
         strategy = self.trained()
-        return export_weights(strategy.model, self.job, out, self.read_table, strategy.table_rows())
+        return export_weights(strategy.model, out, self.read_table, strategy.table_rows())
+
+    def facts(self, name, file, rows, trained):
+        spec = self.table(name).spec
+        initializer = {"name": spec.initializer.kind, **spec.initializer.params()}
+        return TableFacts(file, spec.dim, rows, trained, initializer, f"{spec.row_seed:016x}")
 
     def read_table(self, table):
         return ((ids, rows) for ids, rows, _ in read_table(str(self.folder), table, "last"))
@@ -112,10 +111,8 @@ def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run,
     torch.testing.assert_close(plain_logits(run.job, run.data, state), run.logits)
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers opens no file without it
-    assert facts["embedding"] == TableFacts("model.safetensors", 4, IDS, IDS // 2)
-    told = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert told["tables"]["linear"]["dim"] == 1
-    assert told["job"] == run.job.model_dump(mode="json")  # defaults, too
+    assert facts["embedding"] == run.facts("embedding", "model.safetensors", IDS, IDS // 2)
+    assert facts["linear"].dim == 1
 
 
 @pytest.mark.parametrize("prefix", ["", "a/"])  # of tables, but not of the model's parameters
@@ -133,17 +130,28 @@ def test_tables_of_hashed_ids_are_written_as_pairs(make_run, tmp_path):
     run = make_run(None)
     facts = run.export(tmp_path / "out")
     pairs = load_file(tmp_path / "out" / "tables.safetensors")
-    assert sorted(pairs["embedding.ids"].tolist()) == [i for i in range(IDS) if i % PER_FIELD < PER_FIELD // 2]
+    assert pairs["embedding.ids"].tolist() == [i for i in range(IDS) if i % PER_FIELD < PER_FIELD // 2]
     assert torch.equal(pairs["embedding.rows"], run.table("embedding").pull(pairs["embedding.ids"]))
     assert facts["embedding"].file == "tables.safetensors"
     assert "embedding.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     with pytest.raises(CannotExport):  # only a snapshot lists them
-        export_weights(run.trained().model, run.job, tmp_path / "other", None, {})
-    facts = export_weights(run.trained().model, run.job, tmp_path / "empty", lambda table: iter(()), {"embedding": 30})
+        export_weights(run.trained().model, tmp_path / "other", None, {})
+    facts = export_weights(run.trained().model, tmp_path / "empty", lambda table: iter(()), {"embedding": 30})
     pairs = load_file(tmp_path / "empty" / "tables.safetensors")
     found = [(pairs[f"embedding.{name}"].shape, pairs[f"embedding.{name}"].dtype) for name in ("ids", "rows")]
     assert found == [((0,), torch.int64), ((0, 4), torch.float32)]
-    assert facts["embedding"] == TableFacts("tables.safetensors", 4, 0, 0)  # what the file holds, not the shards
+    assert facts["embedding"] == run.facts("embedding", "tables.safetensors", 0, 0)  # what the file holds
+
+
+@pytest.mark.parametrize("num_ids", [IDS, None], ids=["numbered", "hashed"])
+def test_a_table_that_is_sorted_in_parts_is_the_same_file(make_run, tmp_path, monkeypatch, num_ids):
+    run = make_run(num_ids)
+    run.export(tmp_path / "whole")
+    monkeypatch.setattr(export_module, "SORTED_BYTES", 7 * 16)
+    monkeypatch.setattr(export_module, "PORTION", 3)
+    run.export(tmp_path / "parts")
+    whole, parts = ({path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("whole", "parts"))
+    assert whole == parts  # and nothing else is left in the folder
 
 
 def test_without_a_snapshot_nothing_says_which_rows_were_trained(run, tmp_path):
@@ -151,8 +159,8 @@ def test_without_a_snapshot_nothing_says_which_rows_were_trained(run, tmp_path):
     first = run.export(out)
     strategy = run.trained()
     # again into the same folder, where the marks of the last export would be wrong
-    facts = export_weights(strategy.model, run.job, out, None, {"embedding": 7})
-    assert sorted(path.name for path in out.iterdir()) == ["export.json", "model.safetensors"]
+    facts = export_weights(strategy.model, out, None, {"embedding": 7})
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert (facts["embedding"].trained, facts["linear"].trained) == (7, 0)  # as many as the shards say
     assert (facts["embedding"].rows, facts["linear"].dim) == (IDS, 1)
     assert first["embedding"].trained == IDS // 2

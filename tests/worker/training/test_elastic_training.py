@@ -84,7 +84,14 @@ class Cluster:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "splits", "victim"), [(None, None, 0), (None, 12, 2), (0, None, 2), (0, 12, 0), (2, 12, 2)]
+    ("staleness", "splits", "victim"),
+    [
+        pytest.param(None, None, 0, marks=pytest.mark.long),
+        (None, 12, 2),
+        pytest.param(0, None, 2, marks=pytest.mark.long),
+        (0, 12, 0),
+        (2, 12, 2),
+    ],
 )
 def test_the_others_train_on_where_one_dies(staleness, splits, victim):
     cluster = Cluster(staleness, splits)
@@ -109,7 +116,7 @@ def test_the_others_train_on_where_one_dies(staleness, splits, victim):
     assert all(notes.result is None for _, notes in others)  # one of them reports
 
 
-@pytest.mark.parametrize("staleness", [None, 0, 2])
+@pytest.mark.parametrize("staleness", [None, 0, pytest.param(2, marks=pytest.mark.long)])
 def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness):
     cluster = Cluster(staleness, 12)
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -124,7 +131,7 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["trains", "finds no batch in its first epoch"])
-@pytest.mark.parametrize("staleness", [None, 0])
+@pytest.mark.parametrize("staleness", [None, pytest.param(0, marks=pytest.mark.long)])
 def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness, idle):
     cluster = Cluster(staleness, 12)
 
@@ -146,7 +153,7 @@ def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(stalenes
     assert {run[0].figures["valid"]["auc"] for run in runs if run[0]} == {result.figures["valid"]["auc"]}
 
 
-@pytest.mark.parametrize("victim", [None, 0, 2])
+@pytest.mark.parametrize("victim", [None, 0, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("staleness", [None, 0])
 def test_the_shards_hold_the_best_weights_at_the_end_whoever_dies(tmp_path, staleness, victim):
     first_is_best = {"early_stop": {"patience": 9, "min_delta": 100.0}}

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import embershard as es
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
-from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.fm import DeepFM
+from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.models.ctr.fm import DeepFM
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense

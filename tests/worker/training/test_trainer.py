@@ -12,7 +12,7 @@ from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
 from embershard.worker.client.worker_group import Evicted, MembershipChanged, WorkerGroup
 from embershard.worker.data.batch import Batch, Schema
-from embershard.worker.data.readers.movielens import NcfData
+from embershard.worker.data.interactions.movielens import NcfData
 from embershard.worker.metrics import Users
 from embershard.worker.training.saver import Saver
 from embershard.worker.training.step import NonFiniteLoss

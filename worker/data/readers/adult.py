@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.data.files import BLOCK_BYTES, LOOK_BYTES, read_blocks
+from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.text import Kind, Layout, column, read_tables
 
 CATEGORICAL = (
@@ -70,13 +71,17 @@ class Adult(RowsDataset):
         tables = {name: _read(path) for name, path in files.items()}
         vocabularies = {name: np.unique(_texts(tables["train"], name)) for name in CATEGORICAL}
         dense = {name: np.stack([column(table, n) for n in NUMERIC], axis=1) for name, table in tables.items()}
+        mean: npt.NDArray[np.float64] = np.zeros(len(NUMERIC))
+        std: npt.NDArray[np.float64] = np.ones(len(NUMERIC))
         if standardise:
-            mean, std = (f(dense["train"], axis=0, dtype=np.float64) for f in (np.mean, np.std))
-            dense = {name: (x - mean) / np.where(std > 0, std, 1) for name, x in dense.items()}
+            mean, std = (np.asarray(f(dense["train"], axis=0, dtype=np.float64)) for f in (np.mean, np.std))
+            std = np.asarray(np.where(std > 0, std, 1))
+            dense = {name: (x - mean) / std for name, x in dense.items()}
         rows = {
             name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
             for name, table in tables.items()
         }
+        self.inputs = _inputs(vocabularies, mean.tolist(), std.tolist())
         num_ids = sum(len(known) + 1 for known in vocabularies.values())
         schema = Schema(CATEGORICAL, len(NUMERIC), num_ids)
         super().__init__(schema, rows, where=str(train), seed=seed, shuffle=shuffle)
@@ -121,6 +126,20 @@ def _ids(table: pa.Table, vocabularies: Mapping[str, npt.NDArray[np.str_]]) -> n
         ids[:, i] = offset + np.where(unknown, len(known), place)
         offset += len(known) + 1
     return ids
+
+
+def _inputs(vocabularies: Mapping[str, npt.NDArray[np.str_]], mean: Sequence[float], std: Sequence[float]) -> RowInputs:
+    """What is done with these columns, for what serves the model."""
+    categorical, first = [], 0
+    for name, known in vocabularies.items():
+        categorical.append(CategoricalInput(name=name, ids="vocabulary", values=tuple(known.tolist()), first=first))
+        first += len(known) + 1
+    scales = zip(NUMERIC, mean, std, strict=True)
+    return RowInputs(
+        categorical=tuple(categorical),
+        numeric=tuple(NumericInput(name=name, mean=m, std=s, required=True) for name, m, s in scales),
+        ignored=LAYOUT.names("label", "skip"),
+    )
 
 
 def _labels(table: pa.Table) -> npt.NDArray[np.float32]:

@@ -16,6 +16,7 @@ CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 COLUMNS = Columns(categorical=CATEGORICAL, numeric=NUMERIC, ids="hashed", log=True)
 _KINDS: dict[str, Kind] = {"label": "label", **dict.fromkeys(NUMERIC, "number"), **dict.fromkeys(CATEGORICAL, "text")}
 LAYOUT = Layout(columns=_KINDS, delimiter="\t")
+INPUTS = COLUMNS.inputs(LAYOUT, None)
 SCHEMA = Schema(CATEGORICAL, len(NUMERIC), None)
 
 
@@ -26,6 +27,8 @@ class CriteoTsv(RowsDataset):
     missing id has an embedding of its own in each column.
     """
 
+    inputs = INPUTS
+
     def __init__(self, files: Mapping[str, Sequence[Path]], *, seed: int = 0) -> None:
         sources = _sources(files)
         splits = {name: source.load() for name, source in sources.items()}
@@ -34,6 +37,8 @@ class CriteoTsv(RowsDataset):
 
 class CriteoTsvStream(StreamDataset):
     """The same samples from files larger than memory."""
+
+    inputs = INPUTS
 
     def __init__(self, files: Mapping[str, Sequence[Path]], *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS) -> None:
         super().__init__(SCHEMA, _sources(files), seed=seed, shuffle_rows=shuffle_rows)

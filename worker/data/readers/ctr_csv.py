@@ -9,7 +9,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import RowsDataset, Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
-from embershard.worker.data.text import Layout, TextSource, read_header
+from embershard.worker.data.text import Layout, TextSource, line_of, read_header
 
 
 class CtrCsv(RowsDataset):
@@ -38,6 +38,7 @@ class CtrCsv(RowsDataset):
             _halve(splits, layout.names("id", "text"), halve_valid_by, where)
         if num_ids is None:  # over every split: an id that only evaluation has must still be a valid index
             num_ids = 1 + max(int(part.ids.max(initial=-1)) for part in splits.values())
+        self.inputs = columns.inputs(layout, num_ids)
         super().__init__(columns.schema(layout, num_ids), splits, where=where, seed=seed)
 
 
@@ -58,13 +59,16 @@ class CtrCsvStream(StreamDataset):
         if columns.ids == "global" and num_ids is None:
             raise ValueError("global ids need num_ids where the files are not read in advance")
         layout, sources = _sources(files, columns, delimiter, num_ids)
+        self.inputs = columns.inputs(layout, num_ids)
         super().__init__(columns.schema(layout, num_ids), sources, seed=seed, shuffle_rows=shuffle_rows)
 
 
 def look(files: Mapping[str, Path], columns: Columns, *, delimiter: str = ",", num_ids: int | None = None) -> None:
     """Parse the first lines of every file, without torch. JobError names file:line of what is wrong."""
     for source in _sources(files, columns, delimiter, num_ids)[1].values():
-        source.check()
+        for path in source.paths:
+            block, table = source.look(path)
+            columns.check_undeclared(f"{path}:{line_of(block, 0)}", table, source.layout)
 
 
 def _sources(

@@ -16,6 +16,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import File, expand, is_url, open_binary, reading
+from embershard.worker.data.preprocess import is_list
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
@@ -44,6 +45,7 @@ class ParquetData(StreamDataset):
         if columns.ids == "global" and num_ids is None:
             raise ValueError("global ids need num_ids where the files are not read in advance")
         layout, sources = _sources(files, columns, num_ids)
+        self.inputs = columns.inputs(layout, num_ids)
         super().__init__(columns.schema(layout, num_ids), sources, seed=seed, shuffle_rows=shuffle_rows)
 
 
@@ -89,7 +91,7 @@ class ParquetSource:
             if group is not None:
                 where = f"{path}: row group {group}"
                 for part in self._parts(path, group, LOOK_ROWS):
-                    self._typed(where, part)
+                    self.columns.check_undeclared(where, self._typed(where, part), self.layout)
                     break
 
     def num_rows(self) -> int | None:
@@ -158,6 +160,9 @@ class ParquetSource:
             kind, values = self.layout.columns[name], table.column(name)
             if pa.types.is_dictionary(values.type):
                 values = values.cast(values.type.value_type)
+            if kind == "text" and is_list(values.type):
+                declare = f"use data.reader tabular, with features: {name}: {{type: list}}, or name it in data.skip"
+                raise JobError(where=where, reason=f"column {name!r} is a list ({values.type}): {declare}")
             if kind == "text" and pa.types.is_floating(values.type):
                 raise JobError(where=where, reason=f"column {name!r} has {values.type} values: not categorical")
             try:

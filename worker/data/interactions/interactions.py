@@ -14,6 +14,7 @@ from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Batch
+from embershard.worker.data.features import PADDING
 
 
 def draw_key(seed: int, epoch: int) -> int:
@@ -35,13 +36,25 @@ def pair_batch(data: Interactions, users: Ints, samples: Ints, negatives: int, k
     return Batch(torch.from_numpy(ids), None, torch.from_numpy((draw == 0).astype(np.float32)))
 
 
-def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key: int) -> Batch:
-    """(user, positive, negative, negative, ...) of pair numbers, for losses over a list; all labels are 1."""
+def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key: int, *, history: int = 0) -> Batch:
+    """(user, positive, negative, negative, ..., history) of pair numbers, for losses over a list; all labels are 1.
+
+    The history has other items that the user took, with PADDING behind them.
+    """
     user = users[pairs]
     draws = pairs[:, None] * (1 + negatives) + np.arange(1, 1 + negatives)
     sampled = data.sample_negatives(np.repeat(user, negatives), draws.reshape(-1), key).reshape(draws.shape)
     ids = np.concatenate([user[:, None], data.items[pairs][:, None] + data.num_users, sampled + data.num_users], axis=1)
+    if history:
+        turns = (pairs * 0x9E3779B1 + key % (1 << 31)) >> 8  # another start for each pair and epoch
+        ids = np.concatenate([ids, item_ids(data, data.histories(user, history, turns, data.items[pairs]))], axis=1)
     return Batch(torch.from_numpy(ids), None, torch.ones(len(pairs)))
+
+
+def item_ids(data: Interactions, items: Ints) -> Ints:
+    """Ids of items, which come behind the users'; PADDING stays."""
+    ids: Ints = np.where(items == PADDING, PADDING, items + data.num_users)
+    return ids
 
 
 Ints = npt.NDArray[np.int64]
@@ -88,6 +101,22 @@ class Interactions:
         ends = np.cumsum(counts)
         within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
         return np.repeat(np.arange(len(users)), counts), self.items[np.repeat(self.starts[users], counts) + within]
+
+    def histories(self, users: Ints, length: int, turns: Ints, without: Ints | None = None) -> Ints:
+        """(B, length) items that each user took, PADDING where there are fewer, but for the item `without` (B,).
+
+        Where a user has more, they are spread evenly over all of them, from another start with each turn (B,).
+        """
+        begin, count = self.starts[users], self.starts[users + 1] - self.starts[users]
+        shown = np.minimum(count, length)
+        place = np.arange(length)
+        step = place * count[:, None] // np.maximum(shown, 1)[:, None] + turns[:, None]
+        items = self.items[np.minimum(begin[:, None] + step % np.maximum(count, 1)[:, None], len(self.items) - 1)]
+        keep = place < shown[:, None]
+        if without is not None:
+            keep &= items != without[:, None]
+        order = np.argsort(~keep, axis=1, kind="stable")
+        return np.take_along_axis(np.where(keep, items, PADDING), order, axis=1)
 
     def check_negatives(self, where: str) -> None:
         """JobError if a user took every item, so that no negative exists."""

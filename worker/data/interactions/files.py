@@ -73,9 +73,20 @@ def _parse_list(path: Path, number: int, fields: list[bytes]) -> Ids:
 
 def read_pairs(path: Path) -> tuple[Ids, Ids]:
     """(N,) users and items of a file."""
-    parts = [(column(t, "user"), column(t, "item")) for t in read_tables(path, _PAIRS)]
+    return read_actions(path, _PAIRS.delimiter)
+
+
+def read_actions(path: Path, delimiter: str) -> tuple[Ids, Ids]:
+    """(N,) users and items of a file, a line `user item` per action, in file order."""
+    layout = Layout(columns=_PAIRS.columns, delimiter=delimiter)
+    parts = [(column(t, "user"), column(t, "item")) for t in read_tables(path, layout)]
     users, items = (np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True))
     return users, items
+
+
+def look_at_actions(path: Path, delimiter: str) -> None:
+    """Parse the first lines of a file of actions. JobError names file:line of what is wrong."""
+    next(read_tables(path, Layout(columns=_PAIRS.columns, delimiter=delimiter), block_bytes=LOOK_BYTES))
 
 
 def read_candidates(prefix: Path) -> tuple[Ids, Ids, npt.NDArray[np.float32]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,11 +12,13 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.readers.interaction_files import read_lists
-from embershard.worker.data.readers.interactions import (
+from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.interactions.files import read_lists
+from embershard.worker.data.interactions.interactions import (
     Interactions,
     check_numbering,
     draw_key,
+    item_ids,
     list_batch,
     pair_batch,
 )
@@ -28,7 +31,8 @@ class InteractionLists:
 
     Ids: user u is u, item i is num_users + i. With layout "pairs" a sample is (user, item) with label 1, or 0 for each
     of `negatives` sampled items; with "lists" it is (user, item, negative, negative, ...) and labels are 1, as losses
-    over a softmax want it. Negatives are items that the user did not take, sampled anew in each epoch.
+    over a softmax want it. Negatives are items that the user did not take, sampled anew in each epoch. `history` adds
+    columns with as many other items of the user's train set, with which the user is evaluated too.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class InteractionLists:
         test: Path,
         *,
         negatives: int = 0,
+        history: int = 0,
         layout: Literal["pairs", "lists"] = "lists",
         seed: int = 0,
     ) -> None:
@@ -44,7 +49,15 @@ class InteractionLists:
             raise ValueError(f"negatives must be >= 0, got {negatives}")
         if layout not in ("pairs", "lists"):
             raise ValueError(f"layout must be 'pairs' or 'lists', got {layout!r}")
-        self._negatives, self._layout, self._seed, self._where = negatives, layout, seed, str(train)
+        if history and layout == "pairs":
+            raise ValueError("history needs the layout 'lists'")
+        self._negatives, self._history, self._layout, self._seed, self._where = (
+            negatives,
+            history,
+            layout,
+            seed,
+            str(train),
+        )
         pairs = {"train": read_lists(train), "test": read_lists(test)}
         if not len(pairs["train"][0]):
             raise JobError(where=str(train), reason="no user has an item")
@@ -62,7 +75,12 @@ class InteractionLists:
         """Features user and item; lists repeat the item for each negative."""
         extra = self._negatives if self._layout == "lists" else 0
         features = ("user", "item", *(f"negative{i + 1}" for i in range(extra)))
-        return Schema(features, 0, self.train_set.num_users + self.train_set.num_items)
+        num_ids = self.train_set.num_users + self.train_set.num_items
+        if not self._history:
+            return Schema(features, 0, num_ids)
+        fields = [Field(name, "ids", column) for column, name in enumerate(features)]
+        fields.append(Field("history", "ids", len(features), self._history, "sequence"))
+        return Schema((*features, "history"), 0, num_ids, tuple(fields), (IdTable("ids", num_ids),))
 
     @property
     def evaluation(self) -> Evaluation:
@@ -92,7 +110,7 @@ class InteractionLists:
         count = self.num_samples("train")
         assert count is not None
         check_enough(self._where, count, world_size)
-        make = pair_batch if self._layout == "pairs" else list_batch
+        make = pair_batch if self._layout == "pairs" else partial(list_batch, history=self._history)
         key = draw_key(self._seed, epoch)
         order = permutation(count, self._seed, epoch)
         return (
@@ -117,7 +135,11 @@ class InteractionLists:
         for part in batches(some, rank, world_size, batch_size):
             users = part.astype(np.int64)
             seen, relevant = self.train_set.of_users(users), self.test_set.of_users(users)
-            yield Users(torch.from_numpy(users), *seen, *relevant)
+            ids = users
+            if self._history:
+                taken = self.train_set.histories(users, self._history, np.zeros_like(users))
+                ids = np.concatenate([users[:, None], item_ids(self.train_set, taken)], axis=1)
+            yield Users(torch.from_numpy(ids), *seen, *relevant)
 
     def _check(self, split: str) -> None:
         if split not in self.splits:

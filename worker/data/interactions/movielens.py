@@ -10,8 +10,8 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.readers.interaction_files import read_candidates, read_pairs
-from embershard.worker.data.readers.interactions import Interactions, check_numbering, draw_key, pair_batch
+from embershard.worker.data.interactions.files import read_candidates, read_pairs
+from embershard.worker.data.interactions.interactions import Interactions, check_numbering, draw_key, pair_batch
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 
 

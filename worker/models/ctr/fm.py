@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from embershard.worker.models.ctr.wide_deep import WideDeep
 from embershard.worker.models.layers import Device, FirstOrder, IdSpace, embed, embed_features, pairwise_interactions
 from embershard.worker.models.recommender import Recommender, concat_dense
-from embershard.worker.models.wide_deep import WideDeep
 
 
 class LR(Recommender):

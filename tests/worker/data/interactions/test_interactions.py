@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.readers.gowalla import InteractionLists
-from embershard.worker.data.readers.interactions import Interactions
-from embershard.worker.data.readers.movielens import NcfData
+from embershard.worker.data.interactions.gowalla import InteractionLists
+from embershard.worker.data.interactions.interactions import Interactions
+from embershard.worker.data.interactions.movielens import NcfData
 from embershard.worker.metrics import Candidates
 
 FILES = {

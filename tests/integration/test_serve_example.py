@@ -1,0 +1,89 @@
+"""From a job file to scores over HTTP: the example's app answers what the trainer's last evaluation computed."""
+
+import csv
+import http.client
+import json
+import random
+import runpy
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from embershard.cli.app import app as embershard
+from harness.eventually import eventually
+from harness.processes import said
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+uvicorn = pytest.importorskip("uvicorn")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve" / "app.py"
+
+JOB = """\
+model: {name: dlrm, bottom: [16], hidden: [16]}
+data: {reader: ctr_csv, train: clicks.csv, valid: clicks.csv, numeric: [age], skip: [day], log: true}
+embedding: {dim: 8, optimizer: {name: adagrad, lr: 0.1}}
+train: {batch_size: 32, epochs: 2}
+metrics: ["my_metrics:keep"]
+checkpoint: {folder: checkpoints}
+workers: 1
+shards: 2
+"""
+METRICS = """\
+import numpy as np
+def keep(labels, logits):
+    np.savetxt("logits.txt", logits, fmt="%.9g")
+    return float(np.mean(logits))
+"""
+
+
+@pytest.fixture
+def served(start, tmp_path, monkeypatch):
+    """The app over what a run with two shard processes trained; a function that asks it."""
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    rows = [(draw.randrange(2), f"ü{draw.randrange(20)}", draw.randrange(30), draw.randrange(80)) for _ in range(300)]
+    with open("clicks.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("label", "user", "item", "age", "day"), *((*row, 1) for row in rows)])
+    Path("my_metrics.py").write_text(METRICS)
+    said(start(JOB))
+    done = CliRunner().invoke(embershard, ["export", "job.yaml", "checkpoints", "export", "--latest"])
+    assert done.exit_code == 0, done.output
+    server = uvicorn.Server(
+        uvicorn.Config(runpy.run_path(str(EXAMPLE))["make_app"]("export"), port=0, log_level="warning")
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    assert eventually(lambda: server.started)
+    (port,) = (socket.getsockname()[1] for one in server.servers for socket in one.sockets)
+
+    def ask(method, path, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request(
+            method, path, None if body is None else json.dumps(body), {"content-type": "application/json"}
+        )
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+    _, user, item, age = (list(column) for column in zip(*rows, strict=True))
+    yield ask, {"user": user, "item": item, "age": age}
+    server.should_exit = True
+    thread.join()
+
+
+def test_scores_over_http_are_those_of_the_trainers_evaluation(served):
+    ask, rows = served
+    status, answer = ask("POST", "/score", {"rows": rows})
+    assert status == 200
+    np.testing.assert_allclose(answer["scores"], np.loadtxt("logits.txt"), rtol=1e-6, atol=1e-6)
+    assert ask("GET", "/health") == (200, {"status": "ok", "model": "dlrm", "features": ["user", "item", "age"]})
+    for change, feature, value in (
+        ({"x": [1]}, "x", None),
+        ({"age": ["1"]}, "age", "'1'"),
+        ({"user": [0.5]}, "user", "0.5"),
+    ):
+        status, answer = ask("POST", "/score", {"rows": {"user": ["a"], "item": [1], "age": [3], **change}})
+        assert (status, answer["feature"], answer["value"]) == (422, feature, value)
+    assert ask("POST", "/score", {"rows": {"user": ["a"] * 10_001}})[0] == 413
+    assert ask("POST", "/score", [])[0] == 422

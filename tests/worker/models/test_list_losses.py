@@ -1,0 +1,71 @@
+"""The losses over lists against their papers' formulas, pair by pair."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from embershard.worker.models.list_losses import ListLoss, candidates
+from embershard.worker.models.loss import loss_of
+from embershard.worker.models.retrieval.two_tower import TwoTower
+
+IDS = torch.tensor([[0, 10, 20], [1, 11, 21], [2, 10, 22], [3, 12, 10]])  # user, item, negative
+BATCH = SimpleNamespace(ids=IDS, dense=None)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def scores_of(model):
+    """(own, others) of each user, without the own item again."""
+    with torch.no_grad():
+        items = candidates(IDS)
+        vectors = torch.nn.functional.normalize(model.embedding.weight, dim=1)
+        for user, own, _ in IDS.tolist():
+            scores = (vectors[items] @ vectors[user]).tolist()
+            yield (
+                float(vectors[own] @ vectors[user]),
+                [score for score, item in zip(scores, items.tolist(), strict=True) if item != own],
+            )
+
+
+def bce(own, others, count):
+    return -math.log(sigmoid(own)), -sum(math.log(1 - sigmoid(other)) for other in others) / count
+
+
+def bpr(own, others, count):
+    return 0.0, -sum(math.log(sigmoid(own - other)) for other in others) / count
+
+
+def ccl(own, others, count):
+    return 1 - own, 3.0 * sum(max(0.0, other - 0.1) for other in others) / count
+
+
+def softmax(own, others, count):
+    return -math.log(math.exp(own) / sum(math.exp(x) for x in [own, *others])), 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "formula"),
+    [
+        ("bce", {}, bce),
+        ("bpr", {}, bpr),
+        ("ccl", {"margin": 0.1, "negative_weight": 3.0}, ccl),
+        ("sampled_softmax", {}, softmax),
+    ],
+)
+def test_a_loss_is_its_formula(name, args, formula):
+    torch.manual_seed(1)
+    model = TwoTower(30, 4, temperature=1.0)
+    parts = [formula(own, others, len(candidates(IDS))) for own, others in scores_of(model)]
+    loss = ListLoss(model, name, args)(model, BATCH)
+    assert loss.item() == pytest.approx(sum(map(sum, parts)) / len(parts), rel=1e-5)
+    loss.backward()
+    assert bool(model.embedding.weight.grad.isfinite().all())
+
+
+def test_a_loss_over_lists_needs_a_model_that_is_trained_on_them():
+    with pytest.raises(ValueError, match="bpr"):
+        loss_of(torch.nn.Linear(1, 1), lambda model, batch: batch.labels, "bpr")

@@ -1,0 +1,304 @@
+"""An export serves what was trained: the trainer's logits, without shards."""
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import embershard as es
+from embershard.errors import BadExport, BadIds, BadRequest, CannotServe
+from embershard.worker.checkpoint.checkpoint import with_preprocessing
+from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.trained.export import export_weights
+from embershard.worker.trained.folder import INT8, TABLES, ExportFacts, write_facts, write_tensors
+from embershard.worker.trained.onnx import export_onnx, part_of_trained
+from embershard.worker.trained.quantise import int8_tensors, quantise
+from embershard.worker.trained.served_inputs import inputs_of, job_data
+from embershard.worker.trained.served_tables import ServedEmbeddingBag, SortedRows
+from embershard.worker.training.trainer import Trainer
+from harness.job import make_job
+
+UNSEEN = {"user": ["nobody", None], "item": [-5, "é"], "age": [3.5, None], "price": [1, 0]}
+
+
+class Export:
+    """A short training on shards, what it scores, and its export."""
+
+    def __init__(self, session, folder, model, **data):
+        rng = np.random.default_rng(0)
+        columns = {
+            "click": (rng.random(300) < 0.4).astype(int),
+            "user": [f"u{i}" for i in rng.integers(0, 30, 300)],
+            "item": rng.integers(0, 40, 300),
+            "age": rng.integers(0, 90, 300),
+            "price": rng.random(300).round(3),
+            "tags": ["|".join(f"t{t}:0.5" for t in rng.integers(0, 5, n)) for n in rng.integers(0, 4, 300)],
+        }
+        if data.get("ids") == "global":
+            columns["user"] = 40 + rng.integers(0, 30, 300)
+        self.rows = pa.table(columns)
+        pa_csv.write_csv(self.rows, folder / "a.csv")
+        numeric = {"skip": ("tags",), "numeric": ("age", "price")}
+        if model["name"] == "two_tower":
+            numeric = {"skip": ("tags", "age", "price")}
+        of_reader = {} if data.get("reader") else {"reader": "ctr_csv", "log": True, **numeric}
+        data = {"train": "a.csv", "test": "a.csv", "label": "click", **of_reader, **data}
+        embedding = {"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}}
+        self.job = make_job(model=model, data=data, embedding=embedding, train={"epochs": 1, "linear": "torch"})
+        self.job = with_preprocessing(self.job, folder)
+        self.data, self.session, self.folder = self.job.data.open(folder, 0), session, folder / "out"
+        strategy = Trainer(self.job, self.data, session, WorkerGroup())
+        strategy.run()
+        self.model = strategy.strategy.model.eval()
+        self.batch = next(self.data.evaluate("test", 0, 1, 300))
+        self.logits = self.forward(self.batch.ids, self.batch.dense)
+        take_snapshot(session.client, str(folder / "snapshots"), "s")
+        facts = export_weights(self.model, self.folder, lambda name: self.read(folder, name), {})
+        self.facts = ExportFacts(
+            job=job_data(self.job), schema=self.data.schema, inputs=inputs_of(self.job, self.data), tables=facts
+        )
+        write_facts(self.folder, self.facts)
+
+    def forward(self, *given):
+        with torch.no_grad():
+            return self.model(*given).numpy()
+
+    def read(self, folder, name):
+        return ((ids, rows) for ids, rows, _ in read_table(str(folder / "snapshots"), name, "s"))
+
+
+@pytest.fixture
+def make_export(make_session, tmp_path):
+    return lambda model, **data: Export(make_session(2), tmp_path, model, **data)
+
+
+@pytest.fixture
+def export(make_export):
+    return make_export({"name": "deepfm", "hidden": [8], "batch_norm": True})
+
+
+def assert_same(found, wanted):
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", ["hashed", "global"])
+def test_an_export_scores_rows_as_the_trainer_does(make_export, ids):
+    export = make_export({"name": "dlrm", "bottom": [8], "hidden": [8]}, ids=ids)
+    served = es.load_exported(export.folder, verify=True)
+    assert served.features == ("user", "item", "age", "price")
+    assert_same(served.score(export.rows), export.logits)  # the label, which is among them, is not read
+    assert_same(served.score_ids(export.batch.ids, export.batch.dense), export.logits)
+    assert served.score_ids(np.empty((0, 2), int), np.empty((0, 2))).shape == (0,)
+
+
+FEATURES = {
+    "user": {"min_count": 9},
+    "item": {"dim": 3},
+    "other": {"column": "item", "buckets": 7},
+    "tags": {"type": "list", "separator": "|", "weight_separator": ":", "max_length": 4},
+    "age": {"type": "number", "transform": ["log", "standardise"]},
+    "old": {"type": "number", "column": "age", "bucketise": 4},
+    "user_item": {"type": "cross", "of": ["user", "item"]},
+}
+
+
+def test_an_export_of_a_job_with_features_scores_rows_as_the_trainer_does(make_export):
+    export = make_export({"name": "deepfm", "hidden": [8]}, reader="tabular", features=FEATURES)
+    served = es.load_exported(export.folder)
+    assert served.features == ("user", "item", "tags", "age")
+    wanted = ("click", *served.features)
+    assert_same(served.score(export.rows.select(wanted)), export.logits)
+    rows = export.rows.slice(0, 3).select(served.features).to_pydict()
+    assert_same(served.score(rows), export.logits[:3])
+    assert served.score({name: [] for name in rows}).shape == (0,)
+    for change, feature, value in (
+        ({"x": [1, 2, 3]}, "x", None),
+        ({"tags": None}, "tags", "None"),
+        ({"tags": ["a|b|c|d|e"] * 3}, "tags", "'a|b|c|d|e'"),
+        ({"age": ["1", "b", "3"]}, "age", "'b'"),
+        ({"age": [1, 2]}, "age", 2),
+        ({"user": [1.5, 2, 3]}, "user", None),
+        ({"user": ["a", 2, 3]}, "user", "['a', 2, 3]"),
+        ({"item": ["a\nb", "", ""]}, "item", "'a\\nb'"),
+    ):
+        with pytest.raises(BadRequest) as raised:
+            served.score({**rows, **change})
+        assert (raised.value.fields["feature"], raised.value.fields["value"]) == (feature, value)
+
+
+def test_ids_that_were_never_trained_have_the_first_values_of_the_shards(export):
+    served = es.load_exported(export.folder)
+    ids, dense = served._inputs(UNSEEN)
+    assert_same(served.score(UNSEEN), export.forward(torch.from_numpy(ids), torch.from_numpy(dense)))
+    both = np.concatenate([ids, export.batch.ids.numpy()])
+    for name, module in (("embedding", export.model.embedding), ("linear", export.model.linear)):
+        assert served.embedding(name, both).tobytes() == module.table.pull(torch.from_numpy(both)).numpy().tobytes()
+    empty = SortedRows(ids[:0, 0], np.empty((0, 4), np.float32), es.Constant(value=0.5), 1)
+    assert empty.read(np.array([3, 4, 3])).tolist() == [[0.5] * 4] * 3
+
+
+def test_many_threads_score_alike(export):
+    served, found = es.load_exported(export.folder), {}
+    parts = [export.rows.slice(i, 100) for i in range(8)]
+
+    def score(i):
+        found[i] = [served.score(parts[i]) for _ in range(10)]
+
+    threads = [threading.Thread(target=score, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(8):
+        for scores in found[i]:
+            assert_same(scores, export.logits[i : i + 100])
+
+
+def test_two_towers_give_vectors(make_export):
+    export = make_export({"name": "two_tower", "hidden": [6]}, categorical=("user", "item"))
+    served = es.load_exported(export.folder)
+    ids = export.batch.ids
+    assert isinstance(export.model, TwoTower)
+    with torch.no_grad():
+        wanted = [export.model.user_vectors(ids[:, 0]), export.model.item_vectors(ids[:, 1])]
+    users, items = served.user_vectors(ids[:, 0]), served.item_vectors(ids[:, 1])
+    assert_same(users, wanted[0])
+    assert_same(items, wanted[1])
+    assert_same((users * items).sum(1) / 0.1, served.score_ids(ids))
+
+
+@pytest.mark.parametrize("dense", ["int8", "onnx"])
+def test_the_dense_part_may_be_of_int8_or_onnx(export, dense):
+    with pytest.raises(BadExport):  # it was exported without
+        es.load_exported(export.folder, dense=dense)
+    if dense == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+        part = part_of_trained(export.job, export.model, export.data, export.folder)
+        export_onnx(part, export.data.schema, export.folder)
+    else:
+        quantise(export.model)
+        write_tensors(export.folder / INT8, int8_tensors(export.model))
+        export.logits = export.forward(export.batch.ids, export.batch.dense)
+    write_facts(export.folder, export.facts)
+    served = es.load_exported(export.folder, dense=dense)
+    np.testing.assert_allclose(served.score(export.rows), export.logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="dense"):
+        es.load_exported(export.folder, dense="int4")
+
+
+def change(folder, **values):
+    path = folder / "export.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, **values}))
+
+
+def without_model(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def shorter(folder):
+    data = (folder / TABLES).read_bytes()
+    (folder / TABLES).write_bytes(data[:-1])
+
+
+def flipped(folder):
+    data = bytearray((folder / TABLES).read_bytes())
+    data[-1] ^= 1
+    (folder / TABLES).write_bytes(data)
+
+
+def other_model(folder):
+    state = load_file(folder / "model.safetensors")
+    save_file({**state, "output.weight": torch.zeros(1, 9)}, folder / "model.safetensors")
+    change(folder, files={})
+
+
+def other_tables(folder):
+    save_file({"embedding.ids": torch.zeros(2)}, folder / TABLES)
+    change(folder, files={})
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "reason"),
+    [
+        (lambda folder: (folder / "export.json").unlink(), "export.json", "no such file"),
+        (lambda folder: (folder / "export.json").write_text("{"), "export.json", "no JSON"),
+        (lambda folder: (folder / "export.json").write_text("[]"), "export.json", "format"),
+        (lambda folder: change(folder, format="other"), "export.json", "format"),
+        (lambda folder: change(folder, version=3), "export.json", "version"),
+        (lambda folder: change(folder, tables={"embedding": {}}), "export.json", "TypeError"),
+        (lambda folder: change(folder, job={}), "export.json", "job"),
+        (lambda folder: change(folder, inputs={"kind": "other"}), "export.json", "inputs"),
+        (without_model, "model.safetensors", "no such file"),
+        (shorter, TABLES, "bytes"),
+        (flipped, TABLES, "sha256"),
+        (other_model, "model.safetensors", "output.weight"),
+        (other_tables, "export.json", "rows"),
+    ],
+)
+def test_a_damaged_or_foreign_folder_is_refused_with_file_and_reason(export, damage, file, reason):
+    damage(export.folder)
+    with pytest.raises(BadExport) as raised:
+        es.load_exported(export.folder, verify=True)
+    assert raised.value.fields["path"] == str(export.folder / file)
+    assert reason in raised.value.fields["reason"]
+
+
+def test_what_the_model_does_not_have_is_named(export, tmp_path):
+    served = es.load_exported(export.folder)
+    dense = np.zeros((1, 2))
+    for ids, given in (
+        ([[1, 2, 3]], dense),
+        ([1, 2], dense),
+        ([[1.0, 2.0]], dense),
+        ([[-1, 2]], dense),
+        ([[1, 2]], None),
+        ([[1, 2]], dense[:, :1]),
+        ([[1, 2]], np.array([["a", "b"]])),
+    ):
+        with pytest.raises(BadIds):
+            served.score_ids(ids, given)
+    with pytest.raises(BadRequest):
+        served.score({**UNSEEN, "unknown": [1, 2]})
+    with pytest.raises(CannotServe):
+        served.user_vectors([1])
+    with pytest.raises(CannotServe):
+        served.embedding("other", [1])
+    with pytest.raises(BadExport):
+        es.load_exported(tmp_path / "nowhere")
+    write_facts(export.folder, replace(export.facts, inputs=None))
+    with pytest.raises(CannotServe):
+        es.load_exported(export.folder).score(UNSEEN)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_hashed_ids_pool_as_torch_does(mode):
+    rows = np.random.default_rng(0).random((5, 3), np.float32)
+    bag = torch.nn.EmbeddingBag(5, 3, mode=mode, padding_idx=2, _weight=torch.from_numpy(rows.copy()))
+    served = ServedEmbeddingBag(SortedRows(np.arange(5), rows, es.Constant(value=0.0), 1), bag)
+    for given in (
+        (torch.tensor([[0, 2, 4], [2, 2, 1]]),),
+        (torch.tensor([3, 2, 4, 0]), torch.tensor([0, 1])),
+        (torch.tensor([[0, 1]]), None, torch.tensor([[2.0, 3.0]])) if mode == "sum" else (torch.tensor([[1]]),),
+    ):
+        torch.testing.assert_close(served(*given), bag(*given))
+
+
+def test_a_server_loads_neither_shards_nor_compilers(export):
+    code = (
+        "import sys, embershard as es; es.load_exported(sys.argv[1]); "
+        "print(*({'numba', 'grpc', 'pyarrow', 'onnxruntime', 'fsspec'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, export.folder], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""

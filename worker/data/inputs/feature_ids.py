@@ -1,0 +1,69 @@
+"""Ids of a feature's values where no vocabulary is known, without a compiler: docs/ids.md in plain Python and numpy.
+
+`embershard.worker.data.hashing` gives the same ids of whole columns, by compiled kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.arrays import Ids, mix64
+
+_OFFSET, _PRIME, _MASK = 0xCBF29CE484222325, 0x100000001B3, 2**64 - 1
+_SHORT = 64  # bytes of a text up to which all texts are hashed together, byte by byte
+
+
+def feature_id(column: str, value: object) -> int:
+    """The id in 0..2**62-1 of a value of a column, as readers give it where ids are hashed; see docs/ids.md.
+
+    `value` is a text, an integer or a truth value, or None for a missing one, which is the empty text. TypeError for
+    anything else, floats among them: 1.0 and 1 would be two values. ValueError for a text that UTF-8 cannot spell.
+    """
+    return int(mix64(np.array([fnv1a(spelled(value))], np.uint64), feature_key(column))[0]) >> 2
+
+
+def feature_ids(keys: npt.NDArray[np.uint64], texts: Sequence[bytes]) -> Ids:
+    """(N,) ids of spelled values, of the features with these keys (N,)."""
+    count = len(texts)
+    lengths = np.fromiter(map(len, texts), np.int64, count)
+    ends = np.cumsum(lengths)
+    data = np.frombuffer(b"".join(texts), np.uint8)
+    h = np.full(count, _OFFSET, np.uint64)
+    for i in np.flatnonzero(lengths > _SHORT).tolist():
+        h[i] = fnv1a(texts[i])
+    left = np.flatnonzero(lengths <= _SHORT)
+    for place in range(int(lengths[left].max(initial=0))):
+        left = left[lengths[left] > place]
+        h[left] = (h[left] ^ data[ends[left] - lengths[left] + place]) * np.uint64(_PRIME)
+    return (mix64(h ^ keys, 0) >> np.uint64(2)).astype(np.int64)
+
+
+def spelled(value: object) -> bytes:
+    """The bytes of a value that are hashed: UTF-8 of the text, of an integer's decimal digits, of true or false."""
+    if value is None:
+        return b""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bool | np.bool_):
+        return b"true" if value else b"false"
+    if isinstance(value, int | np.integer):
+        return str(int(value)).encode()
+    raise TypeError(f"{value!r} is {type(value).__name__}: only texts, integers and None have ids")
+
+
+@cache
+def feature_key(feature: str) -> int:
+    """FNV-1a of a feature's name."""
+    return fnv1a(feature.encode())
+
+
+def fnv1a(data: bytes) -> int:
+    """64 bits of FNV-1a (Fowler, Noll, Vo)."""
+    h = _OFFSET
+    for byte in data:
+        h = ((h ^ byte) * _PRIME) & _MASK
+    return h

@@ -1,0 +1,30 @@
+"""The models by the name that a job file gives them."""
+
+from __future__ import annotations
+
+from embershard.worker.models.ctr.dcn import DCNV2
+from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.models.ctr.fm import FM, LR, DeepFM
+from embershard.worker.models.ctr.persia import PersiaDNN
+from embershard.worker.models.ctr.wide_deep import WideDeep
+from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
+from embershard.worker.models.retrieval.simplex import SimpleX
+from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.models.sequence.sasrec import SASRec
+
+MODELS: dict[str, type[Recommender]] = {
+    "gmf": GMF,
+    "mlp": MLP,
+    "neumf": NeuMF,
+    "lr": LR,
+    "fm": FM,
+    "wide_deep": WideDeep,
+    "deepfm": DeepFM,
+    "dcn_v2": DCNV2,
+    "dlrm": DLRM,
+    "persia_dnn": PersiaDNN,
+    "two_tower": TwoTower,
+    "simplex": SimpleX,
+    "sasrec": SASRec,
+}

@@ -1,0 +1,127 @@
+"""Losses over lists: how a row's own item is scored beside other items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from embershard.worker.data.batch import Batch
+from embershard.worker.models.recommender import ListRecommender
+
+
+def bce(own: Tensor, others: Tensor) -> Tensor:
+    """Binary cross-entropy, the own item against the mean of the others (Kang and McAuley 2018, section III.E)."""
+    return functional.softplus(-own).mean() + functional.softplus(others).mean()
+
+
+def bpr(own: Tensor, others: Tensor) -> Tensor:
+    """-ln sigmoid(own - other), its mean over all others (Rendle et al., "BPR", UAI 2009, section 4.1)."""
+    return functional.softplus(others - own.unsqueeze(1)).mean()
+
+
+def softmax(own: Tensor, others: Tensor) -> Tensor:
+    """Cross-entropy of the own item among all items of its list, which were drawn uniformly."""
+    return (torch.cat([own.unsqueeze(1), others], 1).logsumexp(1) - own).mean()
+
+
+def ccl(own: Tensor, others: Tensor, *, margin: float = 0.9, negative_weight: float = 150.0) -> Tensor:
+    """Cosine contrastive loss of cosines: 1 - own + negative_weight * mean(max(0, others - margin)).
+
+    Mao et al., "SimpleX: A Simple and Strong Baseline for Collaborative Filtering", CIKM 2021, equation 1.
+    """
+    return (1.0 - own).mean() + negative_weight * functional.relu(others - margin).mean()
+
+
+_LOSSES: Mapping[str, Callable[..., Tensor]] = {"bce": bce, "bpr": bpr, "sampled_softmax": softmax, "ccl": ccl}
+
+
+class ListLoss:
+    """A loss by its name, with its arguments, of what a model says of the lists of a batch."""
+
+    def __init__(self, model: ListRecommender, name: str, args: Mapping[str, Any] = {}) -> None:
+        self._split = model.split_lists
+        self._loss = partial(_LOSSES[name], **args)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """() float32."""
+        return self._loss(*self._split(model(batch.ids, batch.dense, True), batch.ids))
+
+
+class InBatchSoftmax:
+    """Each user's own item against all items of the batch; how often an item is there is learnt as batches come."""
+
+    def __init__(self) -> None:
+        self._frequency = FrequencyEstimator()
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Return the estimated frequencies of the items."""
+        return self._frequency.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self._frequency.load_state_dict(state)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """() float32."""
+        items = candidates(batch.ids)
+        log_q = self._frequency.update(items)
+        logits = model(batch.ids, None, True)
+        return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
+
+
+def candidates(ids: Tensor) -> Tensor:
+    """The items of a batch, (B, 2 + K, ...) -> (B * (1 + K), ...): each row's own item first, then what else it has."""
+    return torch.cat([ids[:, 1], ids[:, 2:].flatten(0, 1)])
+
+
+class FrequencyEstimator:
+    """How often an item is in a batch, estimated from the steps between its appearances (Yi et al., algorithm 2).
+
+    A stream needs no counts in advance; items share `slots` cells by their id's remainder.
+    """
+
+    def __init__(self, slots: int = 1 << 20, *, decay: float = 0.05, first_interval: float = 1000.0) -> None:
+        self._last = torch.zeros(slots, dtype=torch.int64)
+        self._interval = torch.full((slots,), first_interval)
+        self._decay = decay
+        self._step = 0
+
+    def update(self, items: Tensor) -> Tensor:
+        """Counts one batch of items (B,) int64 and returns the log of each one's chance of being in a batch, (B,)."""
+        self._step += 1
+        slots = items % len(self._last)
+        seen = self._last[slots]
+        interval = torch.where(
+            seen > 0,
+            torch.lerp(self._interval[slots], (self._step - seen).float(), self._decay),
+            self._interval[slots],
+        )
+        self._interval[slots] = interval.clamp(min=1.0)
+        self._last[slots] = self._step
+        return -interval.clamp(min=1.0).log()
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Return the estimates and the step."""
+        return {"last": self._last, "interval": self._interval, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self._last, self._interval, self._step = state["last"], state["interval"], state["step"]
+
+
+def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:
+    """Cross-entropy of each user's own item among all C candidates, corrected for how they were drawn.
+
+    logits (B, C); items (C,) int64, row i's own item is items[i]; log_q (C,) is the log of each candidate's
+    expected number in a batch. Other appearances of a row's own item are no negatives and are left out.
+    """
+    batch = torch.arange(len(logits), device=logits.device)
+    same = items.unsqueeze(0) == items[: len(logits)].unsqueeze(1)
+    same[batch, batch] = False
+    corrected = (logits - log_q).masked_fill(same, float("-inf"))
+    return functional.cross_entropy(corrected, batch)

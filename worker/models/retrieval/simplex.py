@@ -1,0 +1,86 @@
+"""SimpleX: Mao et al., "SimpleX: A Simple and Strong Baseline for Collaborative Filtering", CIKM 2021."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from embershard.worker.models.layers import Device, table
+from embershard.worker.models.recommender import RetrievalModel
+
+
+class SimpleX(RetrievalModel):
+    """A user is the sum of an embedding and of what the user took, weighted by `gamma`; the logit is a cosine.
+
+    ids (B, 2 + K + history) hold the user, the item, K items that the user did not take, and the items that the user
+    took before, filled from the left with -1 behind them. In training the negatives of all rows of a batch are those of
+    each row: N distinct ones cost N lookups, and not N for each row.
+    """
+
+    default_loss: ClassVar[str] = "ccl"
+
+    def __init__(
+        self,
+        num_ids: int,
+        dim: int,
+        history: int,
+        *,
+        gamma: float = 0.5,
+        dropout: float = 0.0,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = table(num_ids, dim, device)
+        self.history, self.gamma = history, gamma
+        self.project = nn.Linear(dim, dim, bias=False) if history else None
+        self.dropout = nn.Dropout(dropout)
+
+    def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> dict[str, Tensor]:
+        """Module name -> the ids it reads: users and items, then the histories."""
+        single, history = self._parts(ids)
+        return {"embedding": torch.cat([single.reshape(-1), history[history >= 0]])}
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> Tensor:
+        """Logits (B,) of users and items; lists: (B, 1 + B * K) of the own item and the negatives of the batch."""
+        single, history = self._parts(ids)
+        rows = self.embedding(self.embedding_inputs(ids)["embedding"])
+        first = rows[: single.numel()].view(*single.shape, -1)
+        users = self._users(first[:, 0], rows[single.numel() :], history)
+        own = (users * functional.normalize(first[:, 1], dim=1)).sum(1)
+        if not lists:
+            return own
+        others = users @ functional.normalize(first[:, 2:].flatten(0, 1), dim=1).T
+        return torch.cat([own.unsqueeze(1), others], 1)
+
+    def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) cosines of the own items, and (B, B * K) of the others, -inf where one is the row's own."""
+        single, _ = self._parts(ids)
+        same = (single[:, 2:].reshape(-1) == single[:, 1:2]).to(scores.device)
+        return scores[:, 0], scores[:, 1:].masked_fill(same, float("-inf"))
+
+    def user_vectors(self, ids: Tensor) -> Tensor:
+        """Vectors (N, dim) of users with their histories, ids (N, 1 + history) or (N,), for ranking."""
+        users, history = ids.view(len(ids), -1)[:, 0], ids.view(len(ids), -1)[:, 1:]
+        rows = self.embedding(torch.cat([users, history[history >= 0]]))
+        return self._users(rows[: len(ids)], rows[len(ids) :], history)
+
+    def item_vectors(self, items: Tensor) -> Tensor:
+        """Vectors (N, dim) of items (N,) int64, for ranking."""
+        return functional.normalize(self.embedding(items), dim=1)
+
+    def _parts(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns before the history, and those of the history."""
+        width = ids.shape[1] - self.history
+        return ids[:, :width], ids[:, width:]
+
+    def _users(self, users: Tensor, taken: Tensor, history: Tensor) -> Tensor:
+        """Unit vectors (B, dim) of users' rows (B, dim) and the rows of what they took (equations 3 and 5)."""
+        if self.project is not None:
+            valid = (history >= 0).to(users.device)
+            sums = torch.zeros_like(users).index_add(0, valid.nonzero()[:, 0], taken)
+            pooled = self.project(sums / valid.sum(1, keepdim=True).clamp(min=1))
+            users = self.gamma * users + (1.0 - self.gamma) * pooled
+        return functional.normalize(self.dropout(users), dim=1)

@@ -1,0 +1,80 @@
+"""Two towers, trained by a sampled softmax: Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+Recommendations", RecSys 2019; uniform negatives beside those of the batch as in Yang et al., "Mixed Negative Sampling
+for Learning Two-tower Neural Networks in Recommendations", WWW 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from embershard.worker.models.layers import Device, Tower, table
+from embershard.worker.models.list_losses import candidates
+from embershard.worker.models.recommender import RetrievalModel
+
+
+class TwoTower(RetrievalModel):
+    """A user vector and an item vector; the logit is their dot product over `temperature`.
+
+    ids (B, 2 + K) hold the user, the item and K more items that the user did not take. Without `hidden` layers the
+    vectors are the embeddings themselves.
+    `normalize` puts them on the unit sphere.
+    """
+
+    default_loss: ClassVar[str] = "sampled_softmax"
+    in_batch: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        num_ids: int,
+        dim: int,
+        *,
+        hidden: Sequence[int] = (),
+        normalize: bool = True,
+        temperature: float = 0.1,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = table(num_ids, dim, device)
+        self.user_tower = _tower(dim, hidden)
+        self.item_tower = _tower(dim, hidden)
+        self.normalize = normalize
+        self.temperature = temperature
+
+    def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> dict[str, Tensor]:
+        """Module name -> the ids it reads."""
+        return {"embedding": ids}
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> Tensor:
+        """Logits (B,) of users ids[:, 0] and items ids[:, 1]; lists: of each user and every `candidates(ids)`."""
+        rows = self.embedding(ids)
+        users = self._vectors(self.user_tower(rows[:, 0]))
+        items = self._vectors(self.item_tower(candidates(rows) if lists else rows[:, 1]))
+        scores = users @ items.T if lists else (users * items).sum(1)
+        return scores / self.temperature
+
+    def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) scores of the own items, and (B, C) of all candidates, -inf where one is the row's own item."""
+        items = candidates(ids).to(scores.device)
+        return scores.diagonal(), scores.masked_fill(items == items[: len(scores)].unsqueeze(1), float("-inf"))
+
+    def user_vectors(self, ids: Tensor) -> Tensor:
+        """Vectors (N, dim) of users (N,) int64, for ranking."""
+        return self._vectors(self.user_tower(self.embedding(ids)))
+
+    def item_vectors(self, items: Tensor) -> Tensor:
+        """Vectors (N, dim) of items (N,) int64, for ranking."""
+        return self._vectors(self.item_tower(self.embedding(items)))
+
+    def _vectors(self, rows: Tensor) -> Tensor:
+        return functional.normalize(rows, dim=1) if self.normalize else rows
+
+
+def _tower(dim: int, hidden: Sequence[int]) -> nn.Module:
+    if not hidden:
+        return nn.Identity()
+    tower = Tower(dim, hidden)
+    return nn.Sequential(tower, nn.Linear(tower.out_dim, dim))

@@ -1,0 +1,233 @@
+"""The folder of an export: its files, how they are written, and what is refused when it is read.
+
+model.safetensors      state_dict of the model with plain nn.Embedding: tables, dense weights and buffers
+tables.safetensors     tables of hashed ids, which are no matrix: NAME.ids (N,) int64, ascending, and NAME.rows
+                       (N, dim) float32 in the same order
+trained.safetensors    NAME (rows,) bool: which rows of model.safetensors were trained; others have first values
+dense.onnx             the dense part, with rows as inputs (worker/trained/onnx.py)
+dense.int8.safetensors its linear layers in int8 (worker/trained/quantise.py)
+export.json            format version, job, schema, what is done with columns, tables, files; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from embershard.proto.errors import BadExport, EmbershardError, Status
+from embershard.proto.spec import Initializer
+from embershard.worker.data.batch import Schema
+from embershard.worker.data.features import Field, IdTable
+
+MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"
+ONNX, INT8 = "dense.onnx", "dense.int8.safetensors"
+FORMAT, VERSION = "embershard-export", 2
+
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class CannotExport(EmbershardError):
+    """A model that cannot be written down, or a place that does not take it."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot write {path}: {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class TableFacts:
+    """One table of an export."""
+
+    file: str
+    dim: int
+    rows: int  # in the file
+    trained: int  # of these
+    initializer: Mapping[str, str | float] = field(default_factory=dict)  # of all other rows
+    row_seed: str = ""  # 16 hexadecimal digits
+
+    def build_initializer(self) -> Initializer:
+        """The initializer. ValueError where it is none."""
+        settings = {name: float(value) for name, value in self.initializer.items() if name != "name"}
+        return Initializer.of(str(self.initializer.get("name")), settings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFacts:
+    """What export.json says."""
+
+    job: Mapping[str, Any]
+    schema: Schema
+    inputs: Mapping[str, Any] | None  # what is done with columns; None where the reader does not tell
+    tables: Mapping[str, TableFacts]  # of hashed or numbered ids on shards, by module
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStream:
+    """A tensor that is written portion by portion."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    portions: Iterable[torch.Tensor]  # one behind the other they are all of it
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorStream:
+        """One that is in memory."""
+        return cls(tensor.dtype, tuple(tensor.shape), (tensor,))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def make_folder(path: Path) -> None:
+    """The folder of an export, without an export.json. CannotExport where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
+    remove_file(path / FACTS)  # until all files are there again, the folder is no export
+
+
+def remove_file(path: Path) -> None:
+    """Remove what may be there. CannotExport where it cannot be removed."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | TensorStream]) -> None:
+    """Tensors by name as one safetensors file; whole or not there. CannotExport where the disk does not take it.
+
+    Written here, since the library wants all of a file in memory.
+    """
+    streams = {name: t if isinstance(t, TensorStream) else TensorStream.of(t) for name, t in tensors.items()}
+    # 8-byte numbers first, so that all are aligned
+    streams = dict(sorted(streams.items(), key=lambda item: -item[1].dtype.itemsize))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers opens no file without it
+    end = 0
+    for name, stream in streams.items():
+        start, end = end, end + stream.num_bytes
+        entries[name] = {"dtype": _DTYPES[stream.dtype], "shape": stream.shape, "data_offsets": [start, end]}
+    head = json.dumps(entries, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+
+    def parts() -> Iterable[bytes | memoryview]:
+        yield len(head).to_bytes(8, "little") + head
+        for stream in streams.values():
+            for portion in stream.portions:
+                yield _bytes_of(portion)
+
+    _write(path, parts())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """A small file, whole or not there. CannotExport where the disk does not take it."""
+    _write(path, [data])
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        os.replace(new, path)
+    except OSError as error:
+        raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
+    if not tensor.numel():
+        return b""
+    flat: npt.NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat.data
+
+
+def write_facts(out: Path, facts: ExportFacts) -> None:
+    """Write export.json, once all other files are there; it tells their sizes and digests."""
+    files = {path.name: path for path in (out / name for name in (MODEL, TABLES, TRAINED, ONNX, INT8)) if path.exists()}
+    told = {
+        "format": FORMAT,
+        "version": VERSION,
+        "job": facts.job,
+        "schema": asdict(facts.schema),
+        "inputs": facts.inputs,
+        "tables": {name: asdict(table) for name, table in facts.tables.items()},
+        "files": {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()},
+    }
+    write_bytes(out / FACTS, json.dumps(told, indent=1).encode())
+
+
+def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
+    """What an export says, once its files are found to be there and whole; `verify` reads all of their bytes.
+
+    BadExport names the file, and what is wrong with it.
+    """
+    path = folder / FACTS
+    try:
+        told = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        reason = "no such file: this is no export, or one that did not end" if folder.is_dir() else "no such folder"
+        raise BadExport(path=str(path if folder.is_dir() else folder), reason=reason) from None
+    except (OSError, ValueError) as error:
+        raise BadExport(path=str(path), reason=f"no JSON ({error})") from None
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        reason = f"its format is not {FORMAT}: export the model again, or name the folder of an export"
+        raise BadExport(path=str(path), reason=reason)
+    if told.get("version") != VERSION:
+        reason = f"its version is {told.get('version')!r}, this program reads {VERSION}: export the model again"
+        raise BadExport(path=str(path), reason=reason)
+    try:
+        facts = ExportFacts(
+            job=dict(told["job"]),
+            schema=_schema(told["schema"]),
+            inputs=told["inputs"],
+            tables={name: TableFacts(**table) for name, table in told["tables"].items()},
+        )
+        files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in told["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadExport(path=str(path), reason=f"{type(error).__name__}: {error}") from None
+    for name, (size, sha256) in files.items():
+        file = folder / Path(name).name
+        if not file.is_file():
+            raise BadExport(path=str(file), reason="no such file, which export.json names")
+        if file.stat().st_size != size:
+            raise BadExport(path=str(file), reason=f"it has {file.stat().st_size} bytes, not {size}")
+        if verify and _sha256(file) != sha256:
+            raise BadExport(path=str(file), reason="its sha256 is not that of export.json")
+    return facts
+
+
+def _schema(told: Mapping[str, Any]) -> Schema:
+    tuples = {name: tuple(told[name]) for name in ("features", "labels")}
+    fields = tuple(Field(**one) for one in told["fields"])
+    tables = tuple(IdTable(**one) for one in told["tables"])
+    return Schema(**{**told, **tuples, "fields": fields, "tables": tables})
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,82 @@
+"""Rows of a request for a served model: `RowInputs`, or the features of a job, by the code that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import BadRequest
+from embershard.worker.data.batch import Dataset
+from embershard.worker.data.inputs.rows import RowInputs, check_columns, check_lengths, columns_by_name, shown
+from embershard.worker.job.job import Job
+from embershard.worker.job.tabular import TabularSection
+
+
+class Inputs(Protocol):
+    """Makes ids and dense features of columns."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that rows must have."""
+
+    def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
+        """Ids (N, C) and dense features (N, D), or None; BadRequest."""
+
+
+class FeatureInputs:
+    """The columns of a job with features, made into ids and dense features by its preprocessor; needs pyarrow."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        from embershard.worker.data.preprocess import Preprocessor
+
+        self._preprocessor = Preprocessor.from_dict(data)
+        self.names = tuple(self._preprocessor.columns)
+
+    def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
+        """Ids (N, C) and dense features (N, D), or None. BadRequest."""
+        import pyarrow as pa
+
+        from embershard.worker.data.preprocess import BadFeature, BadValue
+
+        given = columns_by_name(rows)
+        check_columns(given, self.names, self._preprocessor.labels)
+        arrays = {}
+        for name in self.names:
+            column = given[name]
+            try:
+                arrays[name] = column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise BadRequest(feature=name, value=shown(column), reason=f"{shown(column)}: {error}") from None
+        check_lengths(arrays)
+        try:
+            return self._preprocessor(arrays)
+        except BadValue as error:
+            value = shown(arrays[error.column][error.row].as_py()) if error.column in arrays else None
+            raise BadRequest(feature=error.column, value=value, reason=f"row {error.row}: {error}") from None
+        except BadFeature as error:
+            raise BadRequest(feature=error.name, value=None, reason=error.reason) from None
+
+
+def inputs_of(job: Job, dataset: Dataset) -> dict[str, object] | None:
+    """What is done with columns, as data for export.json; None where the reader does not tell."""
+    if isinstance(job.data, TabularSection):
+        return {"kind": "features", **job.data.preprocessor().to_dict()}
+    inputs = getattr(dataset, "inputs", None)
+    return inputs.as_data() if isinstance(inputs, RowInputs) else None
+
+
+def job_data(job: Job) -> dict[str, Any]:
+    """A job as data for export.json, without what its features learnt, which `inputs_of` has."""
+    told = job.model_dump(mode="json")
+    if isinstance(job.data, TabularSection):
+        told["data"]["fitted"] = None
+        # as they were given: a field that has no meaning for a feature's type is refused
+        given = {name: one.model_dump(mode="json", exclude_unset=True) for name, one in job.data.features.items()}
+        told["data"]["features"] = given
+    return told
+
+
+def make_inputs(data: Mapping[str, Any]) -> Inputs:
+    """The inputs that `inputs_of` described. ValueError, TypeError or KeyError where these are none."""
+    return FeatureInputs(data) if data["kind"] == "features" else RowInputs.of(data)

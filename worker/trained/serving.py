@@ -1,0 +1,304 @@
+"""A trained model served from the folder of an export: in numpy and torch, without shards.
+
+Nothing here imports a shard, a session, gRPC, numba or pyarrow, so that a server starts in the time that torch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import BadExport, BadIds, CannotServe
+from embershard.worker.data.batch import Batch, Schema
+from embershard.worker.data.features import PADDING
+from embershard.worker.job.job import Job
+from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.models.user_defined import forward_of
+from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
+from embershard.worker.trained.folder import (
+    FACTS,
+    INT8,
+    MODEL,
+    ONNX,
+    TABLES,
+    ExportFacts,
+    TableFacts,
+    read_facts,
+)
+from embershard.worker.trained.quantise import load_int8
+from embershard.worker.trained.served_inputs import Inputs, make_inputs
+from embershard.worker.trained.served_tables import ServedEmbedding, ServedEmbeddingBag, SortedRows
+
+Dense = Literal["torch", "onnx", "int8"]
+Score = Callable[[Tensor, Tensor | None], Floats]  # ids (N, C), dense (N, D) -> logits
+
+
+def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = False) -> ExportedModel:
+    """The model of an export (`embershard export`), ready to score; its tables are read from the disk as needed.
+
+    `dense`: what computes the part behind the tables: torch, ONNX (of `export --onnx`, by onnxruntime) or torch with
+    int8 layers (of `export --int8`). `verify` compares the digest of every file, and so reads all of them. The folder
+    is all that it needs, and, for a model of a user, its module.
+
+    BadExport names a file that is missing, damaged, or of another version; CannotServe says what is not installed.
+    """
+    path = Path(folder)
+    if dense not in get_args(Dense):
+        raise ValueError(f"dense must be torch, onnx or int8, got {dense!r}")
+    return ExportedModel(path, read_facts(path, verify=verify), dense)
+
+
+class ExportedModel:
+    """A trained model, to be read only. Any number of threads may call it at once."""
+
+    def __init__(self, folder: Path, facts: ExportFacts, dense: Dense) -> None:
+        self.folder, self.schema = folder, facts.schema
+        self._inputs = _inputs(folder, facts)
+        self.job = _job(folder, facts)
+        """The job that it was trained by."""
+        state = _tensors(folder / MODEL)
+        model = self.job.model.build(self.schema, self.job.dim, "meta")
+        _put_tables(model, folder, facts.tables)
+        _load(model, state, folder / MODEL)
+        linear = self.job.train.linear
+        if dense == "int8":
+            _quantise(model, _tensors(folder / INT8), folder / INT8)
+        elif linear == "onednn" or (linear == "auto" and onednn_is_faster()):
+            use_onednn(model)  # as in training: others round elsewhere
+        self._model = model.eval().requires_grad_(False)
+        self._score = self._onnx(folder / ONNX) if dense == "onnx" else self._torch()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The columns that `score` needs, or () where it cannot be used."""
+        return () if self._inputs is None else self._inputs.names
+
+    def score(self, rows: object) -> Floats:
+        """Logits (N,) of rows: columns by name, as a dict of lists or arrays, an Arrow table or a data frame.
+
+        Columns become ids and dense features as in training. BadRequest names a feature that is unknown, missing, or
+        has a value that it cannot have. CannotServe where the job's reader does not tell what it does: use score_ids.
+        """
+        if self._inputs is None:
+            reason = f"reader {self.job.data.reader} does not tell what it does with columns; use score_ids"
+            raise CannotServe(what="score", reason=reason)
+        ids, dense = self._inputs(rows)
+        return self._logits(ids, dense)
+
+    def score_ids(self, ids: object, dense: object = None) -> Floats:
+        """Logits (N,) of ids (N, columns) and dense features (N, columns), arrays or tensors, as a reader gives them.
+
+        BadIds for other shapes and types, and ids that no table of the model has.
+        """
+        found, floats = _array("ids", ids, "iu"), None
+        count, columns = self.schema.num_id_columns, self.schema.num_dense_columns
+        if found.ndim != 2 or found.shape[1] != count:
+            raise BadIds(what="ids", reason=f"have shape {found.shape}, the model takes (N, {count})")
+        if columns:
+            floats = _array("dense", dense, "iuf").astype(np.float32)
+            if floats.shape != (len(found), columns):
+                raise BadIds(what="dense", reason=f"have shape {floats.shape}, not {(len(found), columns)}")
+        elif dense is not None:
+            raise BadIds(what="dense", reason="the model takes none")
+        _check_ids(self.schema, found)
+        return self._logits(found.astype(np.int64), floats)
+
+    def _logits(self, ids: Ids, dense: Floats | None) -> Floats:
+        if not len(ids):  # models may not take an empty batch
+            return np.empty((0, len(self.schema.labels)) if len(self.schema.labels) > 1 else 0, np.float32)
+        return self._score(torch.from_numpy(ids), None if dense is None else torch.from_numpy(dense))
+
+    def embedding(self, name: str, ids: object) -> Floats:
+        """Rows (*shape, dim) of ids of any shape, of the embedding module of this name (`tables` has them).
+
+        Ids that were never trained have the first values that a shard would give them. BadIds, CannotServe.
+        """
+        found = self.tables.get(name)
+        if found is None:
+            known = ", ".join(self.tables) or "none"
+            raise CannotServe(what=f"embedding {name!r}", reason=f"the model has no such table (known: {known})")
+        wanted = _array("ids", ids, "iu").astype(np.int64)
+        if isinstance(found, ServedEmbedding):
+            return cast(Floats, found.rows(torch.from_numpy(wanted)).numpy())
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < found.num_embeddings:
+            raise BadIds(what="ids", reason=f"table {name!r} has ids 0..{found.num_embeddings - 1}")
+        return cast(Floats, found.weight.detach()[torch.from_numpy(wanted)].numpy())
+
+    @property
+    def tables(self) -> dict[str, ServedEmbedding | nn.Embedding | nn.EmbeddingBag]:
+        """Name -> embedding module of the model."""
+        kinds = ServedEmbedding | nn.Embedding | nn.EmbeddingBag
+        return {name: module for name, module in self._model.named_modules() if isinstance(module, kinds)}
+
+    def user_vectors(self, users: object) -> Floats:
+        """Vectors (N, dim) of users' ids (N,), of a two_tower model: a user's scores are its products with items'."""
+        return self._vectors("user_vectors", users)
+
+    def item_vectors(self, items: object) -> Floats:
+        """Vectors (N, dim) of items' ids (N,), of a two_tower model."""
+        return self._vectors("item_vectors", items)
+
+    def _vectors(self, method: str, ids: object) -> Floats:
+        model = self._model
+        if not isinstance(model, TwoTower):
+            raise CannotServe(what=method, reason=f"the model is {self.job.model.name}, not two_tower")
+        found = _array("ids", ids, "iu").astype(np.int64)
+        _check_ids(self.schema, found)
+        with torch.inference_mode():
+            return cast(Floats, getattr(model, method)(torch.from_numpy(found)).numpy())
+
+    def _torch(self) -> Score:
+        model, forward = self._model, forward_of(self._model, self.job.model.name)
+
+        def score(ids: Tensor, dense: Tensor | None) -> Floats:
+            with torch.inference_mode():
+                return cast(Floats, forward(model, Batch(ids, dense, torch.empty(0))).numpy())
+
+        return score
+
+    def _onnx(self, path: Path) -> Score:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise CannotServe(what=str(path), reason="needs onnxruntime: pip install 'embershard[serve]'") from None
+        if not path.exists():
+            raise BadExport(path=str(path), reason="no such file: export the model with --onnx")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        try:
+            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of onnxruntime, which has kinds of its own
+            raise BadExport(path=str(path), reason=str(error).partition("\n")[0]) from None
+        names = [one.name for one in session.get_inputs()]
+        tables = {name: self.tables[name.removesuffix(".rows")] for name in names if name.endswith(".rows")}
+
+        def score(ids: Tensor, dense: Tensor | None) -> Floats:
+            unique, index = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+            given: dict[str, object] = {name: _rows_of(table, unique) for name, table in tables.items()}
+            given["index"] = index.numpy()
+            if "dense" in names and dense is not None:
+                given["dense"] = dense.numpy()
+            return cast(Floats, session.run(["logits"], given)[0])
+
+        return score
+
+
+def _rows_of(table: nn.Module, ids: Tensor) -> Floats:
+    """Rows (U, dim) of ids (U,); zeros for those that the table does not have, which are another one's."""
+    if isinstance(table, ServedEmbedding):
+        return cast(Floats, table.rows(ids).numpy())
+    weight: Tensor = table.get_parameter("weight").detach()
+    rows = torch.zeros(len(ids), weight.shape[1])
+    inside = (ids >= 0) & (ids < len(weight))
+    rows[inside] = weight[ids[inside]]
+    return cast(Floats, rows.numpy())
+
+
+def _array(what: str, value: object, kinds: str) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.asarray(value)
+    if array.dtype.kind not in kinds and array.size:
+        wanted = "integers" if kinds == "iu" else "numbers"
+        raise BadIds(what=what, reason=f"are {array.dtype}, not {wanted}")
+    return array
+
+
+def _check_ids(schema: Schema, ids: npt.NDArray[Any]) -> None:
+    """BadIds where a column has ids that its table does not have."""
+    if not schema.fields:
+        _check_range("ids", ids, 0, schema.num_ids)
+    for one in schema.fields:
+        low = 0 if one.pooling == "none" else PADDING
+        columns = ids[:, one.start : one.start + one.width]
+        _check_range(f"ids of {one.name!r}", columns, low, schema.id_limits[one.table])
+
+
+def _check_range(what: str, ids: npt.NDArray[Any], low: int, limit: int | None) -> None:
+    if not ids.size:
+        return
+    if int(ids.min()) < low or (limit is not None and int(ids.max()) >= limit):
+        bad = int(ids.min()) if int(ids.min()) < low else int(ids.max())
+        raise BadIds(what=what, reason=f"{bad} is not in {low}..{'' if limit is None else limit - 1}")
+
+
+def _job(folder: Path, facts: ExportFacts) -> Job:
+    try:
+        return Job.model_validate(facts.job)
+    except ValidationError as error:
+        raise BadExport(path=str(folder / FACTS), reason=f"its job is none: {error}") from None
+
+
+def _inputs(folder: Path, facts: ExportFacts) -> Inputs | None:
+    try:
+        return None if facts.inputs is None else make_inputs(facts.inputs)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadExport(path=str(folder / FACTS), reason=f"its inputs are none: {error!r}") from None
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, in memory that is the file's; BadExport."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # it is no mapping
+    except FileNotFoundError:
+        raise BadExport(path=str(path), reason="no such file") from None
+    except (OSError, SafetensorError) as error:
+        raise BadExport(path=str(path), reason=f"no safetensors file ({error})") from None
+
+
+def _put_tables(model: nn.Module, folder: Path, tables: Mapping[str, TableFacts]) -> None:
+    """Give the model's tables of hashed ids their rows."""
+    hashed = {name: facts for name, facts in tables.items() if facts.file == TABLES}
+    pairs = _tensors(folder / TABLES) if hashed else {}
+    for name, facts in hashed.items():
+        try:
+            like = model.get_submodule(name)
+            ids, rows = pairs[f"{name}.ids"], pairs[f"{name}.rows"]
+            initializer, seed = facts.build_initializer(), int(facts.row_seed, 16)
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
+            raise BadExport(path=str(folder / FACTS), reason=f"table {name!r}: {error}") from None
+        shapes = (ids.dtype, ids.shape, rows.dtype, rows.shape)
+        if shapes != (torch.int64, (facts.rows,), torch.float32, (facts.rows, facts.dim)):
+            raise BadExport(path=str(folder / TABLES), reason=f"table {name!r} is {shapes}, not what {FACTS} says")
+        served = SortedRows(ids.numpy(), rows.numpy(), initializer, seed)
+        parent, _, child = name.rpartition(".")
+        if isinstance(like, nn.EmbeddingBag):
+            setattr(model.get_submodule(parent), child, ServedEmbeddingBag(served, like))
+        else:
+            assert isinstance(like, nn.Embedding)
+            setattr(model.get_submodule(parent), child, ServedEmbedding(served, like))
+
+
+def _load(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Give a model the tensors of its state_dict without copying them; BadExport where they are another model's."""
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight" in wanted:
+            wanted[f"{name}.weight"] = (module.num_embeddings, module.embedding_dim)  # on meta it is a stand-in
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    if found != wanted:
+        name = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
+        reason = f"{name} is {found.get(name, 'missing')}, the job's model has {wanted.get(name, 'none of that name')}"
+        raise BadExport(path=str(path), reason=reason)
+    for name, module in model.named_modules():
+        for key in [*module._parameters, *module._buffers]:
+            value = state.get(f"{name}.{key}" if name else key)
+            if value is not None and key in module._parameters:
+                module._parameters[key] = nn.Parameter(value, requires_grad=False)
+            elif value is not None:
+                module._buffers[key] = value
+
+
+def _quantise(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        load_int8(model, tensors)
+    except (KeyError, RuntimeError) as error:
+        raise BadExport(path=str(path), reason=f"not of this model: {error}") from None
