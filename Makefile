@@ -47,6 +47,7 @@ $(DOCS)/.ready: $(VENV)/.ready docs/requirements.txt
 
 docs: $(DOCS)/.ready  ## the site, in build/docs/index.html
 	$(BIN)/python docs/generate.py
+	rm -rf build/docs
 	$(DOCS)/bin/python -m sphinx -W --keep-going --quiet -b html docs build/docs
 
 bar-docs: docs  ## every code block of README and docs, the tutorial in 15 minutes, links, the site in Chromium (20 minutes)

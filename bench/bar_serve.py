@@ -92,7 +92,7 @@ def make_export(folder: Path, data: Path, dense: list[str]) -> None:
     ]
     common = ["--data", str(data), *(word for one in sets for word in ("--set", one))]
     parts = [f"--{part}" for part in dense if part != "torch"]
-    export = ["export", "checkpoints", "job.yaml", "out", "--latest", *parts]
+    export = ["export", "job.yaml", "checkpoints", "out", "--latest", *parts]
     for words in (["train", "job.yaml", "--output", "run"], export):
         print(f"== embershard {words[0]}", flush=True)
         subprocess.run([sys.executable, "-m", "embershard.cli", *words, *common], cwd=folder, check=True)
@@ -118,7 +118,7 @@ def same_rows(folder: Path, data: Path) -> dict[str, int]:
     schema = job.data.open(folder, job.train.seed).schema
     served = es.load_exported(folder / "out")
     with contextlib.ExitStack() as stack:
-        found = open_source(str(folder / "checkpoints"), stack, latest=True)
+        found = open_source(str(folder / "checkpoints"), None, stack, latest=True)
         model = trained(job, schema, found.session, None).model
         differ = unseen = 0
         for name, module in remote_tables(model).items():

@@ -54,7 +54,7 @@ def make_app(folder: str, *, dense: Dense = "torch", threads: int = 2, max_rows:
         return JSONResponse({"scores": model.score(request.rows).tolist()})
 
     @app.exception_handler(es.errors.BadRows)
-    async def bad_rows(_: Request, error: es.errors.BadRows) -> JSONResponse:
+    async def bad_request(_: Request, error: es.errors.BadRows) -> JSONResponse:
         return JSONResponse({"detail": str(error), **error.fields}, 422)
 
     return app

@@ -18,6 +18,7 @@ from embershard.cli.init import CannotInit, Look, job_text, look_at
 from embershard.local_shards import local
 from embershard.proto.errors import EmbershardError
 from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.training.trainer import Trainer
 
@@ -100,6 +101,7 @@ def test_a_job_is_written_that_trains_as_it_is(name):
     run(name)
     job = load_job(Path("job.yaml"), ["train.epochs=1"])
     data, features = job.data, job.features
+    assert Job.model_validate(job.model_dump(mode="json")) == job  # as checkpoints and comparisons keep it
     assert (data.label, data.split.by, data.split.column) == (("label",), "time", "time")
     assert list(features) == ["user_id", "item", "price", "genres"]
     assert (features["price"].type, features["genres"].type) == ("number", "list")

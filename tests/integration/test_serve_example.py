@@ -48,7 +48,7 @@ def served(start, tmp_path, monkeypatch):
         csv.writer(file).writerows([("label", "user", "item", "age", "day"), *((*row, 1) for row in rows)])
     Path("my_metrics.py").write_text(METRICS)
     said(start(JOB))
-    done = CliRunner().invoke(embershard, ["export", "checkpoints", "job.yaml", "export", "--latest"])
+    done = CliRunner().invoke(embershard, ["export", "job.yaml", "checkpoints", "export", "--latest"])
     assert done.exit_code == 0, done.output
     server = uvicorn.Server(
         uvicorn.Config(runpy.run_path(str(EXAMPLE))["make_app"]("export"), port=0, log_level="warning")

@@ -101,7 +101,8 @@ class FeatureSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        kind, given = self.type or "category", self.model_fields_set
+        kind, fields = self.type or "category", type(self).model_fields
+        given = {name for name in self.model_fields_set if getattr(self, name) != fields[name].default}
         for name in given & _MEANT_FOR.keys():
             if kind not in _MEANT_FOR[name]:
                 raise ValueError(
