@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +49,12 @@ LAYOUT = Layout(columns=_KINDS, label_values=_INCOME, missing=())
 
 
 class Adult(RowsDataset):
-    """8 categorical features and 5 numbers in memory; `test` is optional.
+    """8 categorical features and 5 numbers in memory; `test` is optional. `skip` leaves categorical features out.
 
     PERSIA's recipe takes the numbers as they are and the samples in file order (shuffle=False, standardise=False).
     Ids are the places of the train file's values in sorted order, feature after feature; "?" is a value like others,
     and each feature has one more id for values that only another file has. (PERSIA numbers the test file's values
-    anew, which shifts the countries: .001 less AUC.)
+    anew, which shifts the countries: .001 less AUC.) Labels are `income` (above 50K), `never_married`, or both.
     """
 
     def __init__(
@@ -64,21 +64,23 @@ class Adult(RowsDataset):
         *,
         standardise: bool = False,
         shuffle: bool = False,
+        labels: Sequence[str] = ("income",),
+        skip: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         files = {"train": train} if test is None else {"train": train, "test": test}
         tables = {name: _read(path) for name, path in files.items()}
-        vocabularies = {name: np.unique(_texts(tables["train"], name)) for name in CATEGORICAL}
+        vocabularies = {name: np.unique(_texts(tables["train"], name)) for name in CATEGORICAL if name not in skip}
         dense = {name: np.stack([column(table, n) for n in NUMERIC], axis=1) for name, table in tables.items()}
         if standardise:
             mean, std = (f(dense["train"], axis=0, dtype=np.float64) for f in (np.mean, np.std))
             dense = {name: (x - mean) / np.where(std > 0, std, 1) for name, x in dense.items()}
         rows = {
-            name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
+            name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table, labels))
             for name, table in tables.items()
         }
         num_ids = sum(len(known) + 1 for known in vocabularies.values())
-        schema = Schema(CATEGORICAL, len(NUMERIC), num_ids)
+        schema = Schema(tuple(vocabularies), len(NUMERIC), num_ids, labels=tuple(labels))
         super().__init__(schema, rows, where=str(train), seed=seed, shuffle=shuffle)
 
 
@@ -111,8 +113,8 @@ def _texts(table: pa.Table, name: str) -> npt.NDArray[np.str_]:
 
 
 def _ids(table: pa.Table, vocabularies: Mapping[str, npt.NDArray[np.str_]]) -> npt.NDArray[np.int64]:
-    """(N, 8) offset of the feature + place in its vocabulary, or the place behind it where unknown."""
-    ids = np.empty((table.num_rows, len(CATEGORICAL)), np.int64)
+    """(N, F) offset of the feature + place in its vocabulary, or the place behind it where unknown."""
+    ids = np.empty((table.num_rows, len(vocabularies)), np.int64)
     offset = 0
     for i, (name, known) in enumerate(vocabularies.items()):
         texts = _texts(table, name)
@@ -123,5 +125,11 @@ def _ids(table: pa.Table, vocabularies: Mapping[str, npt.NDArray[np.str_]]) -> n
     return ids
 
 
-def _labels(table: pa.Table) -> npt.NDArray[np.float32]:
-    return np.array([_INCOME[text] for text in column(table, "income")], np.float32)
+def _labels(table: pa.Table, names: Sequence[str]) -> npt.NDArray[np.float32]:
+    """(N,) of one label, (N, L) of several."""
+    found = {
+        "income": [_INCOME[text] for text in column(table, "income")],
+        "never_married": _texts(table, "marital_status") == "Never-married",
+    }
+    chosen = [np.array(found[name], np.float32) for name in names]
+    return chosen[0] if len(chosen) == 1 else np.stack(chosen, axis=1)
