@@ -21,7 +21,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingDataset, Schema
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
-from embershard.worker.metrics import Candidates, FullRanking, Labels, Pointwise
+from embershard.worker.metrics import Candidates, FullRanking, Labels, Pointwise, reliability
 from embershard.worker.models.recommender import RetrievalModel
 from embershard.worker.models.user_defined import Forward
 from embershard.worker.nn.averaging import Share
@@ -47,11 +47,14 @@ class Evaluator:
         batch_size: int,
         device: torch.device,
         averaged: Callable[[Share], AbstractContextManager[None]] = lambda _: nullcontext(),
+        curves: bool = False,
     ) -> None:
+        self.curves: dict[str, list[tuple[float, float, int]]] = {}
+        """Split (and label, where there are several) -> its reliability curve, of the last evaluation, if asked for."""
         self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
         self._forward, self._metrics = forward, metrics
         self._batch_size, self._device = batch_size, device
-        self._averaged = averaged
+        self._averaged, self._with_curves = averaged, curves
 
     def evaluate(self) -> dict[str, Figures]:
         """Split -> metric -> value, on every worker. All must call it, once what anyone pushed before is in."""
@@ -69,6 +72,7 @@ class Evaluator:
                     _gather(collector, self._group)
                 if self._group.is_first:
                     figures[split] = self._metrics.compute(collectors)
+                    self.curves |= _curves(split, collectors) if self._with_curves else {}
         return self._group.broadcast_json(figures)
 
     def _score(self, split: str) -> Sequence[Collector]:
@@ -110,6 +114,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train()
+
+
+def _curves(split: str, collectors: Sequence[Collector]) -> dict[str, list[tuple[float, float, int]]]:
+    """The reliability curve of each label of a split; none of ranked items."""
+    found = {}
+    for collector in collectors[:1]:
+        if isinstance(collector, Pointwise | Labels):
+            parts = collector.labels if isinstance(collector, Labels) else [("", collector)]
+            for label, part in parts:
+                labels, logits, _ = part.arrays()
+                found[f"{split} {label}".strip()] = reliability(labels, logits)
+    return found
 
 
 def _gather(collector: Collector, group: WorkerGroup) -> None:
