@@ -16,7 +16,7 @@ GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64
 GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-defaults bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-data bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
+        bar-ncf bar-ctr bar-defaults bar-models bar-models-long bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-data bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
         docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
@@ -115,6 +115,12 @@ bar-ctr: setup  ## quality on Frappe and Adult against plain torch, beside the p
 
 bar-defaults: setup  ## examples without their first values: the default serves as well (ARGS=frappe-fm: one of them)
 	$(BIN)/python bench/bar_defaults.py $(ARGS)
+
+bar-models: setup  ## SASRec, SimpleX, two towers and MMoE against published figures and plain torch (each under an hour, in as many goes as it takes; ARGS="--only sasrec --seeds 3")
+	$(BIN)/python bench/bar_models.py $(ARGS)
+
+bar-models-long: setup  ## the same with longer runs and higher bars (hours)
+	$(BIN)/python bench/bar_models.py --long $(ARGS)
 
 bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (three hours, in as many goes as it takes; ARGS=--quick)
 	$(BIN)/python bench/bar_modes.py $(ARGS)

@@ -194,6 +194,11 @@ class TabularSection(DataSection):
     _first_rows_only: bool = PrivateAttr(default=False)
 
     @property
+    def labels_of_samples(self) -> tuple[str, ...]:
+        """The names of a sample's labels."""
+        return self.label
+
+    @property
     def has_dense(self) -> bool:
         """Whether samples have dense features."""
         return any(f.type == "number" and f.bucketise is None for f in self.features.values())

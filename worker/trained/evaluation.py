@@ -30,7 +30,13 @@ class TrainedEvaluator:
     """
 
     def __init__(
-        self, job: Job, dataset: Dataset, session: ReadOnlySession | None, checkpoint: Checkpoint | None
+        self,
+        job: Job,
+        dataset: Dataset,
+        session: ReadOnlySession | None,
+        checkpoint: Checkpoint | None,
+        *,
+        curves: bool = False,
     ) -> None:
         if not dataset.splits:
             raise JobError(
@@ -52,11 +58,17 @@ class TrainedEvaluator:
             batch_size=job.evaluate.batch_size,
             device=device,
             averaged=average_of(job, strategy, session, checkpoint),
+            curves=curves,
         )
 
     def evaluate(self) -> dict[str, Figures]:
         """Split -> metric -> value."""
         return self._evaluator.evaluate()
+
+    @property
+    def curves(self) -> dict[str, list[tuple[float, float, int]]]:
+        """Split -> mean prediction, mean label and samples of each bin, of the last evaluation."""
+        return self._evaluator.curves
 
 
 def open_file(job: Job, base: Path, path: Path) -> Dataset:
