@@ -100,7 +100,9 @@ class FeatureSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        kind, given = self.type or "category", self.model_fields_set
+        kind = self.type or "category"
+        defaults = type(self).model_fields
+        given = {name for name, field in defaults.items() if getattr(self, name) != field.default}
         for name in given & _MEANT_FOR.keys():
             if kind not in _MEANT_FOR[name]:
                 raise ValueError(

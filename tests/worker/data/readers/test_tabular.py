@@ -12,6 +12,8 @@ import pytest
 
 import embershard as es
 from embershard.proto.errors import JobError
+from embershard.proto.snapshot.storage import Storage
+from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
 from embershard.worker.data.preprocess import Preprocessor
 from embershard.worker.job.load import JobFileError, load_job
 
@@ -162,6 +164,29 @@ def test_rows_of_one_table_are_split(tmp_path, name, split, parts):
     assert split["by"] != "user" or not users["train"] & users["test"]
     shares = [np.concatenate([b.dense for b in dataset.train(0, rank, 2, 64)]) for rank in (0, 1)]
     assert sorted(np.concatenate(shares)[:, 0]) == sorted(found["train"])
+
+
+def test_a_checkpoint_gives_what_was_learnt_whatever_became_of_the_files(tmp_path):
+    (tmp_path / "train.csv").write_text("user,age,label\na,1,0\na,3,1\nb,5,0\n")
+    features = " {user: {min_count: 2}, age: {type: number, transform: standardise}}"
+    job = with_preprocessing(job_of(tmp_path, features), tmp_path)
+    assert job.data.fitted["numbers"]["age"]["mean"] == 3
+    assert job.data.fitted["vocabularies"] == {"user": es.hash_ids("user", ["a"]).tolist()}
+    manifest = CheckpointManifest(
+        job=job.model_dump(mode="json"), step=1, world_size=1, files={}, snapshot=False, time=0
+    )
+    (tmp_path / "train.csv").write_text("user,age,label\nb,100,1\n")
+    checkpoint = Checkpoint(Storage(str(tmp_path)), manifest)
+    resumed = with_preprocessing(job_of(tmp_path, features), tmp_path, checkpoint)
+    checkpoint.check_job(resumed)
+    assert resumed.data.fitted == job.data.fitted
+    batch = next(resumed.data.open(tmp_path, 0).evaluate("train", 0, 1, 8))
+    assert batch.ids.tolist() == [[1]]
+    assert batch.dense[0, 0] == pytest.approx((100 - 3) / np.std([1, 3, 5]))
+    stored = tmp_path / "preprocessing.json"
+    stored.write_text(json.dumps(job.data.preprocessor().to_dict()))
+    given = load_job(tmp_path / "job.yaml", [f"data.fitted={json.dumps(str(stored))}"])
+    assert given.data.fitted == job.data.fitted
 
 
 def test_several_labels_may_be_missing_one_by_one(tmp_path):
