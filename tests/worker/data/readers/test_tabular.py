@@ -189,6 +189,37 @@ def test_a_checkpoint_gives_what_was_learnt_whatever_became_of_the_files(tmp_pat
     assert given.data.fitted == job.data.fitted
 
 
+@pytest.mark.parametrize("by", ["uniform", "popularity"])
+def test_each_interaction_is_followed_by_samples_of_other_items(tmp_path, by):
+    prices = {f"i{i}": float(i) for i in range(10)}
+    items = ["i0"] * 400 + list(prices) * 10  # i0 is 82 % of all
+    lines = [f"u{n},{item},{prices[item]}" for n, item in enumerate(items)]
+    (tmp_path / "train.csv").write_text("\n".join(["user,item,price", *lines]))
+    section = job_of(
+        tmp_path,
+        " {user: {}, item: {}, price: {type: number}}",
+        label=[],
+        valid="train.csv",
+        negatives={"count": 4, "by": by, "features": ["item", "price"]},
+    ).data
+    dataset = section.open(tmp_path, 0)
+    batches = [list(dataset.train(epoch, 0, 1, 2500)) for epoch in (0, 1)] + [
+        list(dataset.evaluate("valid", 0, 1, 2500))
+    ]
+    ids = {int(i): price for i, price in zip(es.hash_ids("item", list(prices)), prices.values(), strict=True)}
+    for (batch,) in batches:
+        assert len(batch) == 5 * len(items)
+        drawn = batch.labels == 0
+        assert int(drawn.sum()) == 4 * len(items)
+        assert batch.dense[:, 0].tolist() == [ids[int(i)] for i in batch.ids[:, 1]]  # an item comes with its price
+        users = np.unique(batch.ids[:, 0], return_counts=True)[1]
+        assert (users == 5).all()
+        share = float((batch.dense[drawn, 0] == 0).float().mean())
+        assert share == pytest.approx(0.1 if by == "uniform" else 0.82, abs=0.03)
+    first, second = (sorted(zip(*b[0].ids.T.tolist(), strict=True)) for b in batches[:2])
+    assert first != second
+
+
 def test_several_labels_may_be_missing_one_by_one(tmp_path):
     (tmp_path / "train.csv").write_text("user,a,b\nx,1,\ny,,0\n")
     dataset = job_of(tmp_path, " {user: {}}", label=["a", "b"]).data.open(tmp_path, 0)
