@@ -241,7 +241,8 @@ class TabularSection(DataSection):
     @property
     def streams_text(self) -> bool:
         """Whether text is read anew in each epoch, which does not tell in advance how many samples there are."""
-        return self.split is None and (self.fitted is None or "samples" not in self.fitted)
+        is_parquet = self.format == "parquet" or (self.format is None and self.train[0].endswith(".parquet"))
+        return self.split is None and not is_parquet and (self.fitted is None or "samples" not in self.fitted)
 
     @property
     def costs_cpu(self) -> bool:

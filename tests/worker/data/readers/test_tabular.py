@@ -146,9 +146,10 @@ def test_rows_of_one_table_are_split(tmp_path, name, split, parts):
     write(tmp_path, name)
     features = " {user: {}, at: {type: number, column: row}}"
     rows = table().append_column("row", pa.array(np.arange(ROWS))).select(["user", "row", "time", "label"])
-    pq.write_table(rows, tmp_path / name, row_group_size=100) if name == "a.parquet" else pa_csv.write_csv(
-        rows, tmp_path / name
-    )
+    if name == "a.parquet":
+        pq.write_table(rows, tmp_path / name)  # one row group, for two workers
+    else:
+        pa_csv.write_csv(rows, tmp_path / name)
     section = job_of(tmp_path, features, train=name, split=split).data.fit(tmp_path, 0)
     dataset = section.open(tmp_path, 0)
     assert ("train", *dataset.splits) == ("train", *section.judged_on) == tuple(parts)
