@@ -41,7 +41,7 @@ def rows() -> list[Row]:
             "age": draw.choice([None, draw.randrange(18, 80)]),
             "tags": draw.sample(["red", "new", "sale", "big"], draw.randrange(4)),
             "history": [f"item-{draw.randrange(40)}" for _ in range(draw.randrange(9))],
-            "time": begin + datetime.timedelta(minutes=i),
+            "time": begin + datetime.timedelta(hours=i),
             "click": draw.randrange(2),
             "rating": draw.randrange(1, 6),
         }
