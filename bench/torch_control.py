@@ -40,8 +40,10 @@ Section = Mapping[str, Any]  # of a job file
 class LazyAdam(torch.optim.Optimizer):
     """Adam that moves and decays the rows with a gradient only; each row counts its own steps."""
 
-    def __init__(self, tables: list[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(tables, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(
+        self, tables: list[nn.Parameter], lr: float, weight_decay: float = 0.0, *, beta2: float = 0.999
+    ) -> None:
+        super().__init__(tables, {"lr": lr, "weight_decay": weight_decay, "beta2": beta2})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -57,9 +59,10 @@ class LazyAdam(torch.optim.Optimizer):
                 gradient = found.values() + group["weight_decay"] * table[rows]
                 state["step"][rows] += 1
                 state["mean"][rows] = 0.9 * state["mean"][rows] + 0.1 * gradient
-                state["square"][rows] = 0.999 * state["square"][rows] + 0.001 * gradient.square()
+                beta2 = group["beta2"]
+                state["square"][rows] = beta2 * state["square"][rows] + (1 - beta2) * gradient.square()
                 mean = state["mean"][rows] / (1 - 0.9 ** state["step"][rows])
-                square = state["square"][rows] / (1 - 0.999 ** state["step"][rows])
+                square = state["square"][rows] / (1 - beta2 ** state["step"][rows])
                 table[rows] -= group["lr"] * mean / (square.sqrt() + 1e-8)
 
 

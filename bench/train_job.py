@@ -41,14 +41,14 @@ class Outcome:
         ]
 
 
-def run_example(name: str, *words: str, folder: Path | None = None) -> Outcome:
-    """Train examples/NAME.yaml; its best evaluation, on the split that decides. SystemExit where it fails.
+def run_example(name: str, *words: str, folder: Path | None = None, split: str = "") -> Outcome:
+    """Train examples/NAME.yaml; its best evaluation, on `split` or the one that decides. SystemExit where it fails.
 
     folder: where the run is left; one that ended there before is not made again.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return run_example(name, *words, folder=Path(temporary))
+            return run_example(name, *words, folder=Path(temporary), split=split)
     found = _result(folder)
     if found is None:
         print(f"== {name}", flush=True)
@@ -60,7 +60,7 @@ def run_example(name: str, *words: str, folder: Path | None = None) -> Outcome:
             raise SystemExit(f"{name} ended with exit code {done.returncode}")
     return Outcome(
         name=name,
-        figures=found["figures"][found["split"]],
+        figures=found["figures"][split or found["split"]],
         seconds=found["seconds"],
         samples_per_second=found["samples_per_second"],
         wait_share=found["wait_share"],

@@ -259,6 +259,9 @@ _GROUPS = {
 }
 
 
+_KINDS = {"class": inspect.isclass, "module": inspect.ismodule, "function": callable}
+
+
 def api_page() -> str:
     """Return the reference of the public names, which Sphinx fills from their docstrings."""
     import embershard
@@ -272,7 +275,7 @@ def api_page() -> str:
         lines += [f"## {group}", ""] if names else []
         for name in sorted(names, key=str.lower):
             value = getattr(embershard, name)
-            kind = "class" if inspect.isclass(value) else "module" if inspect.ismodule(value) else "function"
+            kind = next((word for word, fits in _KINDS.items() if fits(value)), "data")
             options = ["   :members:", "   :exclude-members: __init__, __new__"] if kind == "class" else []
             lines += ["```{eval-rst}", f".. auto{kind}:: embershard.{name}", *options, "```", ""]
     return "\n".join(lines)

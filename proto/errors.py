@@ -18,7 +18,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
-        serving       BadExport, CannotServe, BadRequest, BadIds
+        serving       BadExport, CannotServe, BadRows, BadIds
         the user's    JobError, BadModule, UserCodeFailed, CannotWrite, OutputClosed
 
 Commands and training add subclasses of their own, beside what raises them.
@@ -423,7 +423,7 @@ class CannotServe(EmbershardError):
     template = "{what}: {reason}"
 
 
-class BadRequest(EmbershardError):
+class BadRows(EmbershardError):
     """A feature of a request that the model does not know, that is missing, or a value that it cannot be."""
 
     status = Status.INVALID_ARGUMENT

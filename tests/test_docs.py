@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from embershard.cli.app import COMMANDS, _load
 from embershard.worker.job.load import load_job
-from harness.pages import LANGUAGES, PAGES, ROOT, blocks, run_python
+from harness.pages import LANGUAGES, PAGES, ROOT, blocks, run_page
 from harness.served import ServedShard
 
 ALL = [block for page in PAGES for block in blocks(page)]
@@ -61,7 +61,7 @@ def test_python_blocks_run(page, served, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
-    run_python(page, {"addresses": served}, slow=False)
+    run_page(page, {"addresses": served})
     for name in set(sys.modules) - before:  # modules that the page wrote
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

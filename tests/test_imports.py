@@ -50,7 +50,7 @@ FLOORS_OF_WORKER = (
     {"worker/nn", "worker/data"},
     {"worker/data/readers", "worker/data/interactions"},
     {"worker/models"},
-    {"worker/models/ctr", "worker/models/retrieval", "worker/models/sequence"},
+    {"worker/models/ctr", "worker/models/multitask", "worker/models/retrieval", "worker/models/sequence"},
     {"worker/job"},
     {"worker/strategy", "worker/checkpoint"},
     {"worker/reporting"},

@@ -1,6 +1,6 @@
-"""Quality of a recommender: AUC, logloss, normalised entropy, calibration; HR@K, NDCG@K, Recall@K.
+"""Quality of a recommender: AUC, GAUC, logloss, normalised entropy, calibration; HR@K, NDCG@K, MAP@K, Recall@K.
 
-Functions take whole arrays. The three collectors take batches, merge what several workers saw, and end in named
+Functions take whole arrays. The collectors take batches, merge what several workers saw, and end in named
 figures. A figure that is not defined (AUC of one class, say) is NaN. All arithmetic is float64 over exact ranks.
 """
 
@@ -33,6 +33,52 @@ def auc(labels: Floats, scores: Floats) -> float:
     hits = np.add.reduceat((labels[order] > 0.5).astype(np.int64), first)
     below = first - (np.cumsum(hits) - hits)  # negatives under each run
     return float((hits * (below + (sizes - hits) / 2)).sum() / (positives * negatives))
+
+
+def gauc(labels: Floats, scores: Floats, groups: npt.NDArray[np.int64]) -> float:
+    """Mean AUC of groups (users, say) that have both classes, weighed by their samples (Zhou et al. 2018, equation 4).
+
+    labels, scores and groups are (N,). NaN without such a group, or with a NaN score.
+    """
+    if not len(labels) or np.isnan(scores).any():
+        return math.nan
+    order = np.lexsort((scores, groups))
+    ordered, own = scores[order], groups[order]
+    positive = (labels[order] > 0.5).astype(np.int64)
+    begins = np.r_[True, own[1:] != own[:-1]]
+    starts = np.flatnonzero(begins)  # of each group
+    first = np.flatnonzero(begins | np.r_[True, ordered[1:] != ordered[:-1]])  # of each run of equal scores in one
+    sizes, hits = np.diff(np.r_[first, len(own)]), np.add.reduceat(positive, first)
+    negatives_below = first - (np.cumsum(hits) - hits)
+    group = np.searchsorted(starts, first, side="right") - 1
+    counts = np.diff(np.r_[starts, len(own)])
+    positives = np.add.reduceat(positive, starts)
+    before = starts - (np.cumsum(positives) - positives)  # negatives of earlier groups
+    wins = np.bincount(group, hits * (negatives_below - before[group] + (sizes - hits) / 2), len(starts))
+    both = (positives > 0) & (positives < counts)
+    if not both.any():
+        return math.nan
+    aucs = wins[both] / (positives[both] * (counts - positives)[both])
+    return float(np.average(aucs, weights=counts[both]))
+
+
+def reliability(labels: Floats, logits: Floats, bins: int = 10) -> list[tuple[float, float, int]]:
+    """Mean prediction, mean label and samples of up to `bins` bins, which have about as many samples each.
+
+    Samples are put into bins by their prediction, as scikit-learn's calibration_curve does by quantiles; equal ones
+    come into one bin. Empty without samples.
+    """
+    if not len(labels):
+        return []
+    predicted = _sigmoid(logits)
+    edges = np.unique(np.quantile(predicted, np.linspace(0, 1, bins + 1)))
+    which = np.searchsorted(edges[1:-1], predicted)
+    found = []
+    for number in np.unique(which):
+        chosen = which == number
+        mean, rate = predicted[chosen].mean(), labels[chosen].mean(dtype=np.float64)
+        found.append((float(mean), float(rate), int(chosen.sum())))
+    return found
 
 
 def logloss(labels: Floats, logits: Floats) -> float:
@@ -87,6 +133,11 @@ def ndcg_one(ranks: npt.NDArray[np.int64], k: int) -> float:
     return float(np.mean(np.where(ranks < k, math.log(2) / np.log(ranks + 2.0), 0.0)))
 
 
+def map_one(ranks: npt.NDArray[np.int64], k: int) -> float:
+    """MAP@K of one positive per group: the mean of 1 / (rank + 1) where rank < k, else 0. NaN without groups."""
+    return float(np.mean(np.where(ranks < k, 1.0 / (ranks + 1.0), 0.0))) if len(ranks) else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class Users:
     """Users to rank all items for; the pairs index a score matrix: `scores[seen_user, seen_item] = -inf`."""
@@ -100,7 +151,10 @@ class Users:
 
 @dataclass(eq=False)
 class Pointwise:
-    """Collects labels and logits: auc, logloss, ne, calibration, samples."""
+    """Collects labels and logits: auc, logloss, ne, calibration, samples, and gauc of batches that have groups.
+
+    A missing label (NaN) is left out.
+    """
 
     labels: list[npt.NDArray[np.float32]] = field(default_factory=list)
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
@@ -122,22 +176,60 @@ class Pointwise:
         self.groups += other.groups
 
     def arrays(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64] | None]:
-        """Labels, logits and groups, (N,) each, of everything collected; no groups where a batch had none."""
+        """Labels, logits and groups, (N,) each, of all samples with a label; no groups where a batch had none."""
         labels = np.concatenate([np.empty(0, np.float32), *self.labels])
         logits = np.concatenate([np.empty(0, np.float32), *self.logits])
         groups = np.concatenate([np.empty(0, np.int64), *self.groups])
+        known = ~np.isnan(labels)
+        if not known.all():
+            groups = groups[known] if len(groups) == len(labels) else groups
+            labels, logits = labels[known], logits[known]
         return labels, logits, groups if len(groups) == len(labels) else None
 
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
-        labels, logits, _ = self.arrays()
+        labels, logits, groups = self.arrays()
         return {
             "auc": auc(labels, logits),
             "logloss": logloss(labels, logits),
             "ne": normalised_entropy(labels, logits),
             "calibration": calibration(labels, logits),
             "samples": float(len(labels)),
+            **({} if groups is None else {"gauc": gauc(labels, logits, groups)}),
         }
+
+
+@dataclass(eq=False)
+class Labels:
+    """Collects several labels: each figure of each, `auc:income`, and by its bare name the mean over the labels."""
+
+    names: tuple[str, ...]
+    parts: tuple[Pointwise, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.parts = tuple(Pointwise() for _ in self.names)
+
+    @property
+    def labels(self) -> list[tuple[str, Pointwise]]:
+        """The name of each label, and what was collected of it."""
+        return list(zip(self.names, self.parts, strict=True))
+
+    def update(self, logits: Array, labels: Array, groups: Array | None = None) -> None:
+        """One batch: logits and labels (B, L), NaN where a label is missing, and groups (B,)."""
+        for i, part in enumerate(self.parts):
+            part.update(logits[:, i], labels[:, i], groups)
+
+    def merge(self, other: Labels) -> None:
+        """Add what another worker collected."""
+        for part, others in zip(self.parts, other.parts, strict=True):
+            part.merge(others)
+
+    def compute(self) -> dict[str, float]:
+        """The figures over everything collected."""
+        found = [part.compute() for part in self.parts]
+        means = {name: float(np.mean([figures[name] for figures in found])) for name in found[0]}
+        own = list(zip(self.names, found, strict=True))
+        return means | {f"{name}:{label}": value for label, figures in own for name, value in figures.items()}
 
 
 @dataclass(eq=False)
@@ -166,20 +258,26 @@ class Candidates:
         return {
             f"hr@{self.k}": hit_rate(ranks, self.k),
             f"ndcg@{self.k}": ndcg_one(ranks, self.k),
+            f"map@{self.k}": map_one(ranks, self.k),
             "users": float(len(ranks)),
         }
 
 
 @dataclass(eq=False)
 class FullRanking:
-    """Collects rankings of all items: recall@k, ndcg@k, users; means over users, as LightGCN's code takes them.
+    """Collects rankings of all items: recall@k, ndcg@k, map@k, users; means over users, as LightGCN's code takes them.
 
-    recall@k = hits in the first k / relevant items; ndcg@k = DCG / the DCG of min(k, relevant items) hits in front.
+    recall@k = hits in the first k / relevant items; ndcg@k = DCG / the DCG of min(k, relevant items) hits in front;
+    map@k = the mean precision at each hit, over min(k, relevant items). coverage@k is the share of all items that are
+    in anyone's first k.
     """
 
     k: int = 20
     recalls: list[npt.NDArray[np.float64]] = field(default_factory=list)
     ndcgs: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    precisions: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    shown: list[npt.NDArray[np.int64]] = field(default_factory=list)  # columns of items, each once per batch
+    num_items: int = 0
 
     def update(self, scores: torch.Tensor, users: Users) -> None:
         """One batch: scores (B, I) of every item for each user, changed in place (seen items become -inf)."""
@@ -195,20 +293,32 @@ class FullRanking:
         has = counts > 0
         self.recalls.append(hits.sum(axis=1)[has] / counts[has])
         self.ndcgs.append((hits * gains).sum(axis=1)[has] / ideal[has])
+        places = np.arange(1, hits.shape[1] + 1)
+        averages = (hits * hits.cumsum(axis=1) / places).sum(axis=1)[has]
+        self.precisions.append(averages / np.minimum(counts, hits.shape[1])[has])
+        self.shown.append(np.unique(top).astype(np.int64))
+        self.num_items = num_items
 
     def merge(self, other: FullRanking) -> None:
         """Add what another worker collected."""
         self.recalls += other.recalls
         self.ndcgs += other.ndcgs
+        self.precisions += other.precisions
+        self.shown += other.shown
+        self.num_items = max(self.num_items, other.num_items)
 
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
         recalls = np.concatenate([np.empty(0), *self.recalls])
         ndcgs = np.concatenate([np.empty(0), *self.ndcgs])
+        precisions = np.concatenate([np.empty(0), *self.precisions])
+        shown = np.unique(np.concatenate([np.empty(0, np.int64), *self.shown]))
         some = len(recalls) > 0
         return {
             f"recall@{self.k}": float(recalls.mean()) if some else math.nan,
             f"ndcg@{self.k}": float(ndcgs.mean()) if some else math.nan,
+            f"map@{self.k}": float(precisions.mean()) if some else math.nan,
+            f"coverage@{self.k}": len(shown) / self.num_items if some else math.nan,
             "users": float(len(recalls)),
         }
 

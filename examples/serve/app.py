@@ -53,8 +53,8 @@ def make_app(folder: str, *, dense: Dense = "torch", threads: int = 2, max_rows:
             return JSONResponse({"detail": f"{rows} rows in one request, at most {max_rows}"}, 413)
         return JSONResponse({"scores": model.score(request.rows).tolist()})
 
-    @app.exception_handler(es.errors.BadRequest)
-    async def bad_request(_: Request, error: es.errors.BadRequest) -> JSONResponse:
+    @app.exception_handler(es.errors.BadRows)
+    async def bad_request(_: Request, error: es.errors.BadRows) -> JSONResponse:
         return JSONResponse({"detail": str(error), **error.fields}, 422)
 
     return app

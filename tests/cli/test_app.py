@@ -102,7 +102,7 @@ def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(run, monkeypat
 
 def test_a_figure_that_is_not_defined_is_null(run, monkeypatch):
     figures = {"valid": {"auc": math.nan, "logloss": 0.5}}  # of a split with one class alone
-    monkeypatch.setattr(evaluate, "TrainedEvaluator", lambda *_: SimpleNamespace(evaluate=lambda: figures))
+    monkeypatch.setattr(evaluate, "TrainedEvaluator", lambda *_, **__: SimpleNamespace(evaluate=lambda: figures))
     monkeypatch.setattr(evaluate, "open_source", lambda *_, **__: Source(None, None, None))
     done = run("evaluate", "job.yaml", "--ps", "127.0.0.1:1")
     assert done.exit_code == 0, done.output

@@ -86,6 +86,8 @@ def test_a_checkpoint_has_the_figures_that_its_run_has_reported(sets):
     last = evaluate("checkpoints", "--latest", sets=sets)
     assert last["valid"] == notes.evaluations[-1].figures["valid"] != best["valid"]
     assert evaluate(f"checkpoints/{LAST}", sets=sets)["valid"] == last["valid"]
+    evaluate("checkpoints", "--calibration-plot", "curve.svg", sets=sets)
+    assert f"valid, {best['valid']['samples']:,.0f} samples" in Path("curve.svg").read_text()
     Path("run").mkdir()
     Path("checkpoints").rename("run/best")
     assert evaluate("run", sets=sets)["valid"] == best["valid"]
@@ -162,6 +164,19 @@ def test_readers_of_other_files_take_one_of_their_own(data, text, samples):
     else:
         found = open_file(job, Path(), Path("other"))
         assert (found.splits, found.num_samples("test")) == (("test",), samples)
+
+
+@pytest.mark.parametrize("split", [None, {"by": "random", "valid": 0.2, "test": 0.2}])
+def test_a_new_table_is_scored_alone_with_what_was_learnt_from_the_rows_to_train_on(split):
+    rows = [f"{n % 2},u{n % 5},{n / 10}" for n in range(100)]
+    Path("table.csv").write_text("\n".join(["label,user,price", *rows, ""]))
+    Path("new").write_text("label,user,price\n1,u1,3.5\n0,u9,2\n")
+    features = {"user": {}, "price": {"type": "number", "transform": "standardise"}}
+    data = {"reader": "tabular", "train": "table.csv", "split": split, "format": "csv"}
+    job = make_job(data=data, features=features)
+    found = open_file(job.model_copy(update={"data": job.data.fit(Path(), 0)}), Path(), Path("new"))
+    assert found.splits == ("test",)
+    assert sum(len(batch.labels) for batch in found.evaluate("test", 0, 1, 10)) == 2
 
 
 OWN_READER = """import numpy as np

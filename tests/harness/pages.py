@@ -15,7 +15,7 @@ The words behind a block's language say how; a reader of the page does not see t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,15 +63,16 @@ def blocks(page: Path) -> Iterator[Block]:
         index = close + 1
 
 
-def run_python(page: Path, names: Mapping[str, object], *, slow: bool) -> int:
-    """Run the Python blocks of a page in one namespace that begins with `names`; return how many."""
+def run_page(
+    page: Path, names: Mapping[str, object], *, slow: bool = False, run_commands: Callable[[Block], object] = id
+) -> None:
+    """Run the Python blocks of a page in one namespace that begins with `names`, and its bash by `run_commands`."""
     namespace: dict[str, object] = {"__name__": f"page_{page.stem.replace('-', '_')}", **names}
-    count = 0
     for block in blocks(page):
+        if block.language == "bash":
+            run_commands(block)
         if block.language == "python" and (slow or "slow" not in block.words):
             if module := re.match(r"# (\w+\.py)\n", block.text):  # modules of the user are named by their first line
                 Path(module[1]).write_text(block.text)
             code = compile("\n" * block.line + block.text, str(block), "exec")  # errors name the page's line
             exec(code, namespace)
-            count += 1
-    return count

@@ -5,20 +5,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_recall
+from torchmetrics.functional.retrieval import (
+    retrieval_average_precision,
+    retrieval_normalized_dcg,
+    retrieval_recall,
+    retrieval_reciprocal_rank,
+)
 
 from embershard.worker.metrics import (
     Candidates,
     FullRanking,
+    Labels,
     Pointwise,
     Users,
     auc,
     calibration,
     candidate_ranks,
+    gauc,
     hit_rate,
     logloss,
+    map_one,
     ndcg_one,
     normalised_entropy,
+    reliability,
 )  # fmt: skip
 
 
@@ -113,7 +122,8 @@ def test_candidates_over_batches_equal_the_whole():
         parts[i % 2].update(*(torch.from_numpy(x[i]) for x in (scores, labels, groups)))
     parts[0].merge(parts[1])
     ranks = (scores > scores[:, 7:8]).sum(axis=1)
-    assert parts[0].compute() == {"hr@5": hit_rate(ranks, 5), "ndcg@5": ndcg_one(ranks, 5), "users": 50.0}
+    want = {"hr@5": hit_rate(ranks, 5), "ndcg@5": ndcg_one(ranks, 5), "map@5": map_one(ranks, 5), "users": 50.0}
+    assert parts[0].compute() == want
     assert math.isnan(Candidates().compute()["hr@10"])
     with pytest.raises(ValueError, match="groups"):
         Candidates().update(scores[0], labels[0])
@@ -134,12 +144,80 @@ def test_full_ranking_equals_torchmetrics():
     ]
     for name, function in ((f"recall@{k}", retrieval_recall), (f"ndcg@{k}", retrieval_normalized_dcg)):
         want[name] = np.mean([float(function(*each, top_k=k)) for each in unseen if each[1].any()])
-    assert figures.compute() == pytest.approx(want, rel=1e-6)
+    found = figures.compute()
+    assert {name: found[name] for name in want} == pytest.approx(want, rel=1e-6)
 
 
 def test_full_ranking_with_fewer_items_than_k():
     figures = FullRanking(k=20)
     users = Users(torch.arange(1), np.array([0]), np.array([0]), np.array([0, 0]), np.array([1, 2]))
     figures.update(torch.tensor([[9.0, 2.0, 1.0]]), users)
-    assert figures.compute() == {"recall@20": 1.0, "ndcg@20": 1.0, "users": 1.0}
+    assert figures.compute() == dict.fromkeys(("recall@20", "ndcg@20", "map@20", "coverage@20", "users"), 1.0)
     assert math.isnan(FullRanking().compute()["recall@20"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(-2, 2)), max_size=40))
+def test_gauc_is_the_mean_auc_of_users_weighed_by_their_samples(samples):
+    groups, labels, scores = (
+        np.array(part, np.float64) for part in (zip(*samples, strict=True) if samples else [()] * 3)
+    )
+    found = [(int((groups == g).sum()), brute_auc(labels[groups == g], scores[groups == g])) for g in set(groups)]
+    both = [(count, value) for count, value in found if not math.isnan(value)]
+    want = sum(c * v for c, v in both) / sum(c for c, _ in both) if both else math.nan
+    assert gauc(labels, scores, groups.astype(np.int64)) == pytest.approx(want, abs=1e-12, nan_ok=True)
+
+
+def test_map_of_one_positive_is_torchmetrics_reciprocal_rank():
+    scores = torch.tensor([[0.9, 0.8, 0.1], [0.3, 0.5, 0.2], [0.1, 0.5, 0.2]])
+    target = torch.tensor([1, 0, 0]).bool()
+    ranks = candidate_ranks(scores.flatten().numpy(), np.tile(target.numpy(), 3).astype(float), np.repeat(range(3), 3))
+    want = np.mean([float(retrieval_reciprocal_rank(row, target, top_k=2)) for row in scores])
+    assert map_one(ranks, 2) == pytest.approx(want)
+
+
+def test_map_and_coverage_of_rankings_of_all_items():
+    scores = torch.tensor([[0.9, 0.8, 0.7, 0.1, 0.0], [0.1, 0.3, 0.9, 0.8, 0.2]])
+    none = np.empty(0, np.int64)
+    figures = FullRanking(k=3)
+    for user, relevant in ((0, [0, 2]), (1, [3])):
+        items = np.array(relevant)
+        figures.update(scores[user : user + 1].clone(), Users(torch.tensor([user]), none, none, items * 0, items))
+    targets = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 1, 0]])
+    want = [float(retrieval_average_precision(*pair, top_k=3)) for pair in zip(scores, targets, strict=True)]
+    found = figures.compute()
+    assert found["map@3"] == pytest.approx(np.mean(want))
+    assert found["coverage@3"] == 4 / 5  # 0, 1, 2 and 2, 3, 1
+
+
+def test_several_labels_have_figures_of_their_own_without_what_is_missing():
+    logits = torch.tensor([[1.0, 0.5], [-1.0, 2.0], [0.0, -3.0]])
+    labels = torch.tensor([[1.0, math.nan], [0.0, 1.0], [1.0, 0.0]])
+    figures = Labels(("a", "b"))
+    figures.update(logits[:2], labels[:2])
+    other = Labels(("a", "b"))
+    other.update(logits[2:], labels[2:])
+    figures.merge(other)
+    found = figures.compute()
+    assert found["samples:b"] == 2
+    assert found["logloss:b"] == pytest.approx(logloss(np.array([1.0, 0.0]), np.array([2.0, -3.0])))
+    assert found["auc:a"] == 1.0
+    assert found["logloss"] == pytest.approx((found["logloss:a"] + found["logloss:b"]) / 2)
+
+
+def test_a_reliability_curve_bins_samples_by_their_prediction():
+    predicted = np.array([0.1, 0.1, 0.2, 0.3, 0.6, 0.7, 0.9, 0.9])
+    labels = np.array([0, 1, 0, 0, 1, 0, 1, 1])
+    logits = np.log(predicted / (1 - predicted))
+    found = reliability(labels, logits, bins=2)
+    assert np.allclose(found, [(0.175, 0.25, 4), (0.775, 0.75, 4)])
+    assert sum(count for *_, count in reliability(labels, np.zeros(8))) == 8
+    assert reliability(np.empty(0), np.empty(0)) == []
+
+
+def test_candidates_may_come_in_rows():
+    rows, flat = Candidates(k=1), Candidates(k=1)
+    logits, labels = torch.tensor([[0.5, 0.1, 0.4], [0.1, 0.9, 0.2]]), torch.tensor([[1.0, 0.0, 0.0]] * 2)
+    rows.update(logits, labels)
+    flat.update(logits.flatten(), labels.flatten(), torch.tensor([7, 7, 7, 8, 8, 8]))
+    assert rows.compute() == flat.compute()
+    assert rows.compute()["hr@1"] == 0.5

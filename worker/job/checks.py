@@ -12,7 +12,7 @@ from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import OptimizerSection, SASRecSection, SimpleXSection, TwoTowerSection
+from embershard.worker.job.sections import DINSection, OptimizerSection, SASRecSection, SimpleXSection, TwoTowerSection
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.job.yaml import Path as Location
 
@@ -275,12 +275,24 @@ def check_opened(job: Job, dataset: Dataset) -> None:
 
 def _opened(job: Job, dataset: Dataset) -> Problems:
     schema, reader, model = dataset.schema, job.data.reader, job.model.name
+    groups = job.evaluate.groups
+    single = [field.name for field in schema.fields if field.width == 1] if schema.fields else schema.features
+    if groups is not None and groups not in single:
+        reason = f"{groups!r} is no feature of one value; data.reader {reader} has {', '.join(single)}"
+        yield ("evaluate", "groups"), reason
+    if len(schema.labels) > 1 and not job.model.labels:
+        reason = f"{model} has one logit, and samples have labels {', '.join(schema.labels)}: take mmoe or ple"
+        yield ("model", "name"), reason
+    weights = getattr(job.loss, "label_weights", ())
+    if weights and len(weights) != len(schema.labels):
+        reason = f"has {len(weights)} weights for labels {', '.join(schema.labels)}: give one of each"
+        yield ("loss", "label_weights"), reason
     if job.model.needs == "pairs" and len(schema.features) != 2 and (model not in _LISTS or len(schema.features) < 2):
         reason = f"{model} needs a user and an item per sample, but data.reader {reader} has {len(schema.features)}"
         yield ("model", "name"), f"{reason} features: {', '.join(schema.features)}"
     if job.model.needs == "dense" and not schema.num_dense:
         yield ("model", "name"), f"{model} needs dense features, of which data.reader {reader} has none"
-    if schema.num_ids is None and not job.has_shards:
+    if schema.is_hashed and not job.has_shards:
         reason = f"strategy {job.strategy} needs tables in memory, and ids without num_ids have 2**62 rows"
         yield ("strategy",), f"{reason}; give the reader num_ids, or use strategy ps"
     if not dataset.splits:
@@ -349,6 +361,11 @@ def _loss(job: Job) -> Problems:
 
 def _features(job: Job) -> Problems:
     if not isinstance(job.data, TabularSection):
+        if isinstance(job.model, DINSection):
+            yield (
+                ("model", "name"),
+                f"din needs a sequence, which data.reader {job.data.reader} has not: take tabular",
+            )
         if job.features:
             yield ("features",), f"has a meaning for data.reader tabular, and not for {job.data.reader}"
         return
@@ -360,6 +377,12 @@ def _features(job: Job) -> Problems:
         job.data.preprocessor()
     except BadFeature as error:
         yield ("features", error.name), error.reason
+    if isinstance(job.model, DINSection):
+        for field, types in (("target", (None, "category")), ("history", ("sequence",))):
+            for name in getattr(job.model, field):
+                if name not in job.data.features or job.data.features[name].type not in types:
+                    reason = f"{name!r} is no feature of type {types[-1]}, as each {field} must be"
+                    yield ("model", field), reason
     for name, feature in job.data.features.items():
         if feature.type == "sequence" and not job.model.reads_sequences:
             reason = f"{job.model.name} reads no sequences: use type list, whose rows are pooled"
@@ -407,6 +430,8 @@ def _judging(job: Job) -> Problems:
         yield ("evaluate", "metric"), f"{job.metric!r} {reason}"
     if job.metric == "calibration":
         yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"
+    if job.evaluate.groups is not None and job.data.evaluation != "pointwise":
+        yield ("evaluate", "groups"), f"has no meaning for data.reader {job.data.reader}; remove it"
     if job.evaluate.top_k is not None and job.data.evaluation == "pointwise":
         yield ("evaluate", "top_k"), f"has no meaning for data.reader {job.data.reader}; remove it"
     if not job.data.judged_on:

@@ -345,6 +345,20 @@ class AdultSection(DataSection):
     test: Path | None = None
     standardise: bool = False
     shuffle: bool = True
+    labels: Annotated[tuple[Literal["income", "never_married"], ...], Field(min_length=1)] = ("income",)
+    skip: tuple[str, ...] = ()
+    """Categorical features that are left out."""
+
+    @property
+    def labels_of_samples(self) -> tuple[str, ...]:
+        """The names of a sample's labels."""
+        return self.labels
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if "never_married" in self.labels and not {"marital_status", "relationship"} <= set(self.skip):
+            return "skip", "must name marital_status and relationship, which tell the label never_married"
+        return None
 
     @property
     def has_dense(self) -> bool:
@@ -362,7 +376,15 @@ class AdultSection(DataSection):
         from embershard.worker.data.readers.adult import Adult
 
         paths = {split: found[0] for split, found in self.paths(folder).items()}
-        return Adult(paths["train"], paths.get("test"), standardise=self.standardise, shuffle=self.shuffle, seed=seed)
+        return Adult(
+            paths["train"],
+            paths.get("test"),
+            standardise=self.standardise,
+            shuffle=self.shuffle,
+            labels=self.labels,
+            skip=self.skip,
+            seed=seed,
+        )
 
 
 class ClicksSection(DataSection):

@@ -18,6 +18,12 @@ METRICS: dict[Evaluation, tuple[str, ...]] = {
     "candidates": ("hr@{k}", "ndcg@{k}"),
     "ranking": ("recall@{k}", "ndcg@{k}"),
 }
+# computed as well, and shown where a job names them
+MORE_METRICS: dict[Evaluation, tuple[str, ...]] = {
+    "pointwise": (),
+    "candidates": ("map@{k}",),
+    "ranking": ("map@{k}", "coverage@{k}"),
+}
 LOWER_IS_BETTER = frozenset({"logloss", "ne"})
 SPLITS = ("train", "valid", "test")
 
@@ -50,6 +56,11 @@ class DataSection(Section):
     def evaluation(self) -> Evaluation:
         """How the data is evaluated: pointwise (labels, logits), candidates (ranked lists) or ranking (all items)."""
         return "pointwise"
+
+    @property
+    def labels_of_samples(self) -> tuple[str, ...]:
+        """The names of a sample's labels."""
+        return ("label",)
 
     @property
     def has_dense(self) -> bool:

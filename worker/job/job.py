@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from embershard.proto import spec
 from embershard.worker.job.compression import AnyCompression
-from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData
+from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData, UserReaderSection
+from embershard.worker.job.data_section import MORE_METRICS
 from embershard.worker.job.sections import (
     AnyLoss,
     AnyModel,
@@ -132,18 +133,33 @@ class Job(Section):
     @property
     def built_in_metrics(self) -> tuple[str, ...]:
         """The metrics that embershard itself computes on this data."""
-        return tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
+        more = MORE_METRICS[self.data.evaluation]
+        if self.evaluate.groups or isinstance(self.data, UserReaderSection):
+            more = (*more, "gauc") if self.data.evaluation == "pointwise" else more
+        labels = self.data.labels_of_samples
+        names = (*self._shown_metrics, *(name.format(k=self.top_k) for name in more))
+        return names if len(labels) == 1 else (*names, *(f"{name}:{label}" for label in labels for name in names))
+
+    @property
+    def _shown_metrics(self) -> tuple[str, ...]:
+        """Those that are shown where a job names none."""
+        shown = tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
+        return (*shown, "gauc") if self.evaluate.groups else shown
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The metrics that an evaluation computes."""
-        return tuple(metric.short_name for metric in self.metrics) or self.built_in_metrics
+        named, labels = tuple(metric.short_name for metric in self.metrics), self.data.labels_of_samples
+        if named or len(labels) == 1:
+            return named or self._shown_metrics
+        shown = [name for name in self._shown_metrics if name not in ("ne", "calibration")]
+        return (*shown, *(f"{name}:{label}" for label in labels for name in shown))
 
     @property
     def lower_is_better(self) -> bool:
         """Whether the metric that decides is best where it is lowest."""
         own = {metric.short_name: metric.lower_is_better for metric in self.metrics if metric.is_custom}
-        return own.get(self.metric, self.metric in LOWER_IS_BETTER)
+        return own.get(self.metric, self.metric.partition(":")[0] in LOWER_IS_BETTER)
 
     @property
     def own_loss(self) -> CodeSection | None:

@@ -7,10 +7,14 @@ from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.models.ctr.fm import FM, LR, DeepFM
 from embershard.worker.models.ctr.persia import PersiaDNN
 from embershard.worker.models.ctr.wide_deep import WideDeep
+from embershard.worker.models.ctr.xdeepfm import XDeepFM
+from embershard.worker.models.multitask.mmoe import MMoE
+from embershard.worker.models.multitask.ple import PLE
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.retrieval.simplex import SimpleX
 from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.models.sequence.din import DIN
 from embershard.worker.models.sequence.sasrec import SASRec
 
 MODELS: dict[str, type[Recommender]] = {
@@ -21,10 +25,14 @@ MODELS: dict[str, type[Recommender]] = {
     "fm": FM,
     "wide_deep": WideDeep,
     "deepfm": DeepFM,
+    "xdeepfm": XDeepFM,
     "dcn_v2": DCNV2,
     "dlrm": DLRM,
     "persia_dnn": PersiaDNN,
     "two_tower": TwoTower,
     "simplex": SimpleX,
+    "din": DIN,
+    "mmoe": MMoE,
+    "ple": PLE,
     "sasrec": SASRec,
 }

@@ -36,6 +36,10 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
 def is_off(value: object) -> bool:
     """Whether a field says `off`, which YAML 1.1 reads as false."""
     return value is False or value == "off"
@@ -84,6 +88,8 @@ class ModelSection(Section):
     """What its data must have; pairs: one user and one item per sample, dense: at least one dense feature."""
     reads_sequences: ClassVar[bool] = False
     """Whether it takes features that are sequences."""
+    labels: ClassVar[bool] = False
+    """Whether it has a logit for each label of the data."""
 
     @property
     def takes_dim(self) -> bool:
@@ -106,6 +112,7 @@ class ModelSection(Section):
             "num_ids": schema if schema.fields else schema.table_rows,
             "num_fields": schema.num_vectors,
             "num_dense": schema.num_dense,
+            "num_labels": len(schema.labels),
         }
 
 
@@ -140,6 +147,53 @@ class DeepSection(ModelSection):
     hidden: tuple[Count, ...] = (400, 400, 400)
     batch_norm: bool = False
     dropout: Share = 0.0
+
+
+class XDeepFMSection(DeepSection):
+    """xDeepFM: `cin` are the maps of each layer of its compressed interaction network."""
+
+    name: Literal["xdeepfm"]  # type: ignore[assignment]
+    cin: Annotated[tuple[Count, ...], Field(min_length=1)] = (100, 100)
+
+
+class MMoESection(ModelSection):
+    """MMoE: shared experts of layers `expert`, and for each label a gate and a tower."""
+
+    name: Literal["mmoe"]
+    experts: Count = 4
+    expert: Annotated[tuple[Count, ...], Field(min_length=1)] = (256,)
+    tower: tuple[Count, ...] = (64,)
+    batch_norm: bool = False
+    dropout: Share = 0.0
+    labels = True
+
+
+class PLESection(MMoESection):
+    """PLE: levels of `experts` for each label, and `shared_experts` for all."""
+
+    name: Literal["ple"]  # type: ignore[assignment]
+    levels: Count = 2
+    experts: Count = 2
+    shared_experts: Count = 2
+
+
+class DINSection(ModelSection):
+    """DIN: `target` and `history` name features of the data in pairs: a category, and a sequence of its values."""
+
+    name: Literal["din"]
+    target: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+    history: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+    attention: tuple[Count, ...] = (80, 40)
+    hidden: tuple[Count, ...] = (200, 80)
+    batch_norm: bool = False
+    dropout: Share = 0.0
+    reads_sequences = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.target) != len(self.history):
+            raise ValueError(f"DINSection: history must name a sequence for each of {', '.join(self.target)}")
+        return self
 
 
 class DcnSection(ModelSection):
@@ -220,6 +274,7 @@ class UserModelSection(CodeSection):
     needs: ClassVar[Needs] = "features"
     takes_dim: ClassVar[bool] = True
     reads_sequences: ClassVar[bool] = True
+    labels: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -236,7 +291,7 @@ class UserModelSection(CodeSection):
 class LossSection(Section):
     """A built-in loss by its name; bpr and sampled_softmax compare a row's own item with others."""
 
-    name: Literal["bce", "bpr", "sampled_softmax"]
+    name: Literal["bpr", "sampled_softmax"]
 
     @property
     def code(self) -> str:
@@ -247,6 +302,13 @@ class LossSection(Section):
     def args(self) -> dict[str, Any]:
         """Its settings."""
         return self.model_dump(exclude={"name"})
+
+
+class BceSection(LossSection):
+    """Binary cross-entropy; `label_weights` say how much each of several labels counts, in their order."""
+
+    name: Literal["bce"]  # type: ignore[assignment]
+    label_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()
 
 
 class CclSection(LossSection):
@@ -337,9 +399,19 @@ if TYPE_CHECKING:
     AnyOptimizer = OptimizerSection
     AnyInitializer = InitializerSection
 else:
-    _losses = {"bce": LossSection, "bpr": LossSection, "sampled_softmax": LossSection, "ccl": CclSection}
+    _losses = {"bce": BceSection, "bpr": LossSection, "sampled_softmax": LossSection, "ccl": CclSection}
     AnyLoss = Annotated[_choice({**_losses, CUSTOM: CodeSection}, CUSTOM), BeforeValidator(_as_loss)]
-    _ctr = (ShallowSection, DeepSection, DcnSection, DlrmSection, PersiaSection)
+    _ctr = (
+        XDeepFMSection,
+        DINSection,
+        MMoESection,
+        PLESection,
+        ShallowSection,
+        DeepSection,
+        DcnSection,
+        DlrmSection,
+        PersiaSection,
+    )
     _models = (*_ctr, NcfSection, TwoTowerSection, SimpleXSection, SASRecSection)
     _by_name = {name: cls for cls in _models for name in get_args(cls.model_fields["name"].annotation)}
     AnyModel = _choice({**_by_name, CUSTOM: UserModelSection}, CUSTOM)

@@ -281,6 +281,9 @@ class TrainSection(StepSection):
         return given[0] if len(given) == 1 else None
 
 
+POINTWISE = ("auc", "logloss", "ne", "calibration", "gauc")  # of each label where there are several: auc:income
+
+
 class MetricSection(CodeSection):
     """One metric: a built-in one by its name, or `module:name`, called with labels and scores (worker/metrics.py)."""
 
@@ -290,7 +293,12 @@ class MetricSection(CodeSection):
     @property
     def is_custom(self) -> bool:
         """Whether a user defined it."""
-        return ":" in self.code
+        return ":" in self.code and self.code.partition(":")[0] not in POINTWISE
+
+    @property
+    def short_name(self) -> str:
+        """The name without its module; a label's metric keeps the label."""
+        return super().short_name if self.is_custom else self.code
 
 
 Metric = Annotated[MetricSection, BeforeValidator(as_code, json_schema_input_type=str | MetricSection)]
@@ -305,6 +313,8 @@ class EvaluateSection(Section):
     every: Count | None = None
     metric: str | None = None
     top_k: Count | None = None
+    groups: str | None = None
+    """A feature, such as the user: gauc is the mean AUC of the samples that share a value of it."""
     batch_size: Count = 16_384
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -62,7 +63,26 @@ def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[st
         return InBatchSoftmax() if name == "sampled_softmax" and model.in_batch else ListLoss(model, name, args)
     if name != "bce":
         raise ValueError(f"{name} needs a model that is trained on lists of items")
-    return lambda module, batch: functional.binary_cross_entropy_with_logits(forward(module, batch), batch.labels)
+    return lambda module, batch: bce(forward(module, batch), batch.labels, batch.weights, **args)
+
+
+def bce(
+    logits: Tensor, labels: Tensor, weights: Tensor | None = None, *, label_weights: Sequence[float] = ()
+) -> Tensor:
+    """Binary cross-entropy of logits (B,) or (B, L): its mean over the samples, weighed by `weights` (B,).
+
+    Of several labels it is the sum of their means, weighed by `label_weights` (L,). A label that is missing (NaN) has
+    no loss, and does not count in its label's mean.
+    """
+    if labels.dim() == 1 and weights is None:
+        return functional.binary_cross_entropy_with_logits(logits, labels)
+    known = ~labels.isnan()
+    losses = functional.binary_cross_entropy_with_logits(logits, labels.where(known, 0.0), reduction="none")
+    counts = known.float() if weights is None else known * weights.view(-1, *[1] * (labels.dim() - 1))
+    means = (losses * counts).sum(0) / counts.sum(0).clamp(min=torch.finfo(counts.dtype).tiny)
+    if label_weights:
+        means = means * torch.tensor(label_weights, device=means.device)
+    return means.sum()
 
 
 def _user_loss(forward: Forward, name: str, args: Mapping[str, object]) -> Loss:

@@ -99,8 +99,8 @@ def call(what: str, make: object, args: Mapping[str, object], offered: Mapping[s
 def forward_of(model: nn.Module, name: str = "") -> Forward:
     """How to get the logits of a batch from a model, by what its forward takes: (ids, dense) or (ids).
 
-    Logits may be (B,) or (B, 1). UserCodeFailed where forward takes something else or, when it is called, raises or
-    gives another shape; `name` is the user's name of the model.
+    Logits may be (B,) or (B, 1), or (B, L) of several labels. UserCodeFailed where forward takes something else or,
+    when it is called, raises or gives another shape; `name` is the user's name of the model.
     """
     if isinstance(model, Recommender):
         return lambda module, batch: module(batch.ids, batch.dense)
@@ -113,11 +113,12 @@ def forward_of(model: nn.Module, name: str = "") -> Forward:
     def forward(module: nn.Module, batch: Batch) -> Tensor:
         with user_code(what):
             logits: object = module(batch.ids, batch.dense) if takes_dense else module(batch.ids)
-        if not isinstance(logits, Tensor) or logits.shape not in ((len(batch),), (len(batch), 1)):
+        if not isinstance(logits, Tensor) or logits.shape not in (batch.labels.shape, (len(batch), 1)):
             given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            reason = f"gave {given} for {len(batch)} samples; return one logit per sample, ({len(batch)},)"
+            wanted = "one logit per sample" if batch.labels.dim() == 1 else "a logit for each label of each sample"
+            reason = f"gave {given} for {len(batch)} samples; return {wanted}, {tuple(batch.labels.shape)}"
             raise UserCodeFailed(what=what, reason=reason, where=where)
-        return logits.reshape(-1)
+        return logits.reshape(batch.labels.shape)
 
     return forward
 

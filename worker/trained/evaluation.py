@@ -13,6 +13,7 @@ from embershard.worker.data.batch import Dataset
 from embershard.worker.data.user_defined import CheckedDataset
 from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
+from embershard.worker.job.tabular import TabularSection
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.trained.reading import ReadOnlySession, average_of, trained
 from embershard.worker.training.evaluate import Evaluator, Figures, metrics_of
@@ -29,7 +30,13 @@ class TrainedEvaluator:
     """
 
     def __init__(
-        self, job: Job, dataset: Dataset, session: ReadOnlySession | None, checkpoint: Checkpoint | None
+        self,
+        job: Job,
+        dataset: Dataset,
+        session: ReadOnlySession | None,
+        checkpoint: Checkpoint | None,
+        *,
+        curves: bool = False,
     ) -> None:
         if not dataset.splits:
             raise JobError(
@@ -51,11 +58,17 @@ class TrainedEvaluator:
             batch_size=job.evaluate.batch_size,
             device=device,
             averaged=average_of(job, strategy, session, checkpoint),
+            curves=curves,
         )
 
     def evaluate(self) -> dict[str, Figures]:
         """Split -> metric -> value."""
         return self._evaluator.evaluate()
+
+    @property
+    def curves(self) -> dict[str, list[tuple[float, float, int]]]:
+        """Split -> mean prediction, mean label and samples of each bin, of the last evaluation."""
+        return self._evaluator.curves
 
 
 def open_file(job: Job, base: Path, path: Path) -> Dataset:
@@ -73,10 +86,13 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
         raise JobError(where="--on", reason=reason)
     path = path.absolute()
     changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
+    if isinstance(data, TabularSection):
+        changes = {"test": (str(path),), "split": None}  # which would make test of the rows of train
     if "valid" in fields:
         changes["valid"] = () if isinstance(getattr(data, "valid", None), tuple) else None
-    if "halve_valid_by" in fields:
-        changes["halve_valid_by"] = None
+    for name in ("halve_valid_by", "split"):
+        if name in fields:
+            changes[name] = None
     own = None
     if not data.hashed and getattr(data, "num_ids", None) is None:  # only its files say how many ids the model has
         own = data.open(base, job.train.seed)

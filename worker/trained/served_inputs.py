@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import BadRequest
+from embershard.proto.errors import BadRows
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.inputs.rows import RowInputs, check_columns, check_lengths, columns_by_name, shown
 from embershard.worker.job.job import Job
@@ -21,7 +21,7 @@ class Inputs(Protocol):
         """The columns that rows must have."""
 
     def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
-        """Ids (N, C) and dense features (N, D), or None; BadRequest."""
+        """Ids (N, C) and dense features (N, D), or None; BadRows."""
 
 
 class FeatureInputs:
@@ -34,7 +34,7 @@ class FeatureInputs:
         self.names = tuple(self._preprocessor.columns)
 
     def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
-        """Ids (N, C) and dense features (N, D), or None. BadRequest."""
+        """Ids (N, C) and dense features (N, D), or None. BadRows."""
         import pyarrow as pa
 
         from embershard.worker.data.preprocess import BadFeature, BadValue
@@ -47,15 +47,15 @@ class FeatureInputs:
             try:
                 arrays[name] = column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column)
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise BadRequest(feature=name, value=shown(column), reason=f"{shown(column)}: {error}") from None
+                raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)}: {error}") from None
         check_lengths(arrays)
         try:
             return self._preprocessor(arrays)
         except BadValue as error:
             value = shown(arrays[error.column][error.row].as_py()) if error.column in arrays else None
-            raise BadRequest(feature=error.column, value=value, reason=f"row {error.row}: {error}") from None
+            raise BadRows(feature=error.column, value=value, reason=f"row {error.row}: {error}") from None
         except BadFeature as error:
-            raise BadRequest(feature=error.name, value=None, reason=error.reason) from None
+            raise BadRows(feature=error.name, value=None, reason=error.reason) from None
 
 
 def inputs_of(job: Job, dataset: Dataset) -> dict[str, object] | None:

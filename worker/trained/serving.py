@@ -85,7 +85,7 @@ class ExportedModel:
     def score(self, rows: object) -> Floats:
         """Logits (N,) of rows: columns by name, as a dict of lists or arrays, an Arrow table or a data frame.
 
-        Columns become ids and dense features as in training. BadRequest names a feature that is unknown, missing, or
+        Columns become ids and dense features as in training. BadRows names a feature that is unknown, missing, or
         has a value that it cannot have. CannotServe where the job's reader does not tell what it does: use score_ids.
         """
         if self._inputs is None:

@@ -127,11 +127,14 @@ def check(request: Mapping[str, object], progress: Progress) -> None:
 def _modules(values: object, imports: list[str]) -> list[str]:
     """The modules that a job names as `module:name`, each once, and those of --import."""
 
+    from embershard.worker.job.training import POINTWISE
+
     def names(value: object) -> Iterator[str]:
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 if key in ("reader", "class") and isinstance(inner, str) and _CODE.fullmatch(inner):
-                    yield inner.partition(":")[0]
+                    module = inner.partition(":")[0]
+                    yield from () if module in POINTWISE else (module,)  # a built-in metric of a label is no module
                 yield from names(inner)
         elif isinstance(value, list | tuple):
             for inner in value:

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingDataset
+from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingDataset, Schema
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
-from embershard.worker.metrics import Candidates, FullRanking, Pointwise
+from embershard.worker.metrics import Candidates, FullRanking, Labels, Pointwise, reliability
 from embershard.worker.models.recommender import RetrievalModel
 from embershard.worker.models.user_defined import Forward
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training.user_metric import UserMetric
 
-Collector = Pointwise | Candidates | FullRanking
+Collector = Pointwise | Labels | Candidates | FullRanking
 Figures = dict[str, float]
 
 
@@ -47,11 +47,14 @@ class Evaluator:
         batch_size: int,
         device: torch.device,
         averaged: Callable[[Share], AbstractContextManager[None]] = lambda _: nullcontext(),
+        curves: bool = False,
     ) -> None:
+        self.curves: dict[str, list[tuple[float, float, int]]] = {}
+        """Split (and label, where there are several) -> its reliability curve, of the last evaluation, if asked for."""
         self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
         self._forward, self._metrics = forward, metrics
         self._batch_size, self._device = batch_size, device
-        self._averaged = averaged
+        self._averaged, self._with_curves = averaged, curves
 
     def evaluate(self) -> dict[str, Figures]:
         """Split -> metric -> value, on every worker. All must call it, once what anyone pushed before is in."""
@@ -69,23 +72,26 @@ class Evaluator:
                     _gather(collector, self._group)
                 if self._group.is_first:
                     figures[split] = self._metrics.compute(collectors, split)
+                    self.curves |= _curves(split, collectors) if self._with_curves else {}
         return self._group.broadcast_json(figures)
 
     def _score(self, split: str) -> Sequence[Collector]:
         if self._dataset.evaluation == "ranking":
             return [self._rank(split)]
-        collectors = self._metrics.collectors()
+        schema = self._dataset.schema
+        collectors, column = self._metrics.collectors(schema.labels), self._metrics.group_column(schema)
         for batch in self._dataset.evaluate(split, *self._group.share, self._batch_size):
             logits = self._forward(self._model, to_device(batch, self._device))
+            groups = batch.groups if column is None else batch.ids[:, column]
             for collector in collectors:
-                collector.update(logits, batch.labels, batch.groups)
+                collector.update(logits, batch.labels, groups)
         return collectors
 
     def _rank(self, split: str) -> Collector:
         model, dataset = self._model, cast(RankingDataset, self._dataset)  # it says that it is ranked
         assert isinstance(model, RetrievalModel)
-        collector = FullRanking(self._metrics.top_k)
         items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
+        collector = FullRanking(self._metrics.top_k, num_items=len(items))
         # a score matrix of the batch's size, whatever the number of items
         users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
         for users in dataset.users(split, *self._group.share, users_per_batch):
@@ -110,8 +116,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
+def _curves(split: str, collectors: Sequence[Collector]) -> dict[str, list[tuple[float, float, int]]]:
+    """The reliability curve of each label of a split; none of ranked items."""
+    found = {}
+    for collector in collectors[:1]:
+        if isinstance(collector, Pointwise | Labels):
+            parts = collector.labels if isinstance(collector, Labels) else [("", collector)]
+            for label, part in parts:
+                labels, logits, _ = part.arrays()
+                found[f"{split} {label}".strip()] = reliability(labels, logits)
+    return found
+
+
 def _gather(collector: Collector, group: WorkerGroup) -> None:
     """Put what all workers collected into the first one's collector."""
+    if isinstance(collector, Labels):
+        for part in collector.parts:
+            _gather(part, group)
+        return
     for field in dataclasses.fields(collector):
         parts = getattr(collector, field.name)
         if isinstance(parts, list):
@@ -126,10 +148,13 @@ _DTYPES = {
     "ranks": np.int64,
     "recalls": np.float64,
     "ndcgs": np.float64,
+    "precisions": np.float64,
+    "shown": np.int64,
 }
 
 
 _COUNTS = {"samples", "users"}  # which are shown beside any metrics
+_IF_NAMED = {"map", "coverage", "gauc"}  # which are shown where a job names them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,32 +163,47 @@ class Metrics:
 
     evaluation: Evaluation
     top_k: int = 10
-    names: tuple[str, ...] = ()  # in the order in which they are shown; none: all built-in ones
+    names: tuple[str, ...] = ()  # in the order in which they are shown; none: the usual ones
     own: tuple[UserMetric, ...] = ()
+    groups: str | None = None  # the feature by which gauc groups samples
 
-    def collectors(self) -> list[Pointwise | Candidates]:
-        """Who collects a split for `compute`."""
-        pointwise = self.evaluation == "pointwise"
-        built_in: list[Pointwise | Candidates] = [Pointwise() if pointwise else Candidates(self.top_k)]
-        return built_in + [Pointwise()] * (bool(self.own) and not pointwise)
+    def collectors(self, labels: Sequence[str] = ("label",)) -> list[Pointwise | Labels | Candidates]:
+        """Who collects a split for `compute`, of samples with these labels."""
+        if self.evaluation == "pointwise":
+            return [Pointwise() if len(labels) == 1 else Labels(tuple(labels))]
+        built_in: list[Pointwise | Labels | Candidates] = [Candidates(self.top_k)]
+        return built_in + [Pointwise()] * bool(self.own)
+
+    def group_column(self, schema: Schema) -> int | None:
+        """The column of ids that groups samples; None where that is left to the batches."""
+        if self.groups is None:
+            return None
+        starts = {field.name: field.start for field in schema.fields}
+        return starts[self.groups] if starts else schema.features.index(self.groups)
 
     def compute(self, collectors: Sequence[Collector], split: str = "") -> Figures:
         """The figures of what was collected of a split. UserCodeFailed, naming it, where a user's metric raises."""
         found = collectors[0].compute()
         for metric in self.own:
             scores = collectors[-1]
-            assert isinstance(scores, Pointwise)
-            found[metric.name] = metric(*scores.arrays(), split=split)
-        return {name: found[name] for name in (*self.names, *(_COUNTS & found.keys()))} if self.names else found
+            if isinstance(scores, Labels):
+                own = {f"{metric.name}:{label}": metric(*part.arrays(), split=split) for label, part in scores.labels}
+                found |= {metric.name: float(np.mean(list(own.values()))), **own}
+            else:
+                assert isinstance(scores, Pointwise)
+                found[metric.name] = metric(*scores.arrays(), split=split)
+        if not self.names:
+            return {name: value for name, value in found.items() if name.partition("@")[0] not in _IF_NAMED}
+        return {name: found[name] for name in (*self.names, *(_COUNTS & found.keys()))}
 
 
 def metrics_of(job: Job) -> Metrics:
     """The metrics of a job. BadModule or UserCodeFailed where one of its own is not there, or cannot be made."""
     own = tuple(UserMetric(metric.code, metric.args) for metric in job.metrics if metric.is_custom)
-    names = job.metric_names if job.metrics else ()
-    if names and job.own_loss is None and job.data.evaluation == "pointwise":
+    names = job.metric_names if job.metrics or job.evaluate.groups or len(job.data.labels_of_samples) > 1 else ()
+    if job.metrics and job.own_loss is None and job.data.evaluation == "pointwise":
         names = tuple(dict.fromkeys((*names, "ne")))  # which the first evaluation is judged by, whatever is shown
-    return Metrics(evaluation=job.data.evaluation, top_k=job.top_k, names=names, own=own)
+    return Metrics(evaluation=job.data.evaluation, top_k=job.top_k, names=names, own=own, groups=job.evaluate.groups)
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +88,25 @@ def _draw_curve(axes: Axes, curve: str, results: Sequence[AnyResult]) -> None:
     axes.set_title("training DLRM" if results[0].bench == "train" else "pull and push", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+def draw_reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]], path: Path) -> None:
+    """Mean predictions against mean labels, a line for each curve (mean prediction, mean label, samples), as SVG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.axline((0, 0), slope=1, color=_GREY, linewidth=1, linestyle=":")
+    for number, (name, points) in enumerate(curves.items()):
+        style, color = _STYLES[number % len(_STYLES)], (_WORKER, _SHARDS)[number // len(_STYLES) % 2]
+        label = f"{name}, {sum(count for *_, count in points):,} samples"
+        x, y = [point[0] for point in points], [point[1] for point in points]
+        axes.plot(x, y, marker="o", markersize=3, linestyle=style, color=color, label=label)
+    axes.set_xlabel("mean prediction")
+    axes.set_ylabel("mean label")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -17,6 +17,7 @@ from embershard.proto.errors import EmbershardError
 
 # in the order of the help; each is the function, or the group of commands, of that name in the module of that name
 COMMANDS = {
+    "init": "Write a job file for a data file, from a look at its rows.",
     "train": "Train a job on this machine, or on the shards that are named.",
     "up": "Run supervised shards on this machine.",
     "ps": "Serve one shard.",

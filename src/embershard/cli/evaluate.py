@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.benchmark.picture import can_draw, draw_reliability
 from embershard.cli.shards import NamedShards
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.source import Source, check_one_source, open_source
@@ -52,6 +53,9 @@ def evaluate(
         float | None,
         typer.Option(help="Of shards: again every so many seconds, until Ctrl-C, instead of once.", min=0.1),
     ] = None,
+    calibration_plot: Annotated[
+        Path | None, typer.Option(help="A picture (SVG) of mean predictions against mean labels in ten bins.")
+    ] = None,
     threads: Annotated[int, typer.Option(help="Of torch: workers beside it need theirs.", min=1)] = 1,
 ) -> None:
     """Print a model's figures as a JSON line: of a checkpoint, or with the weights that shards have now.
@@ -59,7 +63,11 @@ def evaluate(
     Workers that train go on meanwhile and are not waited for, so that the rows read may be some steps apart.
     """
     check_one_source(context, source, ps)
+    if calibration_plot is not None and not can_draw():
+        raise typer.BadParameter("--calibration-plot needs matplotlib: pip install 'embershard[bench]'")
     settings = load_job(job, overrides or (), data)
+    if calibration_plot is not None and settings.data.evaluation != "pointwise":
+        raise typer.BadParameter(f"--calibration-plot: data.reader {settings.data.reader} ranks items, without labels")
     torch.set_num_threads(threads)
     split = None if on is None else str(on)
     with ended_by_signals(), contextlib.ExitStack() as stack:
@@ -70,7 +78,9 @@ def evaluate(
         )
         if every is not None and not found.is_running:
             raise typer.BadParameter("--every is for running shards: a checkpoint does not change")
-        evaluator = TrainedEvaluator(settings, dataset, found.session, found.checkpoint)
+        evaluator = TrainedEvaluator(
+            settings, dataset, found.session, found.checkpoint, curves=calibration_plot is not None
+        )
         while True:
             start = time.monotonic()
             line: dict[str, object] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **_origin(found)}
@@ -79,6 +89,8 @@ def evaluate(
                 figures = {split: _counted(split, figures["test"])}
             seconds = time.monotonic() - start
             typer.echo(json.dumps(finite({**line, "seconds": round(seconds, 3), **figures})))
+            if calibration_plot is not None:
+                draw_reliability(evaluator.curves, calibration_plot)
             if every is None:
                 return
             time.sleep(max(0.0, every - seconds))

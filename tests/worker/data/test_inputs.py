@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.errors import BadRequest
+from embershard.errors import BadRows
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.readers.adult import CATEGORICAL, LAYOUT, NUMERIC, Adult
@@ -117,7 +117,7 @@ GOOD = {"h": ["x"], "g": [1], "v": ["a"], "n": [1.0], "r": [2]}
 def test_a_feature_that_cannot_be_used_is_named_with_its_value(change, feature, value):
     INPUTS({**GOOD, "label": [0]})
     rows = {name: values for name, values in {**GOOD, **change}.items() if values is not ...}
-    with pytest.raises(BadRequest) as raised:
+    with pytest.raises(BadRows) as raised:
         INPUTS(rows)
     assert (raised.value.fields["feature"], raised.value.fields["value"]) == (feature, value)
 

@@ -19,7 +19,7 @@ import torch
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
 from embershard.worker.data.batch import Schema
-from embershard.worker.data.features import Field
+from embershard.worker.data.features import Field, IdTable
 from embershard.worker.data.text import Layout
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -144,15 +144,17 @@ def test_the_data_root_can_be_replaced(folder, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_can_be_built_from_a_job(name):
+    settings = {"target": "user", "history": "history"} if name == "din" else {}
     values = {
-        "model": {"name": name},
+        "model": {"name": name, **settings},
         "data": {"reader": "ncf", "prefix": "p"},
         "embedding": {"optimizer": {"name": "module:function", "lr": 1, "settings": {"decay": 0.5}}},
         "train": {"batch_size": 2, "steps": 1},
     }
     job = Job.model_validate(values)
-    fields = (Field("history", "items", 0, 5, "sequence"),) if job.model.needs == "sequences" else ()
-    model = job.model.build(Schema(("user", "item"), 3, None, fields), 4, "meta")
+    history = Field("history", "items", 0, 5, "sequence")
+    fields = {"sasrec": (history,), "din": (history, Field("user", "items", 5))}.get(name, ())
+    model = job.model.build(Schema(("user", "item"), 3, None, fields, (IdTable("items", 9),)), 4, "meta")
     assert type(model) is MODELS[name]
     assert job.model.takes_dim == ("dim" in inspect.signature(MODELS[name]).parameters)
     assert job.embedding.optimizer.build() == spec.Custom(function="module:function", lr=1.0, settings={"decay": 0.5})
@@ -409,6 +411,9 @@ def test_contradictions_of_the_data_are_refused(folder, section, want):
 # what overrides a good file, and how each mistake begins
 OF_FIELDS = """
 model={name: sasrec} -> model.name: sasrec and data.reader ctr_csv do not fit together
+model={name: din, target: a, history: b} -> model.name: din needs a sequence
+model={name: din, target: [a, b], history: c} -> model.history: must name a sequence for each of a, b
+metrics=[auc:label2] -> metrics.0: 'auc:label2' is no metric
 loss=ccl -> loss: ccl compares items of lists
 loss={name: ccl, margin: 2} -> loss.margin
 loss=bpr2 -> loss.name: unknown 'bpr2'

@@ -11,7 +11,10 @@ from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.models.ctr.fm import FM, LR, DeepFM
 from embershard.worker.models.ctr.persia import PersiaDNN
 from embershard.worker.models.ctr.wide_deep import WideDeep
+from embershard.worker.models.ctr.xdeepfm import CIN, XDeepFM
 from embershard.worker.models.list_losses import FrequencyEstimator, candidates, sampled_softmax
+from embershard.worker.models.multitask.mmoe import MMoE
+from embershard.worker.models.multitask.ple import PLE
 from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.retrieval.two_tower import TwoTower
 
@@ -26,13 +29,16 @@ BUILD = {
     "dcn_v2 stacked": lambda d, n=IDS, on=None: DCNV2(n, F, DIM, d, hidden=(8, 7), structure="stacked", device=on),
     "dlrm dot": lambda d, n=IDS, on=None: DLRM(n, F, DIM, d, bottom=(8,), hidden=(9,), device=on),
     "dlrm cat": lambda d, n=IDS, on=None: DLRM(n, F, DIM, d, bottom=(8,), hidden=(9,), interaction="cat", device=on),
+    "xdeepfm": lambda d, n=IDS, on=None: XDeepFM(n, F, DIM, d, cin=(6, 3), hidden=(8,), device=on),
+    "mmoe": lambda d, n=IDS, on=None: MMoE(n, F, DIM, d, 1, expert=(8,), tower=(6,), device=on),
+    "ple": lambda d, n=IDS, on=None: PLE(n, F, DIM, d, 1, expert=(8,), tower=(6,), device=on),
     "persia_dnn": lambda d, n=IDS, on=None: PersiaDNN(n, F, DIM, d, device=on),
     "gmf": lambda d, n=IDS, on=None: GMF(n, device=on),
     "mlp": lambda d, n=IDS, on=None: MLP(n, device=on),
     "neumf": lambda d, n=IDS, on=None: NeuMF(n, device=on),
     "two_tower": lambda d, n=IDS, on=None: TwoTower(n, DIM, hidden=(8,), device=on),
 }
-OTHERS = {"sasrec", "simplex"}  # have batches of another form, and tests of their own
+OTHERS = {"din", "sasrec", "simplex"}  # have batches of another form, and tests of their own
 PAIRS = ("gmf", "mlp", "neumf", "two_tower")
 
 
@@ -164,3 +170,21 @@ def test_the_frequency_estimator_finds_each_items_rate():
             rare.append(log_q[1])
     assert common[-1].exp().item() == pytest.approx(1.0, rel=0.05)
     assert rare[-1].exp().item() == pytest.approx(1 / 20, rel=0.25)
+
+
+def test_cin_is_the_papers_sum_over_pairs():
+    torch.manual_seed(1)
+    x0 = torch.rand(2, 3, DIM)
+    cin = CIN(3, (4, 2))
+    maps, want = x0, []
+    for layer, size in zip(cin.layers, (4, 2), strict=True):
+        weight = layer.weight.view(size, maps.shape[1], 3)  # W^{k,h}_{ij} of equation 6
+        maps = torch.stack(
+            [
+                sum(weight[h, i, j] * maps[:, i] * x0[:, j] for i in range(maps.shape[1]) for j in range(3))
+                for h in range(size)
+            ],
+            1,
+        )
+        want.append(maps.sum(2))
+    torch.testing.assert_close(cin(x0), torch.cat(want, 1))

@@ -1,10 +1,13 @@
-"""SASRec against a computation that pads, masks and takes one user at a time."""
+"""SASRec and DIN against computations that take one user at a time."""
 
 import math
 
 import pytest
 import torch
 
+from embershard.worker.data.batch import Schema
+from embershard.worker.data.features import Field, IdTable
+from embershard.worker.models.sequence.din import DIN
 from embershard.worker.models.sequence.sasrec import SASRec
 
 ITEMS, LENGTH, DIM = 30, 12, 6
@@ -85,3 +88,36 @@ def test_padding_is_not_looked_up_and_every_parameter_learns():
     # a key's bias shifts all scores of a query alike
     learning = {n: p for n, p in model.named_parameters() if not n.endswith("key.bias")}
     assert not [n for n, p in learning.items() if p.grad is None or not p.grad.any()]
+
+
+def test_din_weighs_a_history_by_its_target_without_a_softmax():
+    torch.manual_seed(1)
+    fields = (
+        Field("user", "users", 0),
+        Field("item", "items", 1),
+        Field("shop", "shops", 2),
+        Field("items", "items", 3, 4, "sequence"),
+        Field("shops", "shops", 7, 4, "sequence"),
+    )
+    tables = (IdTable("users", 5), IdTable("items", 9), IdTable("shops", 6))
+    schema = Schema(tuple(f.name for f in fields), 2, None, fields, tables)
+    model = DIN(schema, 3, DIM, 2, target=("item", "shop"), history=("items", "shops"), attention=(7,), hidden=(8,))
+    ids = torch.tensor(
+        [[1, 3, 2, 4, 5, 6, -1, 1, 2, 3, -1], [2, 8, 0] + [-1] * 8, [0, 1, 5, 7, -1, -1, -1, 4, -1, -1, -1]]
+    )
+    dense = torch.rand(3, 2)
+    users, items, shops = (model.embedding.get_submodule(name).weight for name in ("users", "items", "shops"))
+    rows = []
+    for row, numbers in zip(ids.tolist(), dense, strict=True):
+        target = torch.cat([items[row[1]], shops[row[2]]])
+        interest = torch.zeros(2 * DIM)
+        for item, shop in zip(row[3:7], row[7:], strict=True):
+            if item >= 0:
+                taken = torch.cat([items[item], shops[shop]])
+                pair = torch.cat([taken, target, taken - target, taken * target])
+                interest = interest + model.unit.layers(pair) * taken
+        rows.append(torch.cat([users[row[0]], target, interest, numbers]))
+    want = model.output(model.tower(torch.stack(rows))).squeeze(1)
+    torch.testing.assert_close(model(ids, dense), want)
+    want.sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is None} == set()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import embershard as es
-from embershard.errors import BadExport, BadIds, BadRequest, CannotServe
+from embershard.errors import BadExport, BadIds, BadRows, CannotServe
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
@@ -144,7 +144,7 @@ def test_an_export_of_a_job_with_features_scores_rows_as_the_trainer_does(make_e
         ({"user": ["a", 2, 3]}, "user", "['a', 2, 3]"),
         ({"item": ["a\nb", "", ""]}, "item", "'a\\nb'"),
     ):
-        with pytest.raises(BadRequest) as raised:
+        with pytest.raises(BadRows) as raised:
             served.score({**rows, **change})
         assert (raised.value.fields["feature"], raised.value.fields["value"]) == (feature, value)
 
@@ -276,7 +276,7 @@ def test_what_the_model_does_not_have_is_named(export, tmp_path):
     ):
         with pytest.raises(BadIds):
             served.score_ids(ids, given)
-    with pytest.raises(BadRequest):
+    with pytest.raises(BadRows):
         served.score({**UNSEEN, "unknown": [1, 2]})
     with pytest.raises(CannotServe):
         served.user_vectors([1])

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import BadRequest
+from embershard.proto.errors import BadRows
 from embershard.worker.data.inputs.feature_ids import feature_ids, feature_key, spelled
 
 Columns = Mapping[str, Sequence[object]]
@@ -82,7 +82,7 @@ class RowInputs:
     def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
         """Ids (N, F) and dense features (N, D), or None, of columns by name: a dict, an Arrow table, a data frame.
 
-        BadRequest names a feature that is unknown, missing, of another length, or has a value that it cannot have.
+        BadRows names a feature that is unknown, missing, of another length, or has a value that it cannot have.
         """
         columns = self._columns(rows)
         count = len(next(iter(columns.values()), ()))
@@ -110,22 +110,22 @@ class RowInputs:
 
 
 def check_columns(given: Collection[str], wanted: Collection[str], ignored: Collection[str]) -> None:
-    """BadRequest for a column that is unknown or missing."""
+    """BadRows for a column that is unknown or missing."""
     for name in given:
         if name not in wanted and name not in ignored:
-            raise BadRequest(feature=name, value=None, reason=f"unknown (known: {', '.join(wanted)})")
+            raise BadRows(feature=name, value=None, reason=f"unknown (known: {', '.join(wanted)})")
     for name in wanted:
         if name not in given:
-            raise BadRequest(feature=name, value=None, reason="missing")
+            raise BadRows(feature=name, value=None, reason="missing")
 
 
 def check_lengths(columns: Mapping[str, Sized]) -> None:
-    """BadRequest for a column of another length than the first."""
+    """BadRows for a column of another length than the first."""
     first = next(iter(columns), "")
     for name, values in columns.items():
         if len(values) != len(columns[first]):
             reason = f"has {len(values)} values, {first!r} has {len(columns[first])}"
-            raise BadRequest(feature=name, value=len(values), reason=reason)
+            raise BadRows(feature=name, value=len(values), reason=reason)
 
 
 def columns_by_name(rows: object) -> Mapping[str, object]:
@@ -149,7 +149,7 @@ def _values(name: str, column: object) -> Sequence[object]:
     if isinstance(found, np.ndarray) and found.ndim != 1:
         found = None
     if not isinstance(found, list | tuple | np.ndarray):
-        raise BadRequest(feature=name, value=shown(column), reason=f"{shown(column)} is no list of values")
+        raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)} is no list of values")
     return found  # type: ignore[return-value]  # an array of one dimension is a sequence here
 
 
@@ -159,8 +159,8 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _bad(name: str, row: int, value: object, reason: str) -> BadRequest:
-    return BadRequest(feature=name, value=shown(value), reason=f"row {row}: {shown(value)} {reason}")
+def _bad(name: str, row: int, value: object, reason: str) -> BadRows:
+    return BadRows(feature=name, value=shown(value), reason=f"row {row}: {shown(value)} {reason}")
 
 
 def _spelled(name: str, values: Sequence[object]) -> list[bytes]:

@@ -50,12 +50,12 @@ LAYOUT = Layout(columns=_KINDS, label_values=_INCOME, missing=())
 
 
 class Adult(RowsDataset):
-    """8 categorical features and 5 numbers in memory; `test` is optional.
+    """8 categorical features and 5 numbers in memory; `test` is optional. `skip` leaves categorical features out.
 
     PERSIA's recipe takes the numbers as they are and the samples in file order (shuffle=False, standardise=False).
     Ids are the places of the train file's values in sorted order, feature after feature; "?" is a value like others,
     and each feature has one more id for values that only another file has. (PERSIA numbers the test file's values
-    anew, which shifts the countries: .001 less AUC.)
+    anew, which shifts the countries: .001 less AUC.) Labels are `income` (above 50K), `never_married`, or both.
     """
 
     def __init__(
@@ -65,11 +65,13 @@ class Adult(RowsDataset):
         *,
         standardise: bool = False,
         shuffle: bool = False,
+        labels: Sequence[str] = ("income",),
+        skip: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         files = {"train": train} if test is None else {"train": train, "test": test}
         tables = {name: _read(path) for name, path in files.items()}
-        vocabularies = {name: np.unique(_texts(tables["train"], name)) for name in CATEGORICAL}
+        vocabularies = {name: np.unique(_texts(tables["train"], name)) for name in CATEGORICAL if name not in skip}
         dense = {name: np.stack([column(table, n) for n in NUMERIC], axis=1) for name, table in tables.items()}
         mean: npt.NDArray[np.float64] = np.zeros(len(NUMERIC))
         std: npt.NDArray[np.float64] = np.ones(len(NUMERIC))
@@ -78,12 +80,12 @@ class Adult(RowsDataset):
             std = np.asarray(np.where(std > 0, std, 1))
             dense = {name: (x - mean) / std for name, x in dense.items()}
         rows = {
-            name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
+            name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table, labels))
             for name, table in tables.items()
         }
         self.inputs = _inputs(vocabularies, mean.tolist(), std.tolist())
         num_ids = sum(len(known) + 1 for known in vocabularies.values())
-        schema = Schema(CATEGORICAL, len(NUMERIC), num_ids)
+        schema = Schema(tuple(vocabularies), len(NUMERIC), num_ids, labels=tuple(labels))
         super().__init__(schema, rows, where=str(train), seed=seed, shuffle=shuffle)
 
 
@@ -116,8 +118,8 @@ def _texts(table: pa.Table, name: str) -> npt.NDArray[np.str_]:
 
 
 def _ids(table: pa.Table, vocabularies: Mapping[str, npt.NDArray[np.str_]]) -> npt.NDArray[np.int64]:
-    """(N, 8) offset of the feature + place in its vocabulary, or the place behind it where unknown."""
-    ids = np.empty((table.num_rows, len(CATEGORICAL)), np.int64)
+    """(N, F) offset of the feature + place in its vocabulary, or the place behind it where unknown."""
+    ids = np.empty((table.num_rows, len(vocabularies)), np.int64)
     offset = 0
     for i, (name, known) in enumerate(vocabularies.items()):
         texts = _texts(table, name)
@@ -138,9 +140,15 @@ def _inputs(vocabularies: Mapping[str, npt.NDArray[np.str_]], mean: Sequence[flo
     return RowInputs(
         categorical=tuple(categorical),
         numeric=tuple(NumericInput(name=name, mean=m, std=s, required=True) for name, m, s in scales),
-        ignored=LAYOUT.names("label", "skip"),
+        ignored=(*LAYOUT.names("label", "skip"), *(name for name in CATEGORICAL if name not in vocabularies)),
     )
 
 
-def _labels(table: pa.Table) -> npt.NDArray[np.float32]:
-    return np.array([_INCOME[text] for text in column(table, "income")], np.float32)
+def _labels(table: pa.Table, names: Sequence[str]) -> npt.NDArray[np.float32]:
+    """(N,) of one label, (N, L) of several."""
+    found = {
+        "income": [_INCOME[text] for text in column(table, "income")],
+        "never_married": _texts(table, "marital_status") == "Never-married",
+    }
+    chosen = [np.array(found[name], np.float32) for name in names]
+    return chosen[0] if len(chosen) == 1 else np.stack(chosen, axis=1)

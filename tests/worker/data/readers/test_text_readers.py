@@ -260,6 +260,11 @@ def test_numbers_are_standardised_by_the_train_file(files):
 def test_a_first_line_that_is_a_sample_is_kept(files):
     files[1].write_text(TEST.partition("\n")[2])
     assert only(Adult(*files), "test").labels.tolist() == [1, 0]
+    two = Adult(*files, labels=("income", "never_married"), skip=("marital_status", "relationship"))
+    assert two.schema.labels == ("income", "never_married")
+    assert len(two.schema.features) == 6
+    assert only(two, "test").labels[:, 0].tolist() == [1, 0]
+    assert set(only(two).labels[:, 1].tolist()) <= {0.0, 1.0}
 
 
 def test_a_bad_line_is_named(files):

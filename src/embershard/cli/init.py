@@ -1,0 +1,268 @@
+"""`embershard init`: a job file for a table, written from a look at its first rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.proto.errors import EmbershardError
+from embershard.worker.data.files import read_blocks
+from embershard.worker.data.readers.tabular_files import ENDINGS, format_of
+from embershard.worker.job.load import load_job
+
+ROWS = 20_000  # that are looked at
+_BYTES = 2**22
+_LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "purchase")
+_TIME = re.compile(r"(^|_)(time|timestamp|date|datetime|ts|day)$", re.I)
+_ID = re.compile(
+    r"(^|_)(id|user|item|product|ad|movie|book|song|store|brand|category|code|zip|hour|device)s?(_|$)", re.I
+)
+_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
+_RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+_FEW = 100  # distinct integers that are categories
+
+
+class CannotInit(EmbershardError):
+    """A data file that no job can be written for."""
+
+    template = "{path}: {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The first rows of a table, by column, and how its text is to be read."""
+
+    columns: dict[str, list[object]]  # None: missing
+    settings: dict[str, str]  # of the section `data`
+
+
+def init(
+    data: Annotated[
+        Path, typer.Argument(metavar="DATAFILE", help="Parquet, CSV, TSV or lines of JSON; .gz or .zst too.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The job file to write.")] = Path("job.yaml"),
+    label: Annotated[
+        str | None, typer.Option(help="The column of the label.  [default: one of zeros and ones]")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Write over a job file that is there.")] = False,
+) -> None:
+    """Look at the first rows of a data file, and write a commented job file that trains on it at once."""
+    if out.exists() and not replace:
+        raise CannotInit(path=str(out), reason="is there already; name another file with -o, or give --replace")
+    look = look_at(data)
+    text = job_text(data, look, label, out.absolute().parent)
+    before = out.read_text() if out.exists() else None
+    try:
+        out.write_text(text)
+        load_job(out).data.look(out.parent)
+    except EmbershardError:
+        out.unlink() if before is None else out.write_text(before)
+        raise
+    except OSError as error:
+        raise CannotInit(path=str(out), reason=f"cannot be written: {error.strerror}") from None
+    typer.echo(f"{out}: {len(look.columns)} columns of {data}; train with: embershard train {out}")
+
+
+def look_at(path: Path) -> Look:
+    """Read the first rows of a file. CannotInit says why there are none; JobError where the file cannot be read."""
+    if not path.is_file():
+        raise CannotInit(path=str(path), reason="there is no such file")
+    kind = format_of(path)
+    if kind is None:
+        raise CannotInit(path=str(path), reason=f"its name ends with none of {', '.join(ENDINGS)} (.gz, .zst)")
+    look = {"parquet": _parquet, "jsonl": _json_lines}.get(kind, _text)(path)
+    if not look.columns or not any(look.columns.values()):
+        raise CannotInit(path=str(path), reason="it has no rows")
+    return look
+
+
+def _parquet(path: Path) -> Look:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            batch = next(file.iter_batches(ROWS), None)
+    except (pa.ArrowException, OSError) as error:
+        raise CannotInit(path=str(path), reason=f"no Parquet file: {error}") from None
+    return Look({} if batch is None else {name: batch.column(name).to_pylist() for name in batch.schema.names}, {})
+
+
+def _json_lines(path: Path) -> Look:
+    columns: dict[str, list[object]] = {}
+    lines = next(read_blocks(path, _BYTES)).text.splitlines()[:ROWS]
+    for number, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise CannotInit(path=f"{path}:{number + 1}", reason=f"no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise CannotInit(path=f"{path}:{number + 1}", reason="no object of columns")
+        columns |= {name: [None] * number for name in row if name not in columns}
+        for name, values in columns.items():
+            values.append(row.get(name))
+    return Look(columns, {})
+
+
+def _text(path: Path) -> Look:
+    text, settings = next(read_blocks(path, _BYTES)).text, {}
+    try:
+        decoded = text.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        decoded, settings["encoding"] = text.decode("cp1252", "replace"), "cp1252"
+    header = decoded.partition("\n")[0]
+    usual = "\t" if format_of(path) == "tsv" else ","
+    delimiter = max((usual, ";", "\t", "|", ","), key=header.count)
+    if delimiter != usual:
+        settings["delimiter"] = delimiter
+    rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: ROWS + 1]
+    names, rows = (rows[0], [row for row in rows[1:] if len(row) == len(rows[0])]) if rows else ([], [])
+    if len(set(names)) < len(names):
+        raise CannotInit(path=f"{path}:1", reason="two columns have one name")
+    if names and all(_NUMBER.fullmatch(name) for name in names):
+        raise CannotInit(path=f"{path}:1", reason="it has no header line with the names of the columns; add one")
+    cells = [[row[i].strip() for row in rows] for i in range(len(names))]
+    comma = delimiter != "," and any(
+        all(_NUMBER.fullmatch(cell.replace(",", ".")) for cell in own if cell) and any("," in cell for cell in own)
+        for own in cells
+    )
+    if comma:
+        settings["decimal"] = ","
+    return Look({name: _typed(own, comma) for name, own in zip(names, cells, strict=True)}, settings)
+
+
+def _typed(cells: Sequence[str], comma: bool) -> list[object]:
+    """The cells of a column as integers or floats, where all of them are some."""
+    plain = [cell.replace(",", ".") if comma else cell for cell in cells]
+    present = [cell for cell in plain if cell]
+    kind: Callable[[str], object] = str
+    if present and all(_NUMBER.fullmatch(cell) for cell in present):
+        whole = all(re.fullmatch(r"[-+]?(0|[1-9]\d{0,17})", cell) for cell in present)  # 007 is no number
+        kind = int if whole else float if any("." in cell or "e" in cell.lower() for cell in present) else str
+    return [kind(cell) if cell else None for cell in plain]
+
+
+def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
+    """Return the job file for a table. CannotInit where no column can be the label, or none is left for features."""
+    label = _label(data, look, label)
+    rows = len(look.columns[label])
+    features, skipped, times = [], [], []
+    for name, values in look.columns.items():
+        if name == label:
+            continue
+        found = _feature(name, values, rows)
+        if found.startswith("#"):
+            skipped.append(f"  {found.replace('NAME', name)}")
+            times += [name] if "the time" in found else []
+        else:
+            features.append(f"  {_name(name)}: {found}")
+    if not features:
+        raise CannotInit(path=str(data), reason="no column but the label is left to learn from")
+    if all("type: number" in feature for feature in features):  # every model has embeddings
+        features = [f"{line.partition(': {')[0]}: {{type: number, bucketise: 10}}" for line in features]
+    split = f"{{by: time, column: {_name(times[0])}" if times else "{by: random"
+    path = os.path.relpath(data.absolute(), folder)
+    lines = [
+        f"# Written by `embershard init {data.name}` from its first {rows:,} rows. Check what each column is.",
+        "model: {name: deepfm, hidden: [64, 32]}",
+        "data:",
+        "  reader: tabular",
+        f"  train: {json.dumps(path)}",
+        *(f"  {field}: {json.dumps(value)}" for field, value in look.settings.items()),
+        f"  label: {_name(label)}",
+        f"  split: {split}, valid: 0.1, test: 0.1}}     # or name files: valid: valid.csv, test: test.csv",
+        "features:                             # text and ids are hashed to 62 bits: no vocabulary is needed",
+        *features,
+        *skipped,
+        "embedding:",
+        "  dim: 16",
+        "  optimizer: {name: adagrad, lr: 0.05}",
+        "dense:",
+        "  optimizer: {name: adam, lr: 0.001}",
+        "train:",
+        f"  batch_size: {4096 if data.stat().st_size > 2**25 else 512}",
+        "  epochs: 5",
+        "  early_stop: {patience: 2}           # ends when so many evaluations in a row are not better",
+        "workers: 1",
+        "shards: 2",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _label(data: Path, look: Look, label: str | None) -> str:
+    known = ", ".join(look.columns)
+    if label is not None:
+        if label not in look.columns:
+            raise CannotInit(path=str(data), reason=f"no column {label!r} (there are: {known})")
+        return label
+    binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
+    named = [name for name in binary if name.lower() in _LABELS]
+    if not binary:
+        raise CannotInit(path=str(data), reason=f"no column of zeros and ones; name the label by --label ({known})")
+    return (named or binary)[0]
+
+
+def _as_label(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _feature(name: str, values: Sequence[object], rows: int) -> str:
+    """The section of a column, or a comment that says why it is left out."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return "# NAME: left out, it is empty in these rows"
+    if any(isinstance(value, list) for value in present):
+        return _list(present)
+    if any(isinstance(value, dict | bytes) for value in present):
+        return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
+    distinct = set(present)
+    if isinstance(present[0], date | datetime) or (_TIME.search(name) and len(distinct) > _FEW):
+        return "# NAME: left out, the time, by which the rows are split"
+    if len(distinct) == 1:
+        return "# NAME: left out, it has one value in these rows"
+    if len(distinct) == rows > _FEW and name.lower() in ("id", "index", "row", "row_id", "uuid"):
+        return "# NAME: left out, it numbers the rows"
+    if all(isinstance(value, bool | int) for value in present):
+        if len(distinct) <= _FEW or _ID.search(name):
+            return "{}"
+        return _number([float(value) for value in present if isinstance(value, int)])
+    if all(isinstance(value, int | float) for value in present):
+        return _number([float(value) for value in present if isinstance(value, int | float)])
+    return _of_text([str(value) for value in present], rows)
+
+
+def _number(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    middle, skewed = ordered[len(ordered) // 2], ordered[-1] > 20 * max(ordered[len(ordered) // 2], 1e-9)
+    transform = "[log, standardise]" if ordered[0] >= 0 and (skewed or middle == 0) else "standardise"
+    return f"{{type: number, transform: {transform}}}"
+
+
+def _list(values: Sequence[object]) -> str:
+    longest = max(len(value) for value in values if isinstance(value, list))
+    return f"{{type: list, max_length: {max(longest, 1)}, too_long: truncate}}     # or type: sequence"
+
+
+def _of_text(values: Sequence[str], rows: int) -> str:
+    if sum("|" in value for value in values) * 4 > len(values):
+        longest = max(value.count("|") + 1 for value in values)
+        return f"{{type: list, separator: '|', max_length: {longest}, too_long: truncate}}"
+    if sum(map(len, values)) > 60 * len(values) and len(set(values)) * 2 > rows:
+        return "# NAME: left out, it is free text"
+    return "{}"
+
+
+def _name(name: str) -> str:
+    """A column's name in YAML."""
+    is_plain = re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) and name.lower() not in _RESERVED
+    return name if is_plain else json.dumps(name, ensure_ascii=False)

@@ -1,0 +1,192 @@
+"""`embershard init`: a job for a data file, which trains as it is."""
+
+import csv
+import gzip
+import json
+import random
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from embershard.cli import app as cli
+from embershard.cli.init import CannotInit, Look, job_text, look_at
+from embershard.local_shards import local
+from embershard.proto.errors import EmbershardError
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import load_job
+from embershard.worker.training.trainer import Trainer
+
+DRAW = random.Random(0)
+N = 400
+ROWS = [
+    {
+        "label": DRAW.randrange(2),
+        "user_id": DRAW.randrange(50),
+        "item": f"i{DRAW.randrange(30)}",
+        "price": round(DRAW.expovariate(0.1), 2),
+        "genres": [f"g{DRAW.randrange(5)}" for _ in range(DRAW.randrange(1, 4))],
+        "time": datetime(2026, 1, 1) + timedelta(minutes=row),
+        "source": "web",
+    }
+    for row in range(N)
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words):
+    done = CliRunner().invoke(cli.app, ["init", *words])
+    if isinstance(done.exception, EmbershardError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+
+
+def as_text(rows, delimiter=",", comma=False):
+    lines = [[str(v).replace(".", ",") if comma and isinstance(v, float) else
+              "|".join(v) if isinstance(v, list) else v for v in row.values()] for row in rows]  # fmt: skip
+    with open("text", "w", newline="") as file:
+        out = csv.writer(file, delimiter=delimiter)
+        out.writerows([list(rows[0]), *lines])
+    return Path("text").read_text()
+
+
+def write_csv(path):
+    path.write_text(as_text(ROWS))
+
+
+def write_gzip(path):
+    path.write_bytes(gzip.compress(as_text(ROWS).encode()))
+
+
+def write_excel(path):
+    path.write_bytes(
+        as_text([{**row, "item": f"Größe {row['item']}"} for row in ROWS], ";", comma=True).encode("cp1252")
+    )
+
+
+def write_tsv(path):
+    path.write_text(as_text(ROWS, "\t"))
+
+
+def write_lines(path):
+    path.write_text("".join(json.dumps({**row, "time": str(row["time"])}) + "\n" for row in ROWS))
+
+
+def write_parquet(path):
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+FILES = {
+    "a.csv": write_csv,
+    "a.csv.gz": write_gzip,
+    "excel.csv": write_excel,
+    "a.tsv": write_tsv,
+    "a.jsonl": write_lines,
+    "a.parquet": write_parquet,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_job_is_written_that_trains_as_it_is(name):
+    FILES[name](Path(name))
+    run(name)
+    job = load_job(Path("job.yaml"), ["train.epochs=1"])
+    data, features = job.data, job.features
+    assert Job.model_validate(job.model_dump(mode="json")) == job  # as checkpoints and comparisons keep it
+    assert (data.label, data.split.by, data.split.column) == (("label",), "time", "time")
+    assert list(features) == ["user_id", "item", "price", "genres"]
+    assert (features["price"].type, features["genres"].type) == ("number", "list")
+    dataset = data.open(Path(), 0)
+    assert [dataset.num_samples(part) for part in ("train", "valid", "test")] == [320, 40, 40]
+    with local(1) as session:
+        Trainer(job, dataset, session, WorkerGroup()).run()
+
+
+def test_what_a_file_needs_to_be_read_is_found():
+    write_excel(Path("excel.csv"))
+    assert look_at(Path("excel.csv")).settings == {"encoding": "cp1252", "delimiter": ";", "decimal": ","}
+    assert {type(value) for value in look_at(Path("excel.csv")).columns["price"]} == {float}
+
+
+def features_of(columns, label=None):
+    Path("a.csv").write_text("")
+    return YAML(typ="safe").load(job_text(Path("a.csv"), Look(columns, {}), label, Path.cwd()))
+
+
+def test_columns_become_what_their_values_are():
+    rows = range(300)
+    job = features_of(
+        {
+            "clicked": [n % 2 for n in rows],
+            "other": [n % 2 for n in rows],
+            "id": list(rows),
+            "count": [n * n for n in rows],
+            "ad_id": [n * 7 for n in rows],
+            "code": [f"{n % 9:03}" for n in rows],
+            "empty": [None] * 300,
+            "text": [f"{n} is a long text that nobody wrote twice, because it has its number in front" for n in rows],
+            "no": [n % 3 for n in rows],
+            "the price": [n / 7 for n in rows],
+        }
+    )
+    assert job["data"]["label"] == "clicked"
+    assert job["features"] == {
+        "other": {},
+        "count": {"type": "number", "transform": "standardise"},
+        "ad_id": {},
+        "code": {},
+        "no": {},
+        "the price": {"type": "number", "transform": "standardise"},
+    }
+    assert job["data"]["split"] == {"by": "random", "valid": 0.1, "test": 0.1}
+
+
+def test_numbers_alone_get_embeddings_of_their_buckets():
+    job = features_of({"label": [0, 1] * 200, "x": [n / 3 for n in range(400)]})
+    assert job["features"] == {"x": {"type": "number", "bucketise": 10}}
+
+
+WRONG = {
+    "missing.csv": None,
+    "a.doc": "label,x\n1,2\n",
+    "empty.csv": "",
+    "header.csv": "label,x\n",
+    "numbers.csv": "1,2\n0,3\n",
+    "twice.csv": "label,x,x\n1,2,3\n0,2,3\n",
+    "no_label.csv": "a,b\n5,2\n6,3\n",
+    "label_alone.csv": "label\n0\n1\n",
+    "lines.jsonl": '{"label": 1}\n[2]\n',
+    "no.parquet": "text",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_without_a_job_is_named_and_none_is_written(name):
+    if WRONG[name] is not None:
+        Path(name).write_text(WRONG[name])
+    with pytest.raises(EmbershardError) as caught:
+        run(name)
+    assert name in str(caught.value)
+    assert not Path("job.yaml").exists()
+
+
+def test_a_job_file_that_is_there_stays_unless_it_may_be_replaced():
+    write_csv(Path("a.csv"))
+    Path("job.yaml").write_text("mine")
+    with pytest.raises(CannotInit):
+        run("a.csv")
+    assert Path("job.yaml").read_text() == "mine"
+    with pytest.raises(EmbershardError):
+        run("missing.csv", "--replace")
+    assert Path("job.yaml").read_text() == "mine"
+    run("a.csv", "--replace", "--label", "label", "-o", "job.yaml")
+    assert load_job(Path("job.yaml")).features
