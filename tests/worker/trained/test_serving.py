@@ -39,6 +39,7 @@ class Export:
         rng = np.random.default_rng(0)
         columns = {
             "click": (rng.random(300) < 0.4).astype(int),
+            "bought": (rng.random(300) < 0.2).astype(int),
             "user": [f"u{i}" for i in rng.integers(0, 30, 300)],
             "item": rng.integers(0, 40, 300),
             "age": rng.integers(0, 90, 300),
@@ -49,9 +50,9 @@ class Export:
             columns["user"] = 40 + rng.integers(0, 30, 300)
         self.rows = pa.table(columns)
         pa_csv.write_csv(self.rows, folder / "a.csv")
-        numeric = {"skip": ("tags",), "numeric": ("age", "price")}
+        numeric = {"skip": ("tags", "bought"), "numeric": ("age", "price")}
         if model["name"] == "two_tower":
-            numeric = {"skip": ("tags", "age", "price")}
+            numeric = {"skip": ("tags", "bought", "age", "price")}
         of_reader = {} if data.get("reader") else {"reader": "ctr_csv", "log": True, **numeric}
         data = {"train": "a.csv", "test": "a.csv", "label": "click", **of_reader, **data}
         embedding = {"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}}
@@ -123,6 +124,32 @@ FEATURES = {
     "old": {"type": "number", "column": "age", "bucketise": 4},
     "user_item": {"type": "cross", "of": ["user", "item"]},
 }
+
+
+TWO_LABELS = {"features": FEATURES, "label": ["click", "bought"]}
+SEQUENCE = {
+    "user": {},
+    "item": {"dim": 4, "buckets": 30},
+    "tags": {"type": "sequence", "table": "item", "separator": "|", "max_length": 3, "too_long": "truncate"},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        (
+            {"name": "mmoe", "experts": 2, "expert": [8], "tower": [4]},
+            {"features": FEATURES, "label": ["click", "bought"]},
+        ),
+        ({"name": "din", "target": "item", "history": "tags", "hidden": [8]}, {"features": SEQUENCE}),
+    ],
+    ids=["two labels", "sequence"],
+)
+def test_models_of_several_labels_and_of_sequences_score_alike(make_export, model, data):
+    export = make_export(model, reader="tabular", **data)
+    served = es.load_exported(export.folder)
+    assert_same(served.score(export.rows.select(served.features)), export.logits)
+    assert served.score({name: [] for name in served.features}).shape == (0, *export.logits.shape[1:])
 
 
 def test_an_export_of_a_job_with_features_scores_rows_as_the_trainer_does(make_export):
