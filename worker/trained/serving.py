@@ -21,7 +21,7 @@ from embershard.proto.errors import BadExport, BadIds, CannotServe
 from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.features import PADDING
 from embershard.worker.job.job import Job
-from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.models.recommender import RetrievalModel
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
 from embershard.worker.trained.folder import (
@@ -101,6 +101,8 @@ class ExportedModel:
         """
         found, floats = _array("ids", ids, "iu"), None
         count, columns = self.schema.num_id_columns, self.schema.num_dense_columns
+        if isinstance(self._model, RetrievalModel) and not self.schema.fields:
+            count = 2  # a user and an item; what else it has in training are negatives
         if found.ndim != 2 or found.shape[1] != count:
             raise BadIds(what="ids", reason=f"have shape {found.shape}, the model takes (N, {count})")
         if columns:
@@ -140,19 +142,24 @@ class ExportedModel:
         return {name: module for name, module in self._model.named_modules() if isinstance(module, kinds)}
 
     def user_vectors(self, users: object) -> Floats:
-        """Vectors (N, dim) of users' ids (N,), of a two_tower model: a user's scores are its products with items'."""
+        """Vectors (N, dim) of users' ids (N,), of a model for retrieval.
+
+        The best items have the largest products of their vectors with the user's. Where the model reads histories,
+        `users` is (N, 1 + history), with -1 behind a shorter one.
+        """
         return self._vectors("user_vectors", users)
 
     def item_vectors(self, items: object) -> Floats:
-        """Vectors (N, dim) of items' ids (N,), of a two_tower model."""
+        """Vectors (N, dim) of items' ids (N,), of a model for retrieval."""
         return self._vectors("item_vectors", items)
 
     def _vectors(self, method: str, ids: object) -> Floats:
         model = self._model
-        if not isinstance(model, TwoTower):
-            raise CannotServe(what=method, reason=f"the model is {self.job.model.name}, not two_tower")
+        if not isinstance(model, RetrievalModel):
+            raise CannotServe(what=method, reason=f"{self.job.model.name} is no model for retrieval, as two_tower is")
         found = _array("ids", ids, "iu").astype(np.int64)
-        _check_ids(self.schema, found)
+        limits = [self.schema.num_ids] if not self.schema.fields else [*self.schema.id_limits.values()]
+        _check_range("ids", found, 0 if found.ndim == 1 else PADDING, limits[0])  # such a model has one table
         with torch.inference_mode():
             return cast(Floats, getattr(model, method)(torch.from_numpy(found)).numpy())
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import embershard as es
 from embershard.proto.errors import EmbershardError, JobError, TableMismatch
 from embershard.proto.messages import Declare
 from embershard.proto.spec import SGD, TableSpec
@@ -19,11 +20,20 @@ from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.session.session import Session
 from embershard.worker.trained import export as export_module
 from embershard.worker.trained.export import export_weights
-from embershard.worker.trained.folder import CannotExport, TableFacts, make_folder, write_bytes, write_tensors
+from embershard.worker.trained.folder import (
+    CannotExport,
+    ExportFacts,
+    TableFacts,
+    make_folder,
+    write_bytes,
+    write_facts,
+    write_tensors,
+)
 from embershard.worker.trained.import_weights import CannotImport, import_state
 from embershard.worker.trained.onnx import dense_part, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
 from embershard.worker.trained.reading import NotTrained, OnlyInWorkers, ReadOnlySession, trained
+from embershard.worker.trained.served_inputs import job_data
 from embershard.worker.training.build import choose_strategy, job_model
 from embershard.worker.training.trainer import Trainer
 from harness.job import make_job
@@ -213,8 +223,9 @@ def test_statistics_of_batch_norm_are_asked_for_where_only_shards_are_named(make
 def test_onnx_scores_as_torch_does(run, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    state = dict(run.trained().model.state_dict())
-    path = export_onnx(dense_part(run.job, run.data.schema, state), run.data.schema, tmp_path)
+    state, out = dict(run.trained().model.state_dict()), tmp_path / "out"
+    tables = run.export(out)
+    path = export_onnx(dense_part(run.job, run.data.schema, state), run.data.schema, out)
     session = runtime.InferenceSession(str(path))
     one = next(run.data.evaluate("valid", 0, 1, 64))
     ids, index = torch.unique(one.ids, return_inverse=True)
@@ -222,6 +233,9 @@ def test_onnx_scores_as_torch_does(run, tmp_path):
     given = {"index": index.numpy(), "dense": one.dense.numpy(), **rows}
     assert {i.name for i in session.get_inputs()} == set(given)
     (found,) = session.run(["logits"], given)
+    torch.testing.assert_close(torch.from_numpy(found), run.logits, rtol=1e-4, atol=1e-5)
+    write_facts(out, ExportFacts(job=job_data(run.job), schema=run.data.schema, inputs=None, tables=tables))
+    found = es.load_exported(out, dense="onnx").score_ids(one.ids, one.dense)
     torch.testing.assert_close(torch.from_numpy(found), run.logits, rtol=1e-4, atol=1e-5)
 
 

@@ -1,6 +1,8 @@
 """An export serves what was trained: the trainer's logits, without shards."""
 
+import copy
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +23,6 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import INT8, TABLES, ExportFacts, write_facts, write_tensors
-from embershard.worker.trained.onnx import export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.served_inputs import inputs_of, job_data
 from embershard.worker.trained.served_tables import ServedEmbeddingBag, SortedRows
@@ -82,9 +83,21 @@ def make_export(make_session, tmp_path):
     return lambda model, **data: Export(make_session(2), tmp_path, model, **data)
 
 
+DEEPFM = {"name": "deepfm", "hidden": [8], "batch_norm": True}
+
+
+@pytest.fixture(scope="module")
+def shared_export(tmp_path_factory):
+    with es.local(2) as session:
+        yield Export(session, tmp_path_factory.mktemp("shared"), DEEPFM)
+
+
 @pytest.fixture
-def export(make_export):
-    return make_export({"name": "deepfm", "hidden": [8], "batch_norm": True})
+def export(shared_export, tmp_path):
+    """The export of one training, in a folder of the test's own."""
+    own = copy.copy(shared_export)
+    own.folder = shutil.copytree(shared_export.folder, tmp_path / "own")
+    return own
 
 
 def assert_same(found, wanted):
@@ -177,22 +190,16 @@ def test_two_towers_give_vectors(make_export):
     assert_same((users * items).sum(1) / 0.1, served.score_ids(ids))
 
 
-@pytest.mark.parametrize("dense", ["int8", "onnx"])
-def test_the_dense_part_may_be_of_int8_or_onnx(export, dense):
-    with pytest.raises(BadExport):  # it was exported without
-        es.load_exported(export.folder, dense=dense)
-    if dense == "onnx":
-        pytest.importorskip("onnxruntime")
-        pytest.importorskip("onnxscript")
-        part = part_of_trained(export.job, export.model, export.data, export.folder)
-        export_onnx(part, export.data.schema, export.folder)
-    else:
-        quantise(export.model)
-        write_tensors(export.folder / INT8, int8_tensors(export.model))
-        export.logits = export.forward(export.batch.ids, export.batch.dense)
+def test_the_dense_part_may_be_of_int8(make_export):  # that of ONNX: test_export.py
+    export = make_export(DEEPFM)
+    for dense in ("int8", "onnx"):
+        with pytest.raises(BadExport):  # it was exported without
+            es.load_exported(export.folder, dense=dense)
+    quantise(export.model)
+    write_tensors(export.folder / INT8, int8_tensors(export.model))
     write_facts(export.folder, export.facts)
-    served = es.load_exported(export.folder, dense=dense)
-    np.testing.assert_allclose(served.score(export.rows), export.logits, rtol=1e-5, atol=1e-5)
+    served = es.load_exported(export.folder, dense="int8")
+    assert_same(served.score(export.rows), export.forward(export.batch.ids, export.batch.dense))
     with pytest.raises(ValueError, match="dense"):
         es.load_exported(export.folder, dense="int4")
 
