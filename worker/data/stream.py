@@ -76,12 +76,18 @@ class StreamDataset:
         check_share(rank, world_size, batch_size)
         blocks = self._source("train").blocks(rank, world_size, np.random.default_rng((self._seed, epoch)))
         own = np.random.default_rng((self._seed, epoch, rank))
-        return self._train(shuffled(blocks, self._shuffle_rows, own), rank, world_size, batch_size)
+        prepared = self.prepared(blocks, own)
+        return self._train(shuffled(prepared, self._shuffle_rows, own), rank, world_size, batch_size)
 
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """This worker's blocks in file order; the share may be empty."""
         check_share(rank, world_size, batch_size)
-        return (rows.batch() for rows in in_batches(self._source(split).blocks(rank, world_size, None), batch_size))
+        blocks = self.prepared(self._source(split).blocks(rank, world_size, None), np.random.default_rng(self._seed))
+        return (rows.batch() for rows in in_batches(blocks, batch_size))
+
+    def prepared(self, blocks: Iterator[Samples], random: np.random.Generator) -> Iterator[Samples]:
+        """Blocks as they are to be used; here: as they are read."""
+        return blocks
 
     def _train(self, blocks: Iterator[Samples], rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         empty = True

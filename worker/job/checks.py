@@ -292,7 +292,7 @@ def _opened(job: Job, dataset: Dataset) -> Problems:
         yield ("model", "name"), f"{reason} features: {', '.join(schema.features)}"
     if job.model.needs == "dense" and not schema.num_dense:
         yield ("model", "name"), f"{model} needs dense features, of which data.reader {reader} has none"
-    if schema.num_ids is None and not job.has_shards:
+    if schema.is_hashed and not job.has_shards:
         reason = f"strategy {job.strategy} needs tables in memory, and ids without num_ids have 2**62 rows"
         yield ("strategy",), f"{reason}; give the reader num_ids, or use strategy ps"
     if not dataset.splits:

@@ -100,7 +100,9 @@ class FeatureSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        kind, given = self.type or "category", self.model_fields_set
+        kind = self.type or "category"
+        defaults = type(self).model_fields
+        given = {name for name, field in defaults.items() if getattr(self, name) != field.default}
         for name in given & _MEANT_FOR.keys():
             if kind not in _MEANT_FOR[name]:
                 raise ValueError(
@@ -155,6 +157,17 @@ class SplitSection(Section):
         return self
 
 
+class NegativesSection(Section):
+    """Samples of other items beside each row, which is an interaction of a user with an item."""
+
+    count: Count
+    """How many for each row; their labels are 0."""
+    by: Literal["uniform", "popularity"] = "uniform"
+    """uniform: each item is as likely as another; popularity: as often as it is in the training rows."""
+    features: Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+    """The features of the item, which those of another one take the place of."""
+
+
 class TabularSection(DataSection):
     """Tables: Parquet, CSV, TSV or lines of JSON, gzipped or zstd too, here or at URLs that fsspec reads.
 
@@ -175,13 +188,14 @@ class TabularSection(DataSection):
     """Texts of a CSV file that stand for a missing number."""
     columns: tuple[Name, ...] = ()
     """Names of the columns of CSV files without a header line."""
-    label: Annotated[tuple[Name, ...], Field(min_length=1), BeforeValidator(_as_tuple)] = ("label",)
-    """The column of the label, or of several labels, of which some may be missing."""
+    label: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = ("label",)
+    """The column of the label, or of several labels, of which some may be missing; []: each row has label 1."""
     label_range: tuple[float, float] | Literal["any"] = (0.0, 1.0)
     weight: Name | None = None
     """The column of how much each sample counts in the loss."""
     split: SplitSection | None = None
     """Of one table, in place of `valid` and `test`."""
+    negatives: NegativesSection | None = None
     features: Mapping[Name, FeatureSection] = {}
     """Those of the job's section `features`."""
     fitted: Annotated[dict[str, Any] | None, BeforeValidator(lambda value: _stored(value))] = None
@@ -232,7 +246,8 @@ class TabularSection(DataSection):
     @property
     def streams_text(self) -> bool:
         """Whether text is read anew in each epoch, which does not tell in advance how many samples there are."""
-        return self.split is None and (self.fitted is None or "samples" not in self.fitted)
+        is_parquet = self.format == "parquet" or (self.format is None and self.train[0].endswith(".parquet"))
+        return self.split is None and not is_parquet and (self.fitted is None or "samples" not in self.fitted)
 
     @property
     def costs_cpu(self) -> bool:
@@ -252,12 +267,21 @@ class TabularSection(DataSection):
             return "split", "makes valid and test of the rows of train: remove it, or these files"
         if not self.features:
             return "reader", "tabular needs the section features, which says what to read: features: {user: {}}"
+        if not self.label and self.negatives is None:
+            return "label", "names no column, so that each row has label 1: add negatives"
+        if self.negatives is not None:
+            if len(self.label) > 1:
+                return "negatives", "have one label"
+            for name in self.negatives.features:
+                if name not in self.features:
+                    return "negatives", f"names {name!r}, which is no feature (there are: {', '.join(self.features)})"
         if self.label_range != "any" and not self.label_range[0] < self.label_range[1]:
             return "label_range", "is the least and the largest label, as [0, 1]"
         return None
 
     def tabular(self, folder: Path) -> Tabular:
         """What reads the files. BadFeature where features contradict each other."""
+        from embershard.worker.data.negatives import NegativeSampling
         from embershard.worker.data.readers.tabular import LabelColumns, RowSplit, Tabular
         from embershard.worker.data.readers.tabular_files import TableFormat
 
@@ -280,6 +304,7 @@ class TabularSection(DataSection):
             ),
             split=None if self.split is None else RowSplit(**self.split.model_dump(), parts=("train", *self.judged_on)),
             vocabulary_folder=where,
+            negatives=None if self.negatives is None else NegativeSampling(**self.negatives.model_dump()),
         )
 
     def preprocessor(self) -> Preprocessor:

@@ -87,8 +87,9 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
     changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
     if "valid" in fields:
         changes["valid"] = () if isinstance(getattr(data, "valid", None), tuple) else None
-    if "halve_valid_by" in fields:
-        changes["halve_valid_by"] = None
+    for name in ("halve_valid_by", "split"):
+        if name in fields:
+            changes[name] = None
     own = None
     if not data.hashed and getattr(data, "num_ids", None) is None:  # only its files say how many ids the model has
         own = data.open(base, job.train.seed)

@@ -124,6 +124,9 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
     assert isinstance(data, TabularSection)
     if data.fitted is None:
         return []
+    if checkpoint is None:
+        counted = ", ".join(f"{count:,} of {part}" for part, count in data.fitted["samples"].items())
+        typer.echo(f"read the data once for what its features need: {counted}")
     path = folder / "preprocessing.json"
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))

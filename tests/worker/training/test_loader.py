@@ -15,6 +15,7 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.job.data import ClicksSection, CtrCsvSection, ListsSection
+from embershard.worker.job.tabular import TabularSection
 from embershard.worker.training.loader import DataShare, LoaderLost, LoaderProcess, send_batches
 from harness.eventually import eventually
 from harness.processes import descendants
@@ -29,7 +30,7 @@ def share(data, folder, batch_size=100, rank=0, world_size=1):
 
 def assert_equal(batches, others):
     for one, other in zip(batches, others, strict=True):
-        for name in ("ids", "dense", "labels", "groups"):
+        for name in ("ids", "dense", "labels", "groups", "weights"):
             left, right = getattr(one, name), getattr(other, name)
             assert (left is None) == (right is None)
             assert left is None or (left.dtype == right.dtype and torch.equal(left, right)), name
@@ -41,6 +42,16 @@ def pairs(folder):
     return ListsSection(reader="lists", train=Path("train.txt"), test=Path("test.txt"))
 
 
+def labels_and_weights(folder):
+    lines = [f"u{i},a|b,{i % 2},{i % 3 / 2},{i / 40}" for i in range(40)]
+    (folder / "t.csv").write_text("\n".join(["user,tags,click,buy,weight", *lines]))
+    features = {"user": {"min_count": 1}, "tags": {"type": "list", "separator": "|"}}
+    section = TabularSection(
+        reader="tabular", train=("t.csv",), label=("click", "buy"), weight="weight", features=features
+    )
+    return section.fit(folder, 0)
+
+
 def only_child():
     """The process that this one has started, once it is there: a warm start takes a moment to hand it over."""
     assert eventually(lambda: len(descendants(os.getpid())) == 1)
@@ -48,7 +59,11 @@ def only_child():
     return process
 
 
-@pytest.mark.parametrize("section", [lambda folder: CLICKS, pairs], ids=["with dense features", "without"])
+@pytest.mark.parametrize(
+    "section",
+    [lambda folder: CLICKS, pairs, labels_and_weights],
+    ids=["with dense features", "without", "labels and weights"],
+)
 def test_the_loader_gives_the_readers_batches_in_their_order(section, tmp_path):
     data = section(tmp_path)
     reader = data.open(tmp_path, seed=3)

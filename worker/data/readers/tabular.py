@@ -17,6 +17,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.files import File
+from embershard.worker.data.negatives import InteractionStream, ItemPool, NegativeSampling, observe_all
 from embershard.worker.data.preprocess import (
     BadValue,
     Fitted,
@@ -101,8 +102,8 @@ class LabelColumns:
     weight: str | None = None
 
     def of(self, table: pa.Table) -> tuple[Floats, Floats | None]:
-        """Labels (N,) or (N, L), and weights. BadValue for one outside its range."""
-        found = []
+        """Labels (N,) or (N, L), and weights; without a column of labels each is 1. BadValue for one out of range."""
+        found = [] if self.names else [np.ones(table.num_rows, np.float32)]
         for name in self.names:
             labels = numbers_of(name, table.column(name))
             missing = np.flatnonzero(np.isnan(labels))
@@ -138,6 +139,7 @@ class Tabular:
     how: TableFormat = field(default_factory=TableFormat)
     split: RowSplit | None = None
     vocabulary_folder: Path = Path()
+    negatives: NegativeSampling | None = None
 
     def look(self) -> None:
         """Read the first rows of every file, without torch. JobError names the file and line of what is wrong."""
@@ -174,7 +176,11 @@ class Tabular:
         counts = fitted.get("samples", {})
         counts = {part: count for part, count in counts.items() if self.split is not None or part == "train"}
         sources = whole._sources(whole._samples, counts)
-        return StreamDataset(pre.schema, sources, seed=seed, shuffle_rows=shuffle_rows)
+        stream = StreamDataset(pre.schema, sources, seed=seed, shuffle_rows=shuffle_rows)
+        if self.negatives is None:
+            return stream
+        numbers = tuple(name for name, feature in pre.features.items() if feature.is_dense)
+        return InteractionStream(stream, observe_all(ItemPool(self.negatives, pre.schema, numbers), sources["train"]))
 
     def open_first_rows(self, seed: int = 0) -> StreamDataset:
         """The dataset, as `open` gives it, with what the first rows alone tell: to try a model on."""

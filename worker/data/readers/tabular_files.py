@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
@@ -104,10 +106,10 @@ def _format_of_first(path: File) -> Format:
 
 def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) -> Layout:
     delimiter = how.delimiter or ("\t" if kind == "tsv" else ",")
-    first = how.columns or read_header(paths[0], delimiter, how.encoding)
+    first = how.columns or read_header(paths[0], delimiter, how.encoding, unnamed=True)
     check_columns(f"{paths[0]}:1", first, wanted, delimiter)
     for path in paths[1:] if not how.columns else ():
-        names = read_header(path, delimiter, how.encoding)
+        names = read_header(path, delimiter, how.encoding, unnamed=True)
         if names != first:
             raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(names)}")
     kinds: dict[str, Kind] = {name: wanted[name][0] if name in wanted else "skip" for name in first}
@@ -162,12 +164,29 @@ class _ParquetTables(ParquetSource):
     def _check_columns(self, path: File, schema: pa.Schema) -> None:
         check_columns(str(path), schema.names, self.wanted)
 
+    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
+        """This worker's row groups; where there are fewer than workers, each reads all and keeps its share of parts."""
+        if len(self._groups) >= world_size:
+            yield from super().blocks(rank, world_size, shuffle)
+            return
+        rows = max(1, sum(size for _, _, size in self._groups) // (8 * world_size))
+        parts = (part for path, group, _ in self._groups for part in self._tables(path, group, rows))
+        for path, begin, table in islice(parts, rank, None, world_size):
+            yield self._samples(path, begin, table)
+
     def _read(self, path: File, group: int) -> Iterator[Samples]:
+        return (self._samples(*part) for part in self._tables(path, group, READ_ROWS))
+
+    def _tables(self, path: File, group: int, rows: int) -> Iterator[tuple[File, int, pa.Table]]:
+        """Parts of a row group, each with its first row within the file."""
         begin = sum(size for of, number, size in self._groups if of == path and number < group)
-        for table in self._parts(path, group, READ_ROWS):
-            with located(lambda row, begin=begin: f"{path}: row {begin + row + 1}"):  # type: ignore[misc]
-                yield self.to_rows(table, self.layout)
+        for table in self._parts(path, group, rows):
+            yield path, begin, table
             begin += table.num_rows
+
+    def _samples(self, path: File, begin: int, table: pa.Table) -> Samples:
+        with located(lambda row: f"{path}: row {begin + row + 1}"):
+            return self.to_rows(table, self.layout)
 
 
 def read_vocabulary(path: Path, table: str) -> list[int]:

@@ -12,6 +12,8 @@ import pytest
 
 import embershard as es
 from embershard.proto.errors import JobError
+from embershard.proto.snapshot.storage import Storage
+from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
 from embershard.worker.data.preprocess import Preprocessor
 from embershard.worker.job.load import JobFileError, load_job
 
@@ -144,9 +146,10 @@ def test_rows_of_one_table_are_split(tmp_path, name, split, parts):
     write(tmp_path, name)
     features = " {user: {}, at: {type: number, column: row}}"
     rows = table().append_column("row", pa.array(np.arange(ROWS))).select(["user", "row", "time", "label"])
-    pq.write_table(rows, tmp_path / name, row_group_size=100) if name == "a.parquet" else pa_csv.write_csv(
-        rows, tmp_path / name
-    )
+    if name == "a.parquet":
+        pq.write_table(rows, tmp_path / name)  # one row group, for two workers
+    else:
+        pa_csv.write_csv(rows, tmp_path / name)
     section = job_of(tmp_path, features, train=name, split=split).data.fit(tmp_path, 0)
     dataset = section.open(tmp_path, 0)
     assert ("train", *dataset.splits) == ("train", *section.judged_on) == tuple(parts)
@@ -162,6 +165,60 @@ def test_rows_of_one_table_are_split(tmp_path, name, split, parts):
     assert split["by"] != "user" or not users["train"] & users["test"]
     shares = [np.concatenate([b.dense for b in dataset.train(0, rank, 2, 64)]) for rank in (0, 1)]
     assert sorted(np.concatenate(shares)[:, 0]) == sorted(found["train"])
+
+
+def test_a_checkpoint_gives_what_was_learnt_whatever_became_of_the_files(tmp_path):
+    (tmp_path / "train.csv").write_text("user,age,label\na,1,0\na,3,1\nb,5,0\n")
+    features = " {user: {min_count: 2}, age: {type: number, transform: standardise}}"
+    job = with_preprocessing(job_of(tmp_path, features), tmp_path)
+    assert job.data.fitted["numbers"]["age"]["mean"] == 3
+    assert job.data.fitted["vocabularies"] == {"user": es.hash_ids("user", ["a"]).tolist()}
+    manifest = CheckpointManifest(
+        job=job.model_dump(mode="json"), step=1, world_size=1, files={}, snapshot=False, time=0
+    )
+    (tmp_path / "train.csv").write_text("user,age,label\nb,100,1\n")
+    checkpoint = Checkpoint(Storage(str(tmp_path)), manifest)
+    resumed = with_preprocessing(job_of(tmp_path, features), tmp_path, checkpoint)
+    checkpoint.check_job(resumed)
+    assert resumed.data.fitted == job.data.fitted
+    batch = next(resumed.data.open(tmp_path, 0).evaluate("train", 0, 1, 8))
+    assert batch.ids.tolist() == [[1]]
+    assert batch.dense[0, 0] == pytest.approx((100 - 3) / np.std([1, 3, 5]))
+    stored = tmp_path / "preprocessing.json"
+    stored.write_text(json.dumps(job.data.preprocessor().to_dict()))
+    given = load_job(tmp_path / "job.yaml", [f"data.fitted={json.dumps(str(stored))}"])
+    assert given.data.fitted == job.data.fitted
+
+
+@pytest.mark.parametrize("by", ["uniform", "popularity"])
+def test_each_interaction_is_followed_by_samples_of_other_items(tmp_path, by):
+    prices = {f"i{i}": float(i) for i in range(10)}
+    items = ["i0"] * 400 + list(prices) * 10  # i0 is 82 % of all
+    lines = [f"u{n},{item},{prices[item]}" for n, item in enumerate(items)]
+    (tmp_path / "train.csv").write_text("\n".join(["user,item,price", *lines]))
+    section = job_of(
+        tmp_path,
+        " {user: {}, item: {}, price: {type: number}}",
+        label=[],
+        valid="train.csv",
+        negatives={"count": 4, "by": by, "features": ["item", "price"]},
+    ).data
+    dataset = section.open(tmp_path, 0)
+    batches = [list(dataset.train(epoch, 0, 1, 2500)) for epoch in (0, 1)] + [
+        list(dataset.evaluate("valid", 0, 1, 2500))
+    ]
+    ids = {int(i): price for i, price in zip(es.hash_ids("item", list(prices)), prices.values(), strict=True)}
+    for (batch,) in batches:
+        assert len(batch) == 5 * len(items)
+        drawn = batch.labels == 0
+        assert int(drawn.sum()) == 4 * len(items)
+        assert batch.dense[:, 0].tolist() == [ids[int(i)] for i in batch.ids[:, 1]]  # an item comes with its price
+        users = np.unique(batch.ids[:, 0], return_counts=True)[1]
+        assert (users == 5).all()
+        share = float((batch.dense[drawn, 0] == 0).float().mean())
+        assert share == pytest.approx(0.1 if by == "uniform" else 0.82, abs=0.03)
+    first, second = (sorted(zip(*b[0].ids.T.tolist(), strict=True)) for b in batches[:2])
+    assert first != second
 
 
 def test_several_labels_may_be_missing_one_by_one(tmp_path):

@@ -1,0 +1,102 @@
+"""Items that a user did not take, drawn for the interactions of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.arrays import Floats, Ids
+from embershard.worker.data.batch import Samples, Schema
+from embershard.worker.data.stream import BlockSource, StreamDataset
+
+_PRIME = np.int64(0x100000001B3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NegativeSampling:
+    """How many samples of other items follow each interaction, and which features are the item's.
+
+    uniform: each item is as likely as another; popularity: as often as it was taken in the training data.
+    """
+
+    count: int
+    by: Literal["uniform", "popularity"] = "uniform"
+    features: tuple[str, ...]
+
+
+class ItemPool:
+    """The items of the training data: what their features are, and how often each was taken."""
+
+    def __init__(self, sampling: NegativeSampling, schema: Schema, numbers: tuple[str, ...]) -> None:
+        self.sampling = sampling
+        fields = {field.name: field for field in schema.fields}
+        own = [fields[name] for name in sampling.features if name in fields]
+        spans = [np.arange(field.start, field.start + field.width) for field in own]
+        self._columns = np.concatenate([np.empty(0, np.int64), *spans]).astype(np.int64)
+        weights = [np.arange(f.weights, f.weights + f.width) for f in own if f.weights is not None]
+        plain = np.array([numbers.index(name) for name in sampling.features if name in numbers], np.int64)
+        self._dense_columns = np.concatenate([plain, *weights]).astype(np.int64)
+        self._keys, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._ids: Ids = np.empty((0, len(self._columns)), np.int64)
+        self._dense: Floats = np.empty((0, len(self._dense_columns)), np.float32)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def observe(self, rows: Samples) -> None:
+        """Take in training rows."""
+        ids = rows.ids[:, self._columns]
+        dense = np.empty((len(rows), 0), np.float32) if rows.dense is None else rows.dense[:, self._dense_columns]
+        keys = np.zeros(len(rows), np.int64)
+        for column in ids.T:
+            keys = (keys ^ column) * _PRIME
+        keys, counts = np.concatenate([self._keys, keys]), np.concatenate([self._counts, np.ones(len(rows), np.int64)])
+        self._keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        self._counts = np.bincount(inverse, counts).astype(np.int64)
+        self._ids, self._dense = np.concatenate([self._ids, ids])[first], np.concatenate([self._dense, dense])[first]
+
+    def beside(self, rows: Samples, random: np.random.Generator) -> Samples:
+        """Each sample, then as many of other items, whose labels are 0."""
+        each = 1 + self.sampling.count
+        out = rows.take(np.repeat(np.arange(len(rows)), each))
+        drawn = np.flatnonzero(np.arange(len(out)) % each)
+        picks = self._draw(len(drawn), random)
+        out.ids[np.ix_(drawn, self._columns)] = self._ids[picks]
+        if out.dense is not None and len(self._dense_columns):
+            out.dense[np.ix_(drawn, self._dense_columns)] = self._dense[picks]
+        out.labels[drawn] = 0
+        return out
+
+    def _draw(self, count: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+        if self.sampling.by == "uniform":
+            return random.integers(len(self), size=count)
+        ends = np.cumsum(self._counts)
+        return np.searchsorted(ends, random.integers(ends[-1], size=count), side="right")
+
+
+class InteractionStream(StreamDataset):
+    """A stream of interactions, each followed by samples of other items; new ones in each epoch."""
+
+    def __init__(self, stream: StreamDataset, pool: ItemPool) -> None:
+        self.__dict__.update(stream.__dict__)
+        self._pool = pool
+
+    def num_samples(self, split: str) -> int | None:
+        """Samples of a split, those of other items included."""
+        count = super().num_samples(split)
+        return None if count is None else count * (1 + self._pool.sampling.count)
+
+    def prepared(self, blocks: Iterator[Samples], random: np.random.Generator) -> Iterator[Samples]:
+        """Blocks with samples of other items."""
+        return (self._pool.beside(block, random) for block in blocks if len(block))
+
+
+def observe_all(pool: ItemPool, source: BlockSource) -> ItemPool:
+    """Let a pool take in all training rows."""
+    for rows in source.blocks(0, 1, None):
+        pool.observe(rows)
+    return pool
