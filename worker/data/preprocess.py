@@ -484,7 +484,8 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
     if pa.types.is_floating(kind):
         raise BadFeature(column, f"has {kind} values: a category is a text or an integer; declare it as type: number")
     try:
-        texts = pc.fill_null(array.cast(pa.string()), "")
+        texts = array if pa.types.is_string(array.type) else array.cast(pa.string())
+        texts = pc.fill_null(texts, "") if texts.null_count else texts
     except pa.ArrowException:
         raise BadFeature(column, f"is {kind}, which is no category") from None
     data = texts.buffers()[2]
@@ -564,11 +565,11 @@ def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.Chunk
 
 
 def looks_separated(array: pa.Array | pa.ChunkedArray) -> str:
-    """A value of texts that are lists parted by |: a tenth of them, or more, have one; else the empty text."""
+    """A value of texts that are lists, as a|b or [a, b], if a tenth of them or more are; else the empty text."""
     array = _array(array)
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
         return ""
-    parted = array.filter(pc.fill_null(pc.match_substring(array, "|"), False))
+    parted = array.filter(pc.fill_null(pc.match_substring_regex(array, r"\||^\[.*\]$"), False))
     return str(parted[0].as_py())[:60] if len(parted) * 10 >= len(array) else ""
 
 

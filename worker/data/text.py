@@ -69,14 +69,19 @@ class Layout:
         return tuple(name for name, kind in self.columns.items() if kind in kinds)
 
 
-def read_header(path: File, delimiter: str, encoding: str = "utf-8") -> tuple[str, ...]:
-    """Column names of a file's first line. JobError where it is no text, or a name is empty or occurs twice."""
+def read_header(path: File, delimiter: str, encoding: str = "utf-8", *, unnamed: bool = False) -> tuple[str, ...]:
+    """Column names of a file's first line. JobError where it is no text, or a name is empty or occurs twice.
+
+    `unnamed`: columns may have no name, and get one of their place.
+    """
     first = next(read_blocks(path, block_bytes=64 << 10)).text.split(b"\n", 1)[0]
     try:
         line = first.decode("utf-8-sig" if encoding == "utf-8" else encoding).rstrip("\r")
     except UnicodeDecodeError as error:
         raise JobError(where=f"{path}:1", reason=_not_text(error)) from None
     names = _fields(line, delimiter)
+    if unnamed:
+        names = [name or f"(column {place})" for place, name in enumerate(names, 1)]
     for name in names:
         if not name or names.count(name) > 1:
             what = f"column {name!r} occurs twice" if name else "a column has no name"

@@ -104,10 +104,10 @@ def _format_of_first(path: File) -> Format:
 
 def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) -> Layout:
     delimiter = how.delimiter or ("\t" if kind == "tsv" else ",")
-    first = how.columns or read_header(paths[0], delimiter, how.encoding)
+    first = how.columns or read_header(paths[0], delimiter, how.encoding, unnamed=True)
     check_columns(f"{paths[0]}:1", first, wanted, delimiter)
     for path in paths[1:] if not how.columns else ():
-        names = read_header(path, delimiter, how.encoding)
+        names = read_header(path, delimiter, how.encoding, unnamed=True)
         if names != first:
             raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(names)}")
     kinds: dict[str, Kind] = {name: wanted[name][0] if name in wanted else "skip" for name in first}
