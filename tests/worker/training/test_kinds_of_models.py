@@ -1,0 +1,100 @@
+"""Models of sequences, lists and several labels in jobs: whatever the shards, prefetch, codec or strategy."""
+
+import numpy as np
+import pytest
+
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.job.load import load_job
+from embershard.worker.training.trainer import Trainer
+from harness.clicks import Notes
+
+TRAIN = """
+train: {batch_size: 16, epochs: 4, seed: 1}
+checkpoint: {best: false}
+workers: 1
+"""
+SASREC = """
+model: {name: sasrec, dropout: 0.0}
+data: {reader: sequences, actions: actions.txt, max_length: 8, candidates: 9, users: 0}
+embedding: {dim: 8, optimizer: {name: adam, lr: 0.02}}
+metrics: [ndcg@10, map@10]
+"""
+SIMPLEX = """
+model: {name: simplex}
+loss: {name: ccl, margin: 0.2, negative_weight: 5}
+data: {reader: lists, train: train.txt, test: test.txt, negatives: 2, history: 4}
+embedding: {dim: 8, optimizer: {name: adagrad, lr: 0.2}}
+metrics: [recall@20, coverage@20]
+"""
+DIN = """
+model: {name: din, target: item, history: items, attention: [8], hidden: [8]}
+features:
+  user: {buckets: 50}
+  item: {buckets: 80, table: items}
+  items: {type: sequence, buckets: 80, table: items, max_length: 6, separator: "|"}
+data: {reader: tabular, train: table.csv, test: table.csv, label: clicked}
+embedding: {dim: 8, optimizer: {name: adam, lr: 0.02}}
+metrics: [auc, gauc]
+evaluate: {groups: user}
+"""
+MMOE = """
+model: {name: mmoe, experts: 2, expert: [8], tower: [4]}
+loss: {name: bce, label_weights: [1, 0.5]}
+features:
+  user: {buckets: 50}
+  item: {buckets: 80}
+data: {reader: tabular, train: table.csv, test: table.csv, label: [clicked, bought]}
+embedding: {dim: 8, optimizer: {name: adam, lr: 0.02}}
+metrics: [auc, "auc:bought"]
+"""
+JOBS = {"sasrec": SASREC, "simplex": SIMPLEX, "din": DIN, "mmoe": MMOE}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Users who go through items one after the other, from one of them on."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(1)
+    firsts = rng.integers(0, 40, 60)
+    taken = [[int((first + step) % 40) for step in range(10)] for first in firsts]
+    (tmp_path / "actions.txt").write_text("".join(f"{u} {i}\n" for u, items in enumerate(taken) for i in items))
+    for name, part in (("train", slice(0, 8)), ("test", slice(8, 10))):
+        lines = [" ".join(map(str, [user, *items[part]])) for user, items in enumerate(taken)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    rows = ["user,item,items,clicked,bought"]
+    for user, items in enumerate(taken):
+        for item in (items[6], int(rng.integers(0, 40))):
+            clicked = int(item in items)
+            history = "|".join(map(str, items[: 1 + user % 6])) if user % 7 else ""
+            rows.append(f"u{user % 9},{item},{history},{clicked},{clicked if user % 3 else ''}")
+    (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def train(folder, name, session=None, *overrides):
+    (folder / "job.yaml").write_text(JOBS[name] + TRAIN)
+    job, notes = load_job(folder / "job.yaml", overrides), Notes()
+    Trainer(job, job.data.open(folder, 1), session, WorkerGroup(), [notes]).run()
+    return notes
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_learns_the_same_on_any_shards_with_prefetch_and_in_plain_torch(make_session, folder, name):
+    session = make_session(2)
+    notes = train(folder, name, session)
+    first, last = notes.evaluations[0].figures["test"], notes.evaluations[-1].figures["test"]
+    assert session.missed_reads == 0  # embedding_inputs named what the forward read
+    metric, other, *_ = last
+    assert last[metric] > max(first[metric], 0.3)
+    assert 0 < last[other] <= 1
+    again = train(folder, name, make_session(3), "train.prefetch=off").evaluations[-1].figures
+    assert again == notes.evaluations[-1].figures
+    local = train(folder, name, None, "strategy=local").evaluations[-1].figures["test"]
+    assert local[metric] > max(first[metric], 0.3)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_trains_with_codecs_and_bounded_staleness(make_session, folder, name):
+    words = ("compression={push: int8, pull: fp16s}", "train.staleness=0")
+    last = train(folder, name, make_session(2), *words).evaluations[-1].figures["test"]
+    assert all(value > 0 for value in last.values())
