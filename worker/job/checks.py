@@ -298,7 +298,9 @@ def _opened(job: Job, dataset: Dataset) -> Problems:
     if not dataset.splits:
         yield from _unjudged(job, f", which data.reader {reader} has not: give it a split beside train")
     schedule, train = job.train.lr_schedule.name, job.train
-    if train.epochs and schedule in ("linear", "cosine") and dataset.num_samples("train") is None:
+    # a built-in reader of whole files may be opened for their first rows alone, and tells later
+    knows = ":" not in reader or dataset.num_samples("train") is not None
+    if train.epochs and schedule in ("linear", "cosine") and not knows:
         reason = f"{schedule} needs the number of steps, which num_samples of data.reader {reader} does not tell"
         yield ("train", "lr_schedule", "name"), f"{reason}: give train.steps in place of train.epochs"
 

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.proto.errors import JobError
+from embershard.worker.job.checks import check_opened
 from embershard.worker.job.data import (
     AdultSection,
     CriteoSection,
@@ -17,6 +18,7 @@ from embershard.worker.job.data import (
     NcfFilesSection,
     ParquetSection,
 )
+from embershard.worker.job.job import Job
 from harness.raises import raises
 
 CRITEO = "\t".join(["1", *["3"] * 13, *["68fd1e64"] * 26]) + "\n"
@@ -55,6 +57,20 @@ def files(tmp_path):
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_good_files_pass(files, section):
     section.look(files)
+
+
+def test_a_schedule_over_all_steps_may_be_tried_on_the_first_rows_of_a_file(files):
+    schedule = {"name": "cosine"}
+    job = Job.model_validate(
+        {
+            "model": {"name": "fm"},
+            "data": {"reader": "ctr_csv", "train": "t.csv", "valid": "t2.csv"},
+            "embedding": {"optimizer": {"name": "sgd", "lr": 1}},
+            "dense": {"optimizer": {"name": "sgd", "lr": 1}},
+            "train": {"batch_size": 2, "epochs": 1, "lr_schedule": schedule},
+        }
+    )
+    check_opened(job, job.data.first_rows().open(files, 1))
 
 
 BAD = [
