@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is im
     from embershard.worker.data.columns import Columns
 
 Negatives = Annotated[int, Field(ge=0)]
+DrawnBy = Literal["uniform", "popularity"]  # each item as often as another, or as often as it was taken
 
 
 def _delimiter(value: str) -> str:
@@ -43,6 +44,7 @@ class NcfFilesSection(DataSection):
     reader: Literal["ncf"]
     prefix: Path
     negatives: Negatives = 4
+    negatives_by: DrawnBy = "uniform"
     pairs = True
 
     @property
@@ -74,7 +76,8 @@ class NcfFilesSection(DataSection):
         """Open the reader that this section describes."""
         from embershard.worker.data.interactions.movielens import NcfData
 
-        return NcfData(folder / self.root / self.prefix, negatives=self.negatives, seed=seed)
+        popular = self.negatives_by == "popularity"
+        return NcfData(folder / self.root / self.prefix, negatives=self.negatives, by_popularity=popular, seed=seed)
 
 
 class ListsSection(DataSection):
@@ -86,6 +89,7 @@ class ListsSection(DataSection):
     negatives: Negatives = 0
     history: Annotated[int, Field(ge=0)] = 0
     """Columns with other items that the user took."""
+    negatives_by: DrawnBy = "uniform"
     pairs = True
 
     @property
@@ -109,7 +113,10 @@ class ListsSection(DataSection):
         from embershard.worker.data.interactions.gowalla import InteractionLists
 
         train, test = (folder / self.root / path for path in (self.train, self.test))
-        return InteractionLists(train, test, negatives=self.negatives, history=self.history, seed=seed)
+        popular = self.negatives_by == "popularity"
+        return InteractionLists(
+            train, test, negatives=self.negatives, history=self.history, by_popularity=popular, seed=seed
+        )
 
 
 class SequencesSection(DataSection):

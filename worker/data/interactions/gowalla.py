@@ -42,6 +42,7 @@ class InteractionLists:
         *,
         negatives: int = 0,
         history: int = 0,
+        by_popularity: bool = False,
         layout: Literal["pairs", "lists"] = "lists",
         seed: int = 0,
     ) -> None:
@@ -64,7 +65,7 @@ class InteractionLists:
         num_users = 1 + max(int(users.max(initial=-1)) for users, _ in pairs.values())
         num_items = 1 + max(int(items.max(initial=-1)) for _, items in pairs.values())
         check_numbering(self._where, num_users, num_items)
-        self.train_set = Interactions.of(*pairs["train"], num_users, num_items)
+        self.train_set = Interactions.of(*pairs["train"], num_users, num_items, by_popularity=by_popularity)
         self.test_set = Interactions.of(*pairs["test"], num_users, num_items)
         if negatives:
             self.train_set.check_negatives(self._where)

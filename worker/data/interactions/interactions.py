@@ -60,7 +60,7 @@ def item_ids(data: Interactions, items: Ints) -> Ints:
 Ints = npt.NDArray[np.int64]
 MAX_COUNT = 1 << 28  # users or items: an array of that length still fits, and user * num_items + item stays below 2**63
 _INTS = types.int64[::1]
-_SAMPLE_NEGATIVES = types.void(_INTS, _INTS, types.uint64, _INTS, _INTS, types.uint64, _INTS)
+_SAMPLE_NEGATIVES = types.void(_INTS, _INTS, types.uint64, types.boolean, _INTS, _INTS, types.uint64, _INTS)
 
 
 def check_numbering(where: str, num_users: int, num_items: int) -> None:
@@ -73,18 +73,22 @@ def check_numbering(where: str, num_users: int, num_items: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Interactions:
-    """The items of each user, ascending: items[starts[u]:starts[u + 1]]."""
+    """The items of each user, ascending: items[starts[u]:starts[u + 1]].
+
+    `by_popularity`: negatives are drawn as often as items were taken, in place of each as often as another.
+    """
 
     starts: Ints  # (num_users + 1,)
     items: Ints  # (N,)
     num_items: int
+    by_popularity: bool = False
 
     @classmethod
-    def of(cls, users: Ints, items: Ints, num_users: int, num_items: int) -> Self:
+    def of(cls, users: Ints, items: Ints, num_users: int, num_items: int, *, by_popularity: bool = False) -> Self:
         """From pairs in any order; a pair that occurs twice counts once."""
         keys = np.unique(users * num_items + items)
         starts = np.searchsorted(keys, np.arange(num_users + 1, dtype=np.int64) * num_items)
-        return cls(starts.astype(np.int64), keys % num_items, num_items)
+        return cls(starts.astype(np.int64), keys % num_items, num_items, by_popularity)
 
     @property
     def num_users(self) -> int:
@@ -119,33 +123,44 @@ class Interactions:
         return np.take_along_axis(np.where(keep, items, PADDING), order, axis=1)
 
     def check_negatives(self, where: str) -> None:
-        """JobError if a user took every item, so that no negative exists."""
-        full = np.flatnonzero(np.diff(self.starts) >= self.num_items)
+        """JobError if a user took every item that can be drawn, so that no negative exists."""
+        items = len(np.unique(self.items)) if self.by_popularity else self.num_items
+        full = np.flatnonzero(np.diff(self.starts) >= items)
         if len(full):
-            raise JobError(
-                where=where, reason=f"user {full[0]} took all {self.num_items} items: no negatives to sample"
-            )
+            raise JobError(where=where, reason=f"user {full[0]} took all {items} items: no negatives to sample")
 
     def sample_negatives(self, users: Ints, draws: Ints, key: int) -> Ints:
-        """(B,) one item per user, uniform over those that the user did not take.
+        """(B,) one item per user, of those that the user did not take, uniform or by popularity.
 
         `draws` ((B,) int64) numbers the random draws: the same (key, draw, user) gives the same item, in any batch.
         """
         out = np.empty(len(users), np.int64)
-        _sample_negatives(self.starts, self.items, np.uint64(self.num_items), users, draws, np.uint64(key), out)
+        choices = len(self.items) if self.by_popularity else self.num_items
+        _sample_negatives(
+            self.starts, self.items, np.uint64(choices), self.by_popularity, users, draws, np.uint64(key), out
+        )
         return out
 
 
 @compiled(_SAMPLE_NEGATIVES)
 def _sample_negatives(
-    starts: Ints, items: Ints, num_items: np.uint64, users: Ints, draws: Ints, key: np.uint64, out: Ints
+    starts: Ints,
+    items: Ints,
+    choices: np.uint64,
+    by_popularity: bool,
+    users: Ints,
+    draws: Ints,
+    key: np.uint64,
+    out: Ints,
 ) -> None:
     for i in range(len(users)):
         begin, end = starts[users[i]], starts[users[i] + 1]
         state = mix64(np.uint64(draws[i]), key)
         while True:
-            # the high 32 bits scaled to 0..num_items-1 (Lemire 2016); the bias is below num_items / 2**32
-            item = np.int64(((state >> np.uint64(32)) * num_items) >> np.uint64(32))
+            # the high 32 bits scaled to 0..choices-1 (Lemire 2016); the bias is below choices / 2**32
+            item = np.int64(((state >> np.uint64(32)) * choices) >> np.uint64(32))
+            if by_popularity:
+                item = items[item]
             low, high = begin, end
             while low < high:
                 middle = (low + high) >> 1

@@ -24,7 +24,7 @@ class NcfData:
     which keeps scores in a dict keyed by item (in MovieLens-1M 156 users have their test item among the negatives).
     """
 
-    def __init__(self, prefix: Path, *, negatives: int = 4, seed: int = 0) -> None:
+    def __init__(self, prefix: Path, *, negatives: int = 4, by_popularity: bool = False, seed: int = 0) -> None:
         if negatives < 0:
             raise ValueError(f"negatives must be >= 0, got {negatives}")
         self._negatives, self._seed = negatives, seed
@@ -34,7 +34,7 @@ class NcfData:
         num_users = int(max(users.max(), test_users.max())) + 1
         num_items = int(max(items.max(), test_items.max())) + 1
         check_numbering(self._where, num_users, num_items)
-        self.train_set = Interactions.of(users, items, num_users, num_items)
+        self.train_set = Interactions.of(users, items, num_users, num_items, by_popularity=by_popularity)
         if negatives:
             self.train_set.check_negatives(self._where)
         self._users = self.train_set.users()

@@ -62,6 +62,16 @@ def test_negatives_are_uniform_over_the_items_not_taken():
         assert (np.abs(counts[free] - 60_000 / len(free)) < 5 * np.sqrt(60_000 / len(free))).all()
 
 
+def test_negatives_by_popularity_are_drawn_as_often_as_items_were_taken():
+    users, items = np.array([0, 1, 2, 3, 1, 2, 3, 2, 3]), np.array([0, 1, 1, 1, 2, 2, 2, 3, 3])
+    data = Interactions.of(users, items, 5, 6, by_popularity=True)
+    counts = np.bincount(data.sample_negatives(np.full(60_000, 0), np.arange(60_000), 7), minlength=6)
+    assert counts == pytest.approx([0, 60_000 * 3 / 8, 60_000 * 3 / 8, 60_000 * 2 / 8, 0, 0], abs=600)
+    full = Interactions.of(np.array([0, 0, 1]), np.array([0, 1, 0]), 2, 9, by_popularity=True)
+    with pytest.raises(JobError, match="user 0 took all 2 items"):
+        full.check_negatives("here")
+
+
 def test_candidates_are_collapsed_and_come_in_whole_users(prefix):
     data = NcfData(prefix)
     assert data.evaluation == "candidates"
