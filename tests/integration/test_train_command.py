@@ -10,6 +10,7 @@ import psutil
 import pytest
 from half_codec import HALF_CODEC
 
+import embershard as es
 from embershard.deploy.supervisor import LocalShards
 from embershard.worker.client.client import Client
 from harness.eventually import PATIENCE, eventually
@@ -57,6 +58,48 @@ def test_a_job_trains_through_two_shards_and_two_workers(start, tmp_path):
     assert found.returncode == 0, found.stderr
     for split, its in result["figures"].items():
         assert json.loads(found.stdout)[split] == pytest.approx(its, rel=1e-6)
+
+
+TABULAR = """\
+model: {name: dlrm, bottom: [8], hidden: [8]}
+data:
+  reader: tabular
+  train: clicks.csv
+  split: {by: user, column: user, valid: 0.2}
+  weight: weight
+  loader_processes: 1
+features:
+  user: {min_count: 2}
+  item: {dim: 2}
+  tags: {type: list, table: item, separator: "|", max_length: 3}
+  age: {type: number, transform: [log, standardise]}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 64, epochs: 2}
+workers: 2
+shards: 1
+"""
+
+
+def test_what_is_learnt_from_the_data_goes_from_training_to_evaluation_and_export(start, tmp_path):
+    rows = [
+        f"u{i % 40},i{i % 30},{'|'.join(f'i{j}' for j in range(i % 4))},{i % 70},{i % 2},{i % 3}" for i in range(600)
+    ]
+    (tmp_path / "clicks.csv").write_text("\n".join(["user,item,tags,age,label,weight", *rows]))
+    said(start(TABULAR))
+    fitted = json.loads((tmp_path / "out" / "preprocessing.json").read_text())["fitted"]
+    result = records(tmp_path)[-1]
+    assert result["samples"] == 2 * fitted["samples"]["train"]
+    known = fitted["vocabularies"]["user"]
+    user = next(f"u{i}" for i in range(40) if es.hash_ids("user", [f"u{i}"])[0] in known)  # who is in train
+    rows += [f"{user},i1,,9999,1,1"] * 9
+    (tmp_path / "clicks.csv").write_text("\n".join(["user,item,tags,age,label,weight", *rows]))
+    found = run_command("evaluate", "job.yaml", "out/best", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["valid"] == pytest.approx(result["figures"]["valid"], rel=1e-6)
+    assert run_command("export", "out/best", "job.yaml", "export", cwd=tmp_path).returncode == 0
+    told = json.loads((tmp_path / "export" / "export.json").read_text())
+    assert told["preprocessing"]["fitted"] == fitted
+    assert told["tables"]["embedding.user"]["rows"] == len(known) + 1
 
 
 @pytest.mark.parametrize(("number", "code", "words"), [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, LOADER)])

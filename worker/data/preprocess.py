@@ -482,7 +482,8 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
     if pa.types.is_dictionary(kind):
         array = array.cast(kind.value_type)
     if pa.types.is_floating(kind):
-        raise BadFeature(column, f"has {kind} values: a category is a text or an integer; declare it as type: number")
+        reason = f"has {kind} values, and a category is a text or an integer: declare it as type: number"
+        raise BadFeature(column, f"{reason}, or save integers (of pandas Int64, which may be missing)")
     try:
         texts = array if pa.types.is_string(array.type) else array.cast(pa.string())
         texts = pc.fill_null(texts, "") if texts.null_count else texts

@@ -362,6 +362,10 @@ def _bad_schema(schema: Schema) -> str:
         return f"has features {names!r}; they are a tuple of names, one at least"
     if len(set(names)) < len(names):
         return f"names a feature twice: {', '.join(names)}"
+    if schema.fields and tuple(field.name for field in schema.fields) != names:
+        return f"has fields of other features: {', '.join(field.name for field in schema.fields)}"
+    if unknown := sorted({field.table for field in schema.fields} - schema.id_limits.keys()):
+        return f"has no table {unknown[0]!r}, which a field names (known: {', '.join(schema.id_limits) or 'none'})"
     if not isinstance(schema.num_dense, int) or schema.num_dense < 0:
         return f"has num_dense {schema.num_dense!r}; it is an integer of at least 0"
     if num_ids is not None and (not isinstance(num_ids, int) or num_ids < 1):

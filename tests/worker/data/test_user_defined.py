@@ -125,6 +125,8 @@ BAD_TO_OPEN = [
     ("class it(Base): features = ()", 1, "has features"),
     ("class it(Base): num_ids = 0", 1, "num_ids 0"),
     ("class it(Base): schema = 3", 1, "a schema of type int"),
+    ("class it(Base): schema = es.Schema(('a',), 0, None, (es.Field('b', 'b', 0),))", 1, "fields of other features: b"),
+    ("class it(Base): schema = es.Schema(('a',), 0, None, (es.Field('a', 'b', 0),))", 1, "no table 'b'"),
     (
         "def it():\n  return es.RowsDataset(SCHEMA, {'train': es.Samples(*block(3, labels=np.ones(2)))})",
         2,
@@ -140,6 +142,41 @@ def test_what_cannot_be_opened_is_named_with_its_line(opened, code, line, reason
         UserCodeFailed, what=re.compile(r"^reader user_reader_\d+:it$"), where=where, reason=re.compile(reason)
     ):
         opened(code)
+
+
+LISTS = """
+FIELDS = es.Field("user", "user", 0), es.Field("tags", "tag", 1, 2, "mean", weights=1)
+TABLES = es.IdTable("user", 9), es.IdTable("tag", 4)
+SCHEMA = es.Schema(("user", "tags"), 1, None, FIELDS, TABLES, ("click", "buy"))
+def it():
+    ids, dense, labels = {ids}, {dense}, {labels}
+    return es.RowsDataset(SCHEMA, {{"train": es.Samples(*map(np.array, (ids, dense, labels)))}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"ids": "[[1, 2, 4]]"}, "id 4 of feature tags; .* -1 and below num_ids = 4"),
+        ({"ids": "[[1, -2, 0]]"}, "id -2 of feature tags"),
+        ({"ids": "[[1, 2]]"}, "2 columns of ids; its schema has 3, of features 2: user, tags"),
+        ({"dense": "[[0.5]]"}, "1 dense features; its schema has num_dense = 3"),
+        ({"labels": "[1.0]"}, "1 labels; its schema has 2: click, buy"),
+        ({"labels": "[[1, 7.0]]"}, "label of 7"),
+        ({"labels": "[[1, np.inf]]"}, "label that is not finite"),
+    ],
+)
+def test_lists_and_several_labels_are_as_the_schema_says(opened, change, reason):
+    good = {"ids": "[[8, 3, -1]]", "dense": "[[0.5, 1, 0]]", "labels": "[[1, np.nan]]"}
+    dataset = opened(LISTS.format(**good | change))
+    if reason:
+        with raises(UserCodeFailed, reason=re.compile(reason)):
+            list(dataset.train(0, 0, 1, 8))
+        return
+    (batch,) = dataset.train(0, 0, 1, 8)
+    assert batch.ids.tolist() == [[8, 3, -1]]
+    assert batch.labels.isnan().tolist() == [[False, True]]
 
 
 def test_a_reader_that_is_not_there_is_named(opened):
