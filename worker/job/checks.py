@@ -329,7 +329,9 @@ def _model_and_data(job: Job) -> Problems:
         yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
     if name not in _LISTS and job.data.evaluation == "ranking":
         yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower or simplex"
-    if name == "simplex" and not getattr(job.data, "negatives", False):
+    if name == "simplex" and job.data.evaluation != "ranking":
+        yield ("model", "name"), f"simplex takes lists of items, and data.reader {reader} has none: use reader lists"
+    elif name == "simplex" and not getattr(job.data, "negatives", False):
         yield ("data", "negatives"), "simplex learns from items that a user did not take: set it to 1 or more"
     if name != "simplex" and getattr(job.data, "history", False):
         yield ("data", "history"), f"has no meaning for {name}; remove it, or take simplex"

@@ -208,7 +208,7 @@ class TabularSection(DataSection):
     @property
     def labels_of_samples(self) -> tuple[str, ...]:
         """The names of a sample's labels."""
-        return self.label
+        return self.label or ("label",)
 
     @property
     def has_dense(self) -> bool:
