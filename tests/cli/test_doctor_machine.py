@@ -80,7 +80,7 @@ def files(tmp_path, monkeypatch):
         (machine.memory, memory(64 * MIB), BIG, FAIL, ""),
         (machine.swap, swap(100 * 2**10), NOBODY, OK, ""),
         (machine.swap, swap(7 * MIB), NOBODY, WARN, ""),
-        (compute.threads, FOUR, NOBODY, OK, "4 (OMP_NUM_THREADS=4) x 1 workers on 4 cores"),
+        (compute.threads, FOUR, NOBODY, OK, "4 (OMP_NUM_THREADS=4) x 1 worker on 4 cores"),
         (compute.threads, FOUR, OF_2_WORKERS, WARN, "x 2 workers on 4 cores"),
         (compute.threads, FOUR, ("train.threads=3",), WARN, "3 (train.threads) x 2 workers"),
         (compute.threads, {**FOUR, "os.cpu_count": 4}, (), OK, "1 (half of the machine's cores, shared) x 2 workers"),

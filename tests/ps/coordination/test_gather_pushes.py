@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import spec
+from embershard.proto.arrays import mix64
 from embershard.ps.coordination import aggregate
 from embershard.ps.coordination.aggregate import sum_gradients
 from embershard.ps.table import reference
@@ -52,7 +53,7 @@ def test_ids_that_share_one_place_of_the_index_are_told_apart(count, monkeypatch
     monkeypatch.setattr(aggregate, "_KEY", np.uint64(0))
     cells = max(2, 1 << (4 * count - 1).bit_length())
     made = np.arange(200 * cells, dtype=np.int64)
-    same = made[reference.mix64(made, 0) % np.uint64(cells) == 0][:count]
+    same = made[mix64(made, 0) % np.uint64(cells) == 0][:count]
     rows, ages = np.ones((len(same), 1), np.float32), np.full(len(same), 9, np.float32)
     gathered = check(1, [(np.float32(0.5), same, rows, ages), (np.float32(0.25), same[::-1].copy(), rows, None)])
     assert (gathered.ages == 5).all()  # 4.5 + 0.25
