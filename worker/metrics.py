@@ -36,7 +36,7 @@ def auc(labels: Floats, scores: Floats) -> float:
 
 
 def gauc(labels: Floats, scores: Floats, groups: npt.NDArray[np.int64]) -> float:
-    """Mean AUC of groups (users, say) that have both classes, weighed by their samples (Zhou et al. 2018, equation 4).
+    """Mean AUC of groups (users, say) that have both classes, weighed by their samples (Zhou et al. 2018).
 
     labels, scores and groups are (N,). NaN without such a group, or with a NaN score.
     """

@@ -32,7 +32,7 @@ def softmax(own: Tensor, others: Tensor) -> Tensor:
 def ccl(own: Tensor, others: Tensor, *, margin: float = 0.9, negative_weight: float = 150.0) -> Tensor:
     """Cosine contrastive loss of cosines: 1 - own + negative_weight * mean(max(0, others - margin)).
 
-    Mao et al., "SimpleX: A Simple and Strong Baseline for Collaborative Filtering", CIKM 2021, equation 1.
+    Mao et al., "SimpleX: A Simple and Strong Baseline for Collaborative Filtering", CIKM 2021.
     """
     return (1.0 - own).mean() + negative_weight * functional.relu(others - margin).mean()
 

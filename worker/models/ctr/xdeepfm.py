@@ -19,7 +19,7 @@ class CIN(nn.Module):
     """Compressed interaction network: products of feature vectors, dimension by dimension (section 3.1).
 
     Layer k makes H_k maps of all products of the maps before with the m features (equation 6); each map is summed over
-    the dim (equation 7), and all sums stand side by side (equation 8).
+    the dim (equation 7), and all sums stand side by side.
     """
 
     def __init__(self, num_fields: int, layers: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from embershard.worker.models.recommender import Recommender, concat_dense
 class PLE(Recommender):
     """Levels of experts, of which some belong to one label and others to all; then a tower for each label.
 
-    A label's gate mixes its own and the shared experts (CGC, equations 1 to 3), and its input is what the gate below
+    A label's gate mixes its own and the shared experts (CGC, section 4.1), and its input is what the gate below
     gave; the shared experts of the next level read what a gate over all experts of a level gives (section 4.2).
     """
 

@@ -77,7 +77,7 @@ class SimpleX(RetrievalModel):
         return ids[:, :width], ids[:, width:]
 
     def _users(self, users: Tensor, taken: Tensor, history: Tensor) -> Tensor:
-        """Unit vectors (B, dim) of users' rows (B, dim) and the rows of what they took (equations 3 and 5)."""
+        """Unit vectors (B, dim) of users' rows (B, dim) and the rows of what they took."""
         if self.project is not None:
             valid = (history >= 0).to(users.device)
             sums = torch.zeros_like(users).index_add(0, valid.nonzero()[:, 0], taken)
