@@ -24,7 +24,9 @@ print(json.dumps({"peer": "own", "layer": type(Dense().layer).__name__, "folder"
 """
 
 
-@pytest.mark.parametrize(("onednn", "layer"), [("", "Linear"), (".with_onednn", "OneDnnLinear")])
+@pytest.mark.parametrize(
+    ("onednn", "layer"), [pytest.param("", "Linear", marks=pytest.mark.long), (".with_onednn", "OneDnnLinear")]
+)
 def test_a_relative_folder_of_peers_is_found_from_where_programs_run_with_its_linear_layers_or_ours(
     onednn, layer, tmp_path
 ):

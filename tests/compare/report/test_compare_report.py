@@ -297,6 +297,7 @@ def test_pictures_of_the_markdown_are_there_and_no_others(one_seed):
     assert named == {path.name for path in (one_seed / "pictures").iterdir()}
 
 
+@pytest.mark.long
 def test_equal_results_give_equal_bytes(default, tmp_path):
     write_report(Results.model_validate_json(json.dumps(fake_results().model_dump(mode="json"))), tmp_path)
     names = [path.relative_to(default) for path in default.rglob("*.*")]
@@ -362,6 +363,7 @@ for (const frame of document.querySelectorAll("iframe")) {
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_nothing_is_wider_than_the_screen(tmp_path):
     arm = replace(INT8, label="push=dgc:0.001+fp16s/pull=int8", meaning="a codec per direction, with a long name")

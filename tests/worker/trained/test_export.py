@@ -281,7 +281,7 @@ def own_job(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("strategy", ["ps", "local"])
+@pytest.mark.parametrize("strategy", ["ps", pytest.param("local", marks=pytest.mark.long)])
 def test_a_users_model_of_several_tables_scores_alike_in_onnx(make_session, own_job, tmp_path, strategy):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

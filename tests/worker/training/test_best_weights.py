@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("restored", [True, False])
+@pytest.mark.parametrize("restored", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_ends_with_the_weights_of_its_best_evaluation_unless_told_not_to(make_session, tmp_path, case, restored):
     run = Run(job(tmp_path, **CASES[case], checkpoint={"restore_best": restored}), make_session(2))
@@ -110,7 +110,7 @@ def test_no_best_one_is_kept_where_the_job_wants_none(make_session, tmp_path):
         find_checkpoint("best", job(tmp_path))
 
 
-@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("moved", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_run_that_goes_on_knows_the_best_of_before(make_session, tmp_path, moved):
     folder = tmp_path / "before"
     first = Run(job(folder), make_session(2))
