@@ -75,6 +75,7 @@ def tables(addresses):
         return [table.name for status in client.status() for table in status.tables]
 
 
+@pytest.mark.long
 def test_arms_are_trained_on_shards_that_run_already_as_on_their_own(compare, start, tmp_path):
     words = ("none,fp16s", "--seeds", "1")
     with LocalShards(2) as shards:

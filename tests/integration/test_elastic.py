@@ -56,6 +56,7 @@ def test_the_next_worker_reports_where_the_first_is_killed(start, tmp_path, stal
     assert log[-1]["samples"] >= 2 * EPOCH  # what the lost one trained on since the last evaluation is not known
 
 
+@pytest.mark.long
 @pytest.mark.cold_start  # so that a lease of 2 s ends meanwhile
 def test_a_worker_that_is_started_again_joins_late(start, tmp_path):
     words = ("train.restart_workers=1", "--set", "train.epochs=6", "--set", "train.staleness=0")

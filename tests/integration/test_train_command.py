@@ -96,9 +96,9 @@ def test_what_is_learnt_from_the_data_goes_from_training_to_evaluation_and_expor
     found = run_command("evaluate", "job.yaml", "out/best", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["valid"] == pytest.approx(result["figures"]["valid"], rel=1e-6)
-    assert run_command("export", "out/best", "job.yaml", "export", cwd=tmp_path).returncode == 0
+    assert run_command("export", "job.yaml", "out/best", "export", cwd=tmp_path).returncode == 0
     told = json.loads((tmp_path / "export" / "export.json").read_text())
-    assert told["preprocessing"]["fitted"] == fitted
+    assert told["inputs"]["fitted"] == fitted
     assert told["tables"]["embedding.user"]["rows"] == len(known) + 1
 
 

@@ -88,6 +88,7 @@ print(sorted({"scipy.linalg", "numba.np.arraymath"} & (set(sys.modules) - before
 
 @pytest.mark.integration
 class TestProcesses:
+    @pytest.mark.long
     def test_processes_that_start_at_once_compile_each_function_once(self, tmp_path):
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
         command = [sys.executable, "-c", KERNELS]
