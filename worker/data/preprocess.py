@@ -237,6 +237,8 @@ class Preprocessor:
             if is_list(array.type):
                 raise BadFeature(name, f"column {column!r} is a list ({array.type}): {_declare(name, array)}")
             return _Values(array, column)
+        if pa.types.is_null(array.type):  # no row has any
+            array = array.cast(pa.list_(pa.string()))
         if not is_list(array.type):
             if feature.separator is None:
                 raise BadFeature(name, f"column {column!r} is {array.type}, no list: give it a separator")
@@ -534,7 +536,7 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
             if value is not None and not _is_number(value):
                 raise BadValue(row(place), column, f"{str(value)[:40]!r} is not a number") from None
         raise BadFeature(column, f"is {array.type}, no number") from None
-    infinite = np.flatnonzero(np.isinf(x))
+    infinite = np.flatnonzero(np.abs(x) > np.finfo(np.float32).max)  # what a model computes with
     if len(infinite):
         raise BadValue(row(int(infinite[0])), column, f"{x[infinite[0]]} is not a finite number")
     return x
@@ -568,6 +570,8 @@ def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.Chunk
 def looks_separated(array: pa.Array | pa.ChunkedArray) -> str:
     """A value of texts that are lists, as a|b or [a, b], if a tenth of them or more are; else the empty text."""
     array = _array(array)
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
         return ""
     parted = array.filter(pc.fill_null(pc.match_substring_regex(array, r"\||^\[.*\]$"), False))

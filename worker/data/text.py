@@ -56,6 +56,7 @@ class Layout:
     num_ids: int | None = None  # ids must be below it, where it is known in advance
     encoding: str = "utf-8"
     decimal: str = "."  # between a number's whole part and its fraction
+    number_type: pa.DataType = TYPES["number"]
 
     def __post_init__(self) -> None:
         if not is_delimiter(self.delimiter):
@@ -126,7 +127,9 @@ def parse(path: File, block: Block, layout: Layout) -> pa.Table:
     """The columns of a block of lines, those of kind skip left out. JobError names the first bad line."""
     block = recoded(path, block, layout.encoding)
     kept = [name for name, kind in layout.columns.items() if kind != "skip"]
-    types = {name: TYPES[layout.columns[name]] for name in kept}
+    types = {name: TYPES[layout.columns[name]] for name in kept} | dict.fromkeys(
+        layout.names("number"), layout.number_type
+    )
     if layout.label_values:
         types |= dict.fromkeys(layout.names("label"), pa.string())
     try:

@@ -278,8 +278,9 @@ def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
         array = pc.if_else(pc.equal(array, ""), None, array)
         with suppress(pa.ArrowException):
             return numbers_of(column, array.cast(pa.float64()))
-        with suppress(pa.ArrowException):
-            return numbers_of(column, array.cast(pa.timestamp("us")))
+        for zone in (None, "UTC"):  # all with a zone, as 2026-01-31T12:00:00Z, or none
+            with suppress(pa.ArrowException):
+                return numbers_of(column, array.cast(pa.timestamp("us", zone)))
         for row, value in enumerate(array.to_pylist()):
             try:
                 pa.array([value]).cast(pa.timestamp("us"))

@@ -113,7 +113,14 @@ def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) 
         if names != first:
             raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(names)}")
     kinds: dict[str, Kind] = {name: wanted[name][0] if name in wanted else "skip" for name in first}
-    return Layout(columns=kinds, delimiter=delimiter, missing=how.missing, encoding=how.encoding, decimal=how.decimal)
+    return Layout(
+        columns=kinds,
+        delimiter=delimiter,
+        missing=how.missing,
+        encoding=how.encoding,
+        decimal=how.decimal,
+        number_type=pa.float64(),  # as a served row has it: float32's .7 is below a boundary at .7
+    )
 
 
 def _json(path: File, how: TableFormat, wanted: Wanted) -> tuple[Layout, Callable[[File, Block, Layout], pa.Table]]:

@@ -14,7 +14,7 @@ import embershard as es
 from embershard.proto.errors import JobError
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
-from embershard.worker.data.preprocess import Preprocessor
+from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
 from embershard.worker.job.load import JobFileError, load_job
 
 ROWS = 600
@@ -270,6 +270,13 @@ BAD = {  # name: (the file's text, features, settings of data, where, the reason
     "an id beyond": (CSV, " {age: {ids: exact, num_ids: 40}}", {}, ":3", "'age'.*40"),
     "a weight below 0": (CSV.replace("40", "-1"), " {user: {}}", {"weight": "age"}, ":3", "'age'.*-1"),
     "a time that is none": (CSV, " {user: {}}", {"split": {"by": "time", "column": "user", "test": 0.5}}, ":2", "'u1'"),
+    "a number beyond float32": (
+        CSV.replace("40", "1e39"),
+        " {user: {}, age: {type: number}}",
+        {},
+        ":3",
+        "'age'.*1e.39",
+    ),
     "a weight that is none": (
         CSV.replace("a|b", "a:x|b"),
         " {tags: {type: list, separator: '|', weight_separator: ':'}}",
@@ -289,6 +296,36 @@ def test_bad_text_is_named_with_file_line_column_and_value(tmp_path, case):
         section.look(tmp_path)
     assert found.value.fields["where"] == f"{tmp_path}/train.csv{line}"
     assert re.search(reason, found.value.fields["reason"])
+
+
+def test_a_decimal_of_text_has_the_bucket_that_its_float64_has(tmp_path):
+    numbers = [0.3, 0.7, 0.1, 1.1]
+    (tmp_path / "train.csv").write_text("x,label\n" + "".join(f"{x},1\n" for x in numbers))
+    section = job_of(tmp_path, " {x: {type: number, bucketise: [0.1, 0.3, 0.7, 1.1]}}").data
+    batch = next(section.open(tmp_path, 0).evaluate("train", 0, 1, 8))
+    assert batch.ids[:, 0].tolist() == [3, 4, 2, 5]
+    assert section.preprocessor()({"x": numbers})[0][:, 0].tolist() == [3, 4, 2, 5]
+
+
+@pytest.mark.parametrize("zone", ["Z", "+02:00", ""])
+def test_times_with_a_zone_split_rows(tmp_path, zone):
+    times = [f"2026-01-0{day}T12:00:00{zone}" for day in range(1, 9)]
+    (tmp_path / "train.csv").write_text("user,time,label\n" + "".join(f"u,{time},1\n" for time in times))
+    split = {"by": "time", "column": "time", "at": ["2026-01-07"]}
+    section = job_of(tmp_path, " {user: {}}", split=split).data
+    assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 6, "test": 2}
+
+
+def test_lists_that_are_all_missing_are_empty():
+    preprocessor = Preprocessor({"tags": FeatureSpec(type="list", max_length=2)})
+    assert preprocessor({"tags": [None, None]})[0].tolist() == [[-1, -1], [-1, -1]]
+
+
+def test_a_separated_column_of_a_dictionary_is_refused(tmp_path):
+    tags = pa.array(["a|b", "c"]).dictionary_encode()
+    pq.write_table(pa.table({"tags": tags, "label": [1, 0]}), tmp_path / "a.parquet")
+    with pytest.raises(JobError, match=r"'tags'.*'a\|b'.*separator"):
+        job_of(tmp_path, " {tags: {}}", train="a.parquet").data.look(tmp_path)
 
 
 ROW = {"user": "u", "tags": ["a", "b"], "age": 3.0, "label": 1}
