@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -166,6 +167,7 @@ WRONG = {
     "label_alone.csv": "label\n0\n1\n",
     "lines.jsonl": '{"label": 1}\n[2]\n',
     "no.parquet": "text",
+    "old_mac.csv": "label,x\r1,2\r0,3\r",
 }
 
 
@@ -177,6 +179,27 @@ def test_a_file_without_a_job_is_named_and_none_is_written(name):
         run(name)
     assert name in str(caught.value)
     assert not Path("job.yaml").exists()
+
+
+def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_are_numbers():
+    rows = range(300)
+    columns = {
+        "label": [n % 2 for n in rows],
+        "user": [f"u{n % 7}" for n in rows],
+        "nested": [[[n], [1]] for n in rows],
+        "price": [Decimal(n) / 100 for n in rows],
+    }
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    features = YAML(typ="safe").load(Path("job.yaml"))["features"]
+    assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
+
+
+def test_a_column_name_that_occurs_twice_in_parquet_is_refused():
+    column = pa.array([0, 1])
+    pq.write_table(pa.table([column, column, column], names=["label", "x", "x"]), "a.parquet")
+    with pytest.raises(CannotInit):
+        run("a.parquet")
 
 
 def test_a_job_file_that_is_there_stays_unless_it_may_be_replaced():

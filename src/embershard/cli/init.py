@@ -92,10 +92,18 @@ def _parquet(path: Path) -> Look:
 
     try:
         with pq.ParquetFile(path) as file:
+            if len(set(names := file.schema_arrow.names)) < len(names):
+                raise CannotInit(path=str(path), reason="two columns have one name")
             batch = next(file.iter_batches(ROWS), None)
     except (pa.ArrowException, OSError) as error:
         raise CannotInit(path=str(path), reason=f"no Parquet file: {error}") from None
-    return Look({} if batch is None else {name: batch.column(name).to_pylist() for name in batch.schema.names}, {})
+    if batch is None:
+        return Look({}, {})
+    decimals = {field.name for field in batch.schema if pa.types.is_decimal(field.type)}  # numbers, as floats are
+    columns = {name: batch.column(name) for name in batch.schema.names}
+    return Look(
+        {name: (c.cast(pa.float64()) if name in decimals else c).to_pylist() for name, c in columns.items()}, {}
+    )
 
 
 def _json_lines(path: Path) -> Look:
@@ -125,7 +133,10 @@ def _text(path: Path) -> Look:
     delimiter = max((usual, ";", "\t", "|", ","), key=header.count)
     if delimiter != usual:
         settings["delimiter"] = delimiter
-    rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: ROWS + 1]
+    try:
+        rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: ROWS + 1]
+    except csv.Error as error:
+        raise CannotInit(path=str(path), reason=f"cannot be read as CSV: {error}") from None
     names, rows = (rows[0], [row for row in rows[1:] if len(row) == len(rows[0])]) if rows else ([], [])
     if len(set(names)) < len(names):
         raise CannotInit(path=f"{path}:1", reason="two columns have one name")
@@ -222,6 +233,8 @@ def _feature(name: str, values: Sequence[object], rows: int) -> str:
     if not present:
         return "# NAME: left out, it is empty in these rows"
     if any(isinstance(value, list) for value in present):
+        if any(isinstance(one, list | dict) for value in present if isinstance(value, list) for one in value):
+            return "# NAME: left out, it has lists of lists or of objects"
         return _list(present)
     if any(isinstance(value, dict | bytes) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
