@@ -44,6 +44,8 @@ class FeatureInputs:
         arrays = {}
         for name in self.names:
             column = given[name]
+            if isinstance(column, str | bytes):  # Arrow would take its characters
+                raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)} is no list of values")
             try:
                 arrays[name] = column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column)
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
