@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import BadExport, BadIds, CannotServe
+from embershard.proto.errors import BadExport, BadIds, BadRows, CannotServe
 from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.features import PADDING
 from embershard.worker.job.job import Job
@@ -244,9 +244,16 @@ def _job(folder: Path, facts: ExportFacts) -> Job:
 
 
 def _inputs(folder: Path, facts: ExportFacts) -> Inputs | None:
+    if facts.inputs is None:
+        return None
     try:
-        return None if facts.inputs is None else make_inputs(facts.inputs)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        inputs = make_inputs(facts.inputs)
+        ids, dense = inputs({name: [] for name in inputs.names})  # no rows: all that it computes with is there
+        found = ids.shape[1], 0 if dense is None else dense.shape[1]
+        if found != (wanted := (facts.schema.num_id_columns, facts.schema.num_dense_columns)):
+            raise ValueError(f"{found} columns of ids and numbers, and the model takes {wanted}")
+        return inputs
+    except (AttributeError, KeyError, TypeError, ValueError, BadRows) as error:
         raise BadExport(path=str(folder / FACTS), reason=f"its inputs are none: {error!r}") from None
 
 

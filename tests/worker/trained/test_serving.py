@@ -290,6 +290,16 @@ def test_a_damaged_or_foreign_folder_is_refused_with_file_and_reason(export, dam
     assert reason in raised.value.fields["reason"]
 
 
+def test_inputs_of_another_model_or_without_what_was_learnt_are_refused(make_export):
+    folder = make_export({"name": "deepfm", "hidden": [8]}, reader="tabular", features=FEATURES).folder
+    inputs = json.loads((folder / "export.json").read_text())["inputs"]
+    fewer = {name: one for name, one in inputs["features"].items() if name != "age"}
+    for wrong in ({**inputs, "fitted": {}}, {**inputs, "features": fewer}):
+        change(folder, inputs=wrong)
+        with pytest.raises(BadExport):
+            es.load_exported(folder)
+
+
 def test_what_the_model_does_not_have_is_named(export, tmp_path):
     served = es.load_exported(export.folder)
     dense = np.zeros((1, 2))
