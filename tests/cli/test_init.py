@@ -195,6 +195,15 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
     assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
 
 
+def test_columns_whose_names_no_table_can_have_get_tables_of_other_names():
+    rows = range(40)
+    columns = {"label": [n % 2 for n in rows], "größe": list("abcd") * 10, "User ID": [n % 7 for n in rows]}
+    job = features_of({**columns, "日 時": [["a"], ["b"]] * 20, "the price": [n / 7 for n in rows]})
+    tables = [feature.get("table") for feature in job["features"].values()]
+    assert tables == ["gr_e_0", "user_id_1", "table_2", None]
+    assert job["features"]["日 時"]["type"] == "list"
+
+
 def test_a_column_name_that_occurs_twice_in_parquet_is_refused():
     column = pa.array([0, 1])
     pq.write_table(pa.table([column, column, column], names=["label", "x", "x"]), "a.parquet")

@@ -6,6 +6,7 @@ a dict of numbers and texts it is stored with a model. Its arrays depend on noth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -196,6 +197,10 @@ class Preprocessor:
             if feature.is_dense:
                 continue
             table = feature.table or name
+            fixed = feature.ids or feature.buckets or feature.vocabulary or feature.min_count or feature.bucketise
+            if not fixed and not re.fullmatch(r"[A-Za-z0-9_./-]+", table):  # rows are on shards, which take these names
+                reason = f"its table would be called {table!r}: name one of letters (a-z), digits and _, as table: t1"
+                raise BadFeature(name, reason)
             settings = tables.setdefault(table, dict.fromkeys(_OF_TABLE))
             for key in _OF_TABLE:
                 given = getattr(feature, key)

@@ -167,7 +167,8 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     """Return the job file for a table. CannotInit where no column can be the label, or none is left for features."""
     label = _label(data, look, label)
     rows = len(look.columns[label])
-    features, skipped, times = [], [], []
+    features: list[str] = []
+    skipped, times = [], []
     for name, values in look.columns.items():
         if name == label:
             continue
@@ -176,11 +177,15 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
             skipped.append(f"  {found.replace('NAME', name)}")
             times += [name] if "the time" in found else []
         else:
-            features.append(f"  {_name(name)}: {found}")
+            features.append(f"  {_name(name)}: {_with_table(name, found, len(features))}")
     if not features:
         raise CannotInit(path=str(data), reason="no column but the label is left to learn from")
     if all("type: number" in feature for feature in features):  # every model has embeddings
-        features = [f"{line.partition(': {')[0]}: {{type: number, bucketise: 10}}" for line in features]
+        features = [
+            f"{line.partition(': {')[0]}: {{type: number, bucketise: 10"
+            + (f", table: numbers_{place}}}" if line.startswith('  "') else "}")
+            for place, line in enumerate(features)
+        ]
     split = f"{{by: time, column: {_name(times[0])}" if times else "{by: random"
     path = os.path.relpath(data.absolute(), folder)
     lines = [
@@ -273,6 +278,16 @@ def _of_text(values: Sequence[str], rows: int) -> str:
     if sum(map(len, values)) > 60 * len(values) and len(set(values)) * 2 > rows:
         return "# NAME: left out, it is free text"
     return "{}"
+
+
+def _with_table(name: str, found: str, place: int) -> str:
+    """The section of a column, with a table where its name cannot be that of one: shards take ASCII alone."""
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", name):
+        return found
+    table = f"table: {re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_') or 'table'}_{place}"
+    if found.startswith("{type: number"):
+        return found
+    return f"{{{table}}}" if found == "{}" else found.replace("{", f"{{{table}, ", 1)
 
 
 def _name(name: str) -> str:

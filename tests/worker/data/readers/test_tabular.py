@@ -14,7 +14,7 @@ import embershard as es
 from embershard.proto.errors import JobError
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
-from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
+from embershard.worker.data.preprocess import BadFeature, FeatureSpec, Preprocessor
 from embershard.worker.job.load import JobFileError, load_job
 
 ROWS = 600
@@ -314,6 +314,12 @@ def test_times_with_a_zone_split_rows(tmp_path, zone):
     split = {"by": "time", "column": "time", "at": ["2026-01-07"]}
     section = job_of(tmp_path, " {user: {}}", split=split).data
     assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 6, "test": 2}
+
+
+def test_a_table_whose_name_no_shard_takes_is_refused():
+    with pytest.raises(BadFeature):
+        Preprocessor({"User ID": FeatureSpec()})
+    assert Preprocessor({"User ID": FeatureSpec(table="user"), "größe": FeatureSpec(type="number")}).schema.tables
 
 
 def test_lists_that_are_all_missing_are_empty():
