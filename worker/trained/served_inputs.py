@@ -31,6 +31,7 @@ class FeatureInputs:
         from embershard.worker.data.preprocess import Preprocessor
 
         self._preprocessor = Preprocessor.from_dict(data)
+        self._ignored = (*self._preprocessor.labels, *data.get("ignored", ()))
         self.names = tuple(self._preprocessor.columns)
 
     def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
@@ -40,7 +41,7 @@ class FeatureInputs:
         from embershard.worker.data.preprocess import BadFeature, BadValue
 
         given = columns_by_name(rows)
-        check_columns(given, self.names, self._preprocessor.labels)
+        check_columns(given, self.names, self._ignored)
         arrays = {}
         for name in self.names:
             column = given[name]
@@ -63,7 +64,8 @@ class FeatureInputs:
 def inputs_of(job: Job, dataset: Dataset) -> dict[str, object] | None:
     """What is done with columns, as data for export.json; None where the reader does not tell."""
     if isinstance(job.data, TabularSection):
-        return {"kind": "features", **job.data.preprocessor().to_dict()}
+        beside = [job.data.weight, job.data.split and job.data.split.column]  # which a row of the data has, too
+        return {"kind": "features", **job.data.preprocessor().to_dict(), "ignored": [name for name in beside if name]}
     inputs = getattr(dataset, "inputs", None)
     return inputs.as_data() if isinstance(inputs, RowInputs) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,7 +233,10 @@ class Trainer:
         best = self._best
         self._group.retry_on_membership_change(self._saver.check_best)
         if best.checkpoint is None or best.is_latest or not self._restores:
-            return BestWeights(checkpoint=best.checkpoint, current=best.is_latest, not_kept=self._saver.not_kept)
+            not_kept = self._saver.not_kept
+            if best.worse_in_a_row and math.isnan(best.value):
+                not_kept = f"{self._job.metric} was undefined in every evaluation, and so none was the best"
+            return BestWeights(checkpoint=best.checkpoint, current=best.is_latest, not_kept=not_kept)
         steps, skipped = self._learn.steps, self._learn.skipped
         try:
             state = self._group.retry_on_membership_change(self._saver.restore_best)

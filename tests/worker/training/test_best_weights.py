@@ -43,7 +43,7 @@ def job(folder, strategy="ps", **sections):
 class Run:
     """A run to its end, and what may be asked of it afterwards."""
 
-    def __init__(self, job, session=None, *, resume=None, **settings):
+    def __init__(self, job, session=None, *, resume=None, data=None, **settings):
         if job.has_shards and job.train.local_steps:
             session = Session(session.client, local_steps=job.train.local_steps)
         if resume is not None and job.has_shards:
@@ -51,7 +51,7 @@ class Run:
         self.notes = Notes()
         self.trainer = Trainer(
             job,
-            click_data(**DATA),
+            data or click_data(**DATA),
             session if job.has_shards else None,
             WorkerGroup(),
             [self.notes],
@@ -187,3 +187,11 @@ def test_where_the_best_one_was_never_finished_the_next_evaluation_takes_its_pla
     result = trainer.run()
     assert (result.best_step, result.best_weights.restored) == (6, True)
     assert trainer._evaluator.evaluate() == result.figures == notes.evaluations[1].figures
+
+
+def test_where_no_evaluation_has_a_figure_the_reason_is_told(make_session, tmp_path):
+    data = click_data(**DATA)
+    for split in data.splits:
+        data._split(split).labels[:] = 0
+    run = Run(job(tmp_path, evaluate={"metric": "auc"}), make_session(1), data=data)
+    assert (run.best.checkpoint, run.best.not_kept.partition(" ")[0]) == (None, "auc")
