@@ -61,7 +61,7 @@ def make_app(folder: str, *, dense: Dense = "torch", threads: int = 2, max_rows:
 
 
 def main() -> None:
-    """Serve until Ctrl-C."""
+    """Load an export and answer requests for scores over HTTP until Ctrl-C, by the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="what `embershard export` wrote")
     parser.add_argument("--host", default="127.0.0.1")

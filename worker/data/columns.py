@@ -79,7 +79,7 @@ class Columns:
         return Schema(layout.names("id", "text"), len(layout.names("number")), known)
 
     def inputs(self, layout: Layout, num_ids: int | None) -> RowInputs:
-        """What `rows` does with these columns, for what serves the model."""
+        """Describe how `rows` makes ids and dense features of these columns, so that a served model does the same."""
         read = layout.names("id", "text", "number")
         return RowInputs(
             categorical=tuple(

@@ -48,7 +48,7 @@ class ItemPool:
         return len(self._keys)
 
     def observe(self, rows: Samples) -> None:
-        """Take in training rows."""
+        """Add the items of these training rows, with their counts, to those that negatives are drawn from."""
         ids = rows.ids[:, self._columns]
         dense = np.empty((len(rows), 0), np.float32) if rows.dense is None else rows.dense[:, self._dense_columns]
         keys = np.zeros(len(rows), np.int64)

@@ -87,7 +87,7 @@ class FeatureSpec:
 
     @property
     def width(self) -> int:
-        """Columns of ids."""
+        """Number of columns that the feature has in a batch's ids: `max_length` of a list or a sequence, else 1."""
         return (self.max_length or MAX_LENGTH[self.kind]) if self.is_many else 1
 
     @property
@@ -369,7 +369,7 @@ class Fitting:
                 self._counts[table] = _added(self._counts.get(table), found, counts)
 
     def fitted(self) -> Fitted:
-        """What was learnt."""
+        """Return the figures of numbers and the vocabularies of tables, learnt from the training rows, as JSON."""
         numbers = {name: figures.to_dict() for name, figures in self._numbers.items()}
         vocabularies = {}
         for table, (hashes, counts) in self._counts.items():

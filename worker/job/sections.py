@@ -107,7 +107,7 @@ class ModelSection(Section):
         return model(**{key: shape[key] for key in shape if key in wanted}, **fields, device=device)
 
     def shape(self, schema: Schema) -> dict[str, object]:
-        """What its constructor may take of the data."""
+        """Return the arguments of model constructors that the data decides, such as the number of ids."""
         return {
             "num_ids": schema if schema.fields else schema.table_rows,
             "num_fields": schema.num_vectors,
@@ -295,12 +295,12 @@ class LossSection(Section):
 
     @property
     def code(self) -> str:
-        """Its name."""
+        """The name of the loss, as a user's own loss has one."""
         return self.name
 
     @property
     def args(self) -> dict[str, Any]:
-        """Its settings."""
+        """The arguments of the loss function, by name."""
         return self.model_dump(exclude={"name"})
 
 

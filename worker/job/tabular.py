@@ -283,7 +283,7 @@ class TabularSection(DataSection):
         return None
 
     def tabular(self, folder: Path) -> Tabular:
-        """What reads the files. BadFeature where features contradict each other."""
+        """Return the reader of the files under `folder`. BadFeature where features contradict each other."""
         from embershard.worker.data.negatives import NegativeSampling
         from embershard.worker.data.readers.tabular import LabelColumns, RowSplit, Tabular
         from embershard.worker.data.readers.tabular_files import TableFormat
@@ -311,7 +311,7 @@ class TabularSection(DataSection):
         )
 
     def preprocessor(self) -> Preprocessor:
-        """What makes ids and dense features of columns. BadFeature where features contradict each other."""
+        """Return the maker of ids and dense features of columns. BadFeature where features contradict each other."""
         from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
 
         features = {name: FeatureSpec(**section.model_dump()) for name, section in self.features.items()}

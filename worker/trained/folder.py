@@ -72,7 +72,7 @@ class TableFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportFacts:
-    """What export.json says."""
+    """The contents of export.json: the job, its schema and inputs, and facts of each table."""
 
     job: Mapping[str, Any]
     schema: Schema
@@ -182,7 +182,7 @@ def write_facts(out: Path, facts: ExportFacts) -> None:
 
 
 def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
-    """What an export says, once its files are found to be there and whole; `verify` reads all of their bytes.
+    """Return what an export says, once its files are found to be there and whole; `verify` reads all of their bytes.
 
     BadExport names the file, and what is wrong with it.
     """

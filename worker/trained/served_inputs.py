@@ -62,7 +62,7 @@ class FeatureInputs:
 
 
 def inputs_of(job: Job, dataset: Dataset) -> dict[str, object] | None:
-    """What is done with columns, as data for export.json; None where the reader does not tell."""
+    """Describe for export.json how a job makes ids and dense features of columns; None where its reader cannot."""
     if isinstance(job.data, TabularSection):
         beside = [job.data.weight, job.data.split and job.data.split.column]  # which a row of the data has, too
         return {"kind": "features", **job.data.preprocessor().to_dict(), "ignored": [name for name in beside if name]}

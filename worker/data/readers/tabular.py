@@ -163,7 +163,10 @@ class Tabular:
         return not pre.fitted and (pre.needs_fit() or bool(pre.vocabulary_files()) or self.split is not None)
 
     def fit(self, seed: int = 0) -> Fitted:
-        """What the features need of the training rows. JobError where a split leaves one part empty."""
+        """Read the training rows once, and return the figures and vocabularies that the features need.
+
+        JobError where a split leaves one part empty.
+        """
         return self._fit(None, seed)
 
     def open(self, *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS) -> StreamDataset:

@@ -45,7 +45,7 @@ class PLE(Recommender):
         for level in range(levels):
             sizes = [experts] * num_labels + [shared_experts]
             self.levels.append(_Level(width, expert, sizes, batch_norm, dropout, last=level == levels - 1))
-            width = expert[-1]
+            width = expert[-1] if expert else width
         self.towers = nn.ModuleList(logit_tower(width, tower, dropout=dropout) for _ in range(num_labels))
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ class _Level(nn.Module):
         self.shared_gate = None if last else Mixture(width, sum(sizes))
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What each label's gate gives, then the shared gate's, of their inputs below."""
+        """Return the next level's inputs (B, dim): one for each label, then the shared one unless it is the last."""
         outputs = [
             [expert(x) for expert in experts]  # type: ignore[attr-defined]
             for x, experts in zip(inputs, self.experts, strict=True)
