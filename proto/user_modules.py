@@ -31,6 +31,10 @@ def members_of(module: str) -> Mapping[str, object]:
 
     What it prints goes to stderr: stdout may be read by a program.
     """
+    if module.endswith(".py") or "/" in module or os.sep in module:
+        file = Path(module)
+        reason = f"is a file: write its module, {file.stem}, with its folder, {file.absolute().parent}, in PYTHONPATH"
+        raise BadModule(module=module, reason=reason)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return vars(importlib.import_module(module))

@@ -3,7 +3,7 @@
 import pytest
 
 from embershard.proto.errors import BadModule, UserCodeFailed
-from embershard.proto.user_modules import find, user_code, where_defined
+from embershard.proto.user_modules import find, members_of, user_code, where_defined
 
 MODULE = """\
 import torch
@@ -65,3 +65,9 @@ def test_an_error_names_the_users_last_line(module, call, line):
     with pytest.raises(UserCodeFailed) as error, user_code("loss um"):
         member(*[None] * call.count("."))
     assert error.value.fields["where"] == f"{path}:{line}"
+
+
+@pytest.mark.parametrize("module", ["codecs.py", "my/codecs.py", "my/codecs"])
+def test_a_file_in_place_of_a_module_is_told_how_it_is_named(module: str) -> None:
+    with pytest.raises(BadModule, match=r"write its module, codecs, .* in PYTHONPATH"):
+        members_of(module)
