@@ -6,22 +6,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from embershard.worker.models.list_losses import ListLoss, candidates
+from embershard.worker.models.list_losses import ListLoss
 from embershard.worker.models.loss import loss_of
 from embershard.worker.models.retrieval.two_tower import TwoTower
 
 IDS = torch.tensor([[0, 10, 20], [1, 11, 21], [2, 10, 22], [3, 12, 10]])  # user, item, negative
-BATCH = SimpleNamespace(ids=IDS, dense=None)
 
 
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def scores_of(model):
-    """(own, others) of each user, without the own item again."""
+def scores_of(model, items):
+    """(own, others) of each user among items, without the own item again."""
     with torch.no_grad():
-        items = candidates(IDS)
         vectors = torch.nn.functional.normalize(model.embedding.weight, dim=1)
         for user, own, _ in IDS.tolist():
             scores = (vectors[items] @ vectors[user]).tolist()
@@ -56,11 +54,14 @@ def softmax(own, others, count):
         ("sampled_softmax", {}, softmax),
     ],
 )
-def test_a_loss_is_its_formula(name, args, formula):
+@pytest.mark.parametrize("negatives", [True, False], ids=["uniform negatives alone", "items of the batch"])
+def test_a_loss_is_its_formula(name, args, formula, negatives):
     torch.manual_seed(1)
     model = TwoTower(30, 4, temperature=1.0)
-    parts = [formula(own, others, len(candidates(IDS))) for own, others in scores_of(model)]
-    loss = ListLoss(model, name, args)(model, BATCH)
+    items = IDS[:, 2] if negatives else IDS[:, 1]
+    parts = [formula(own, others, len(items)) for own, others in scores_of(model, items)]
+    batch = SimpleNamespace(ids=IDS if negatives else IDS[:, :2], dense=None)
+    loss = ListLoss(model, name, args)(model, batch)
     assert loss.item() == pytest.approx(sum(map(sum, parts)) / len(parts), rel=1e-5)
     loss.backward()
     assert bool(model.embedding.weight.grad.isfinite().all())

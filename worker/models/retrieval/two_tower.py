@@ -57,9 +57,15 @@ class TwoTower(RetrievalModel):
         return scores / self.temperature
 
     def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) scores of the own items, and (B, C) of all candidates, -inf where one is the row's own item."""
+        """(B,) scores of the own items, and (B, C) of the others, -inf where one is the row's own item.
+
+        The others are the uniform negatives of the batch, or the own items of its rows where there are none: these are
+        drawn by popularity, which a loss without a correction would take for a reason to rank popular items low.
+        """
         items = candidates(ids).to(scores.device)
-        return scores.diagonal(), scores.masked_fill(items == items[: len(scores)].unsqueeze(1), float("-inf"))
+        others = slice(len(scores) if len(items) > len(scores) else 0, None)
+        same = items[others] == items[: len(scores)].unsqueeze(1)
+        return scores.diagonal(), scores[:, others].masked_fill(same, float("-inf"))
 
     def user_vectors(self, ids: Tensor) -> Tensor:
         """Vectors (N, dim) of users (N,) int64, for ranking."""
