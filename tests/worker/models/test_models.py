@@ -178,7 +178,7 @@ def test_cin_is_the_papers_sum_over_pairs():
     cin = CIN(3, (4, 2))
     maps, want = x0, []
     for layer, size in zip(cin.layers, (4, 2), strict=True):
-        weight = layer.weight.view(size, maps.shape[1], 3)  # W^{k,h}_{ij} of equation 6
+        weight = layer.weight.view(size, maps.shape[1], 3)  # W^{k,h}_{ij} of section 3.1
         maps = torch.stack(
             [
                 sum(weight[h, i, j] * maps[:, i] * x0[:, j] for i in range(maps.shape[1]) for j in range(3))
