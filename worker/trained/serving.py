@@ -22,8 +22,7 @@ from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.features import PADDING
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
-from embershard.worker.models.user_defined import forward_of
-from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
+from embershard.worker.models.user_defined import forward_of, in_whole_rows
 from embershard.worker.trained.folder import (
     FACTS,
     INT8,
@@ -69,11 +68,8 @@ class ExportedModel:
         self._inputs = _inputs(folder, facts, id_columns(model, self.schema))
         _put_tables(model, folder, facts.tables)
         _load(model, state, folder / MODEL)
-        linear = self.job.train.linear
         if dense == "int8":
             _quantise(model, _tensors(folder / INT8), folder / INT8)
-        elif linear == "onednn" or (linear == "auto" and onednn_is_faster()):
-            use_onednn(model)  # as in training: others round elsewhere
         self._model = model.eval().requires_grad_(False)
         self._score = self._onnx(folder / ONNX) if dense == "onnx" else self._torch()
 
@@ -171,7 +167,7 @@ class ExportedModel:
             return cast(Floats, getattr(model, method)(torch.from_numpy(found)).numpy())
 
     def _torch(self) -> Score:
-        model, forward = self._model, forward_of(self._model, self.job.model.name)
+        model, forward = self._model, in_whole_rows(forward_of(self._model, self.job.model.name))
         labels = (len(self.schema.labels),) * (len(self.schema.labels) > 1)
 
         def score(ids: Tensor, dense: Tensor | None) -> Floats:

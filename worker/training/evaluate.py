@@ -23,7 +23,7 @@ from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Labels, Pointwise, reliability
 from embershard.worker.models.recommender import RetrievalModel
-from embershard.worker.models.user_defined import Forward
+from embershard.worker.models.user_defined import Forward, in_whole_rows
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training.user_metric import UserMetric
@@ -52,7 +52,7 @@ class Evaluator:
         self.curves: dict[str, list[tuple[float, float, int]]] = {}
         """Split (and label, where there are several) -> its reliability curve, of the last evaluation, if asked for."""
         self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
-        self._forward, self._metrics = forward, metrics
+        self._forward, self._metrics = in_whole_rows(forward), metrics
         self._batch_size, self._device = batch_size, device
         self._averaged, self._with_curves = averaged, curves
 
