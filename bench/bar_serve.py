@@ -70,8 +70,9 @@ def main() -> None:
     )
     p99 = timings[given.dense[0]]["p99_ms"]
     failures = []
-    if result["scores_differ_by"] > SCORES_WITHIN:
-        failures.append(f"scores differ by {result['scores_differ_by']:.1e} from the trainer's")
+    for what in ("logits", "probabilities"):
+        if result[f"{what}_differ_by"] > SCORES_WITHIN:
+            failures.append(f"{what} differ by {result[f'{what}_differ_by']:.1e} from the trainer's")
     if result["rows_that_differ"]:
         failures.append(f"{result['rows_that_differ']} rows are not the shards'")
     if p99 > P99_MS:
@@ -101,15 +102,15 @@ def make_export(folder: Path, data: Path, dense: list[str]) -> None:
 
 
 def same_scores(folder: Path, table: pa.Table) -> dict[str, float]:
-    """How far the export's scores of the file's rows are from the trainer's, at most, by the size of the logit if > 1.
-
-    The trainer's batch is another one than a request's, so that sums are rounded otherwise: 6e-8 of a float32 each.
-    """
+    """How far the export's logits of the file's rows are from the trainer's, at most, and the probabilities of them."""
     served = es.load_exported(folder / "out", verify=True)
     logits = np.memmap(folder / "trainer.npy", np.float32, "r")[-table.num_rows :]  # behind the header
-    found = [served.score(table.slice(i, CANDIDATES)) for i in range(0, table.num_rows, CANDIDATES)]
-    difference = np.abs(np.concatenate(found) - logits) / np.maximum(1, np.abs(logits))
-    return {"rows": table.num_rows, "scores_differ_by": float(difference.max())}
+    found = np.concatenate(
+        [served.score(table.slice(i, CANDIDATES)) for i in range(0, table.num_rows, CANDIDATES)]
+    ).astype(np.float64)
+    logit = float(np.abs(found - logits).max())
+    probability = float(np.abs(1 / (1 + np.exp(-found)) - 1 / (1 + np.exp(-logits.astype(np.float64)))).max())
+    return {"rows": table.num_rows, "logits_differ_by": logit, "probabilities_differ_by": probability}
 
 
 def same_rows(folder: Path, data: Path) -> dict[str, int]:

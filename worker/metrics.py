@@ -1,13 +1,15 @@
 """Quality of a recommender: AUC, GAUC, logloss, normalised entropy, calibration; HR@K, NDCG@K, MAP@K, Recall@K.
 
-Functions take whole arrays. The collectors take batches, merge what several workers saw, and end in named
-figures. A figure that is not defined (AUC of one class, say) is NaN. All arithmetic is float64 over exact ranks.
+Functions take whole arrays; where samples have weights, each counts as often as its weight says. The collectors take
+batches, merge what several workers saw, and end in named figures. A figure that is not defined (AUC of one class, say)
+is NaN. All arithmetic is float64 over exact ranks.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,91 +19,108 @@ Floats = npt.NDArray[np.floating]
 Array = torch.Tensor | npt.NDArray[np.generic]
 
 
-def auc(labels: Floats, scores: Floats) -> float:
+def auc(labels: Floats, scores: Floats, weights: Floats | None = None) -> float:
     """Chance that a positive scores above a negative, ties counting half (Mann-Whitney U); exact.
 
-    labels (N,) of 0 and 1, scores (N,) in any monotone scale. NaN with one class only, or with a NaN score.
+    labels (N,) of 0 and 1, scores (N,) in any monotone scale, weights (N,): a pair counts as much as the product of its
+    weights. NaN with one class only, or with a NaN score.
     """
-    positives = int(np.count_nonzero(labels > 0.5))
-    negatives = len(labels) - positives
+    counts, positive = _counts(labels, weights), labels > 0.5
+    positives = counts[positive].sum()
+    negatives = counts.sum() - positives
     if not positives or not negatives or np.isnan(scores).any():
         return math.nan
     order = np.argsort(scores, kind="stable")
     ordered = scores[order]
     first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])  # start of each run of equal scores
-    sizes = np.diff(np.r_[first, len(ordered)])
-    hits = np.add.reduceat((labels[order] > 0.5).astype(np.int64), first)
-    below = first - (np.cumsum(hits) - hits)  # negatives under each run
-    return float((hits * (below + (sizes - hits) / 2)).sum() / (positives * negatives))
+    hits = np.add.reduceat((counts * positive)[order], first)
+    misses = np.add.reduceat((counts * ~positive)[order], first)
+    below = np.cumsum(misses) - misses  # negatives under each run
+    return float((hits * (below + misses / 2)).sum() / (positives * negatives))
 
 
-def gauc(labels: Floats, scores: Floats, groups: npt.NDArray[np.int64]) -> float:
+def gauc(labels: Floats, scores: Floats, groups: npt.NDArray[np.int64], weights: Floats | None = None) -> float:
     """Mean AUC of groups (users, say) that have both classes, weighed by their samples (Zhou et al. 2018).
 
-    labels, scores and groups are (N,). NaN without such a group, or with a NaN score.
+    labels, scores, groups and weights are (N,). NaN without such a group, or with a NaN score.
     """
     if not len(labels) or np.isnan(scores).any():
         return math.nan
     order = np.lexsort((scores, groups))
     ordered, own = scores[order], groups[order]
-    positive = (labels[order] > 0.5).astype(np.int64)
+    counts, positive = _counts(labels, weights)[order], labels[order] > 0.5
     begins = np.r_[True, own[1:] != own[:-1]]
     starts = np.flatnonzero(begins)  # of each group
     first = np.flatnonzero(begins | np.r_[True, ordered[1:] != ordered[:-1]])  # of each run of equal scores in one
-    sizes, hits = np.diff(np.r_[first, len(own)]), np.add.reduceat(positive, first)
-    negatives_below = first - (np.cumsum(hits) - hits)
+    hits, misses = np.add.reduceat(counts * positive, first), np.add.reduceat(counts * ~positive, first)
+    below = np.cumsum(misses) - misses  # negatives under each run, those of earlier groups included
     group = np.searchsorted(starts, first, side="right") - 1
-    counts = np.diff(np.r_[starts, len(own)])
-    positives = np.add.reduceat(positive, starts)
-    before = starts - (np.cumsum(positives) - positives)  # negatives of earlier groups
-    wins = np.bincount(group, hits * (negatives_below - before[group] + (sizes - hits) / 2), len(starts))
-    both = (positives > 0) & (positives < counts)
+    positives, negatives = np.add.reduceat(counts * positive, starts), np.add.reduceat(counts * ~positive, starts)
+    before = np.cumsum(negatives) - negatives
+    wins = np.bincount(group, hits * (below - before[group] + misses / 2), len(starts))
+    both = (positives > 0) & (negatives > 0)
     if not both.any():
         return math.nan
-    aucs = wins[both] / (positives[both] * (counts - positives)[both])
-    return float(np.average(aucs, weights=counts[both]))
+    aucs = wins[both] / (positives[both] * negatives[both])
+    return float(np.average(aucs, weights=(positives + negatives)[both]))
 
 
-def reliability(labels: Floats, logits: Floats, bins: int = 10) -> list[tuple[float, float, int]]:
+def _counts(labels: Floats, weights: Floats | None) -> npt.NDArray[np.number]:
+    """How often each sample counts; without weights once, in integers, whose sums are exact."""
+    return np.ones(len(labels), np.int64) if weights is None else weights.astype(np.float64)
+
+
+def reliability(
+    labels: Floats, logits: Floats, weights: Floats | None = None, *, bins: int = 10
+) -> list[tuple[float, float, int]]:
     """Mean prediction, mean label and samples of up to `bins` bins, which have about as many samples each.
 
     Samples are put into bins by their prediction, as scikit-learn's calibration_curve does by quantiles; equal ones
-    come into one bin. Empty without samples.
+    come into one bin. Empty without samples, and with a NaN prediction.
     """
-    if not len(labels):
-        return []
     predicted = _sigmoid(logits)
+    if not len(labels) or np.isnan(predicted).any():
+        return []
     edges = np.unique(np.quantile(predicted, np.linspace(0, 1, bins + 1)))
     which = np.searchsorted(edges[1:-1], predicted)
     found = []
     for number in np.unique(which):
         chosen = which == number
-        mean, rate = predicted[chosen].mean(), labels[chosen].mean(dtype=np.float64)
-        found.append((float(mean), float(rate), int(chosen.sum())))
+        of_chosen = None if weights is None else weights[chosen]
+        mean, rate = _mean(predicted[chosen], of_chosen), _mean(labels[chosen], of_chosen)
+        found.append((mean, rate, int(chosen.sum())))
     return found
 
 
-def logloss(labels: Floats, logits: Floats) -> float:
+def logloss(labels: Floats, logits: Floats, weights: Floats | None = None) -> float:
     """Mean binary cross-entropy in nats of logits, computed without overflow. NaN without samples."""
-    if not len(labels):
-        return math.nan
     z = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):  # a NaN prediction gives NaN, no warning
-        return float(np.mean(np.logaddexp(0.0, z) - labels * z))
+        return _mean(np.logaddexp(0.0, z) - labels * z, weights)
 
 
-def normalised_entropy(labels: Floats, logits: Floats) -> float:
+def normalised_entropy(labels: Floats, logits: Floats, weights: Floats | None = None) -> float:
     """Logloss over that of always predicting the mean label (He et al., ADKDD 2014). NaN with one class only."""
-    rate = float(np.mean(labels, dtype=np.float64)) if len(labels) else 0.0
+    rate = _mean(labels, weights)
     if not 0.0 < rate < 1.0:
         return math.nan
-    return logloss(labels, logits) / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
+    return logloss(labels, logits, weights) / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
 
 
-def calibration(labels: Floats, logits: Floats) -> float:
+def calibration(labels: Floats, logits: Floats, weights: Floats | None = None) -> float:
     """Mean prediction over mean label; 1 is perfect. NaN without a positive."""
-    observed = float(np.sum(labels, dtype=np.float64))
-    return float(np.sum(_sigmoid(logits))) / observed if observed else math.nan
+    observed = _mean(labels, weights)
+    return _mean(_sigmoid(logits), weights) / observed if observed else math.nan
+
+
+def _mean(values: Floats, weights: Floats | None) -> float:
+    """The mean, weighed; NaN where nothing counts."""
+    if not len(values):
+        return math.nan
+    if weights is None:
+        return float(np.mean(values, dtype=np.float64))
+    total = float(weights.sum(dtype=np.float64))
+    return float((values.astype(np.float64) * weights).sum()) / total if total else math.nan
 
 
 def candidate_ranks(scores: Floats, labels: Floats, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -149,53 +168,70 @@ class Users:
     relevant_item: npt.NDArray[np.int64]  # (R,) column: an item to be found
 
 
+class Scored(NamedTuple):
+    """Samples of a split with what a model gave them, (N,) each."""
+
+    labels: npt.NDArray[np.float32]
+    logits: npt.NDArray[np.float32]
+    groups: npt.NDArray[np.int64] | None
+    weights: npt.NDArray[np.float32] | None
+
+
 @dataclass(eq=False)
 class Pointwise:
     """Collects labels and logits: auc, logloss, ne, calibration, samples, and gauc of batches that have groups.
 
-    A missing label (NaN) is left out.
+    A missing label (NaN) is left out. Where batches have weights the figures are weighed; `samples` is their number.
     """
 
     labels: list[npt.NDArray[np.float32]] = field(default_factory=list)
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
     groups: list[npt.NDArray[np.int64]] = field(default_factory=list)  # where batches have some
+    weights: list[npt.NDArray[np.float32]] = field(default_factory=list)  # likewise
 
-    def update(self, logits: Array, labels: Array, groups: Array | None = None) -> None:
-        """One batch: logits (B,), labels (B,), and groups (B,), which only a user's metrics use; or (B, C) of lists."""
+    def update(self, logits: Array, labels: Array, groups: Array | None = None, weights: Array | None = None) -> None:
+        """One batch: logits, labels, groups and weights, (B,) each; or logits and labels (B, C) of lists."""
         if groups is not None and logits.ndim == 2:
             groups = _integers(groups).repeat(logits.shape[1])
         self.logits.append(_floats(logits))
         self.labels.append(_floats(labels))
         if groups is not None:
             self.groups.append(_integers(groups))
+        if weights is not None and logits.ndim == 1:
+            self.weights.append(_floats(weights))
 
     def merge(self, other: Pointwise) -> None:
         """Add what another worker collected."""
         self.labels += other.labels
         self.logits += other.logits
         self.groups += other.groups
+        self.weights += other.weights
 
-    def arrays(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64] | None]:
-        """Labels, logits and groups, (N,) each, of all samples with a label; no groups where a batch had none."""
+    def arrays(self) -> Scored:
+        """All samples with a label; no groups, and no weights, where a batch had none."""
         labels = np.concatenate([np.empty(0, np.float32), *self.labels])
         logits = np.concatenate([np.empty(0, np.float32), *self.logits])
         groups = np.concatenate([np.empty(0, np.int64), *self.groups])
-        known = ~np.isnan(labels)
-        if not known.all():
-            groups = groups[known] if len(groups) == len(labels) else groups
-            labels, logits = labels[known], logits[known]
-        return labels, logits, groups if len(groups) == len(labels) else None
+        weights = np.concatenate([np.empty(0, np.float32), *self.weights])
+        known, whole = ~np.isnan(labels), slice(None)
+        chosen = whole if known.all() else known
+        return Scored(
+            labels[chosen],
+            logits[chosen],
+            groups[chosen] if len(groups) == len(labels) else None,
+            weights[chosen] if len(weights) == len(labels) and self.weights else None,
+        )
 
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
-        labels, logits, groups = self.arrays()
+        labels, logits, groups, weights = self.arrays()
         return {
-            "auc": auc(labels, logits),
-            "logloss": logloss(labels, logits),
-            "ne": normalised_entropy(labels, logits),
-            "calibration": calibration(labels, logits),
+            "auc": auc(labels, logits, weights),
+            "logloss": logloss(labels, logits, weights),
+            "ne": normalised_entropy(labels, logits, weights),
+            "calibration": calibration(labels, logits, weights),
             "samples": float(len(labels)),
-            **({} if groups is None else {"gauc": gauc(labels, logits, groups)}),
+            **({} if groups is None else {"gauc": gauc(labels, logits, groups, weights)}),
         }
 
 
@@ -214,10 +250,10 @@ class Labels:
         """The name of each label, and what was collected of it."""
         return list(zip(self.names, self.parts, strict=True))
 
-    def update(self, logits: Array, labels: Array, groups: Array | None = None) -> None:
-        """One batch: logits and labels (B, L), NaN where a label is missing, and groups (B,)."""
+    def update(self, logits: Array, labels: Array, groups: Array | None = None, weights: Array | None = None) -> None:
+        """One batch: logits and labels (B, L), NaN where a label is missing, groups (B,) and weights (B,)."""
         for i, part in enumerate(self.parts):
-            part.update(logits[:, i], labels[:, i], groups)
+            part.update(logits[:, i], labels[:, i], groups, weights)
 
     def merge(self, other: Labels) -> None:
         """Add what another worker collected."""
@@ -239,8 +275,11 @@ class Candidates:
     k: int = 10
     ranks: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
-    def update(self, logits: Array, labels: Array, groups: Array | None = None) -> None:
-        """One batch of whole groups: logits, labels and groups are (B,); or (B, C), where each row is a group."""
+    def update(self, logits: Array, labels: Array, groups: Array | None = None, weights: Array | None = None) -> None:
+        """One batch of whole groups: logits, labels and groups are (B,); or (B, C), where each row is a group.
+
+        A group counts once, whatever the weights of its samples.
+        """
         if logits.ndim == 2:
             groups = np.repeat(np.arange(logits.shape[0]), logits.shape[1])
             logits, labels = logits.reshape(-1), labels.reshape(-1)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import anyio.to_thread
+import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
@@ -51,7 +52,11 @@ def make_app(folder: str, *, dense: Dense = "torch", threads: int = 2, max_rows:
         rows = max(map(len, request.rows.values()), default=0)
         if rows > max_rows:
             return JSONResponse({"detail": f"{rows} rows in one request, at most {max_rows}"}, 413)
-        return JSONResponse({"scores": model.score(request.rows).tolist()})
+        scores = model.score(request.rows)
+        if not np.isfinite(scores).all():
+            row = int(np.argwhere(~np.isfinite(scores))[0, 0])
+            return JSONResponse({"detail": f"row {row}: the model has no finite score of it", "row": row}, 422)
+        return JSONResponse({"scores": scores.tolist()})
 
     @app.exception_handler(es.errors.BadRows)
     async def bad_request(_: Request, error: es.errors.BadRows) -> JSONResponse:

@@ -32,6 +32,10 @@ from embershard.worker.data.features import Field as Field
 from embershard.worker.data.features import IdTable as IdTable
 from embershard.worker.data.hashing import hash_ids as hash_ids
 from embershard.worker.data.inputs.feature_ids import feature_id as feature_id
+from embershard.worker.data.inputs.rows import CategoricalInput as CategoricalInput
+from embershard.worker.data.inputs.rows import ListInput as ListInput
+from embershard.worker.data.inputs.rows import NumericInput as NumericInput
+from embershard.worker.data.inputs.rows import RowInputs as RowInputs
 from embershard.worker.data.splits import SplitSampler as SplitSampler
 from embershard.worker.data.user_defined import Reader as Reader
 from embershard.worker.models.layers import FeatureEmbedding as FeatureEmbedding

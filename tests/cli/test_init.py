@@ -195,12 +195,86 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
     assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
 
 
-def test_columns_whose_names_no_table_can_have_get_tables_of_other_names():
+def test_numbers_that_are_missing_in_words_stay_numbers_and_thousands_separators_are_remarked():
+    lines = [
+        f'{n % 2},{"NaN" if n % 5 == 0 else n / 7},{"-inf" if n == 3 else n},u{n % 9},"{n + 1},234.5"'
+        for n in range(300)
+    ]
+    Path("a.csv").write_text("label,price,count,user,sales\n" + "\n".join(lines) + "\n")
+    run("a.csv")
+    job = load_job(Path("job.yaml"))
+    assert job.data.missing == ("", "-inf", "NaN")
+    assert {name: feature.type for name, feature in job.features.items()} == {
+        "price": "number", "count": "number", "user": None,
+    }  # fmt: skip
+    assert "# sales: left out" in Path("job.yaml").read_text()
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert bool(batch.dense.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("texts", "positive"),
+    [(("no", "yes"), "yes"), (("True", "False"), "True"), (("y", "n"), "y"), (("bought", "left"), "bought")],
+)
+def test_a_label_of_two_texts_is_declared(texts, positive):
+    rows = [{"user": f"u{n % 7}", "bought": texts[n % 2], "x": n / 3} for n in range(200)]
+    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
+    run("a.parquet")
+    job = load_job(Path("job.yaml"))
+    assert job.data.label == ("bought",)
+    assert job.data.label_values[1] == positive
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert set(batch.labels.tolist()) == {0.0, 1.0}
+
+
+def test_of_two_columns_of_two_texts_none_is_taken_for_the_label():
+    columns = {"a": ["x", "y"] * 20, "b": ["p", "q"] * 20, "user": [f"u{n}" for n in range(40)]}
+    with pytest.raises(CannotInit):
+        features_of(columns)
+    assert features_of(columns, "b")["data"]["label_values"] == ["p", "q"]
+
+
+def test_empty_lines_of_json_are_skipped_and_a_bad_one_is_named_with_its_line():
+    lines = [json.dumps({"label": n % 2, "user": f"u{n % 7}"}) for n in range(60)]
+    Path("a.jsonl").write_text("\n".join([lines[0], "", " ", *lines[1:], "", ""]))
+    look = look_at(Path("a.jsonl"))
+    assert [len(values) for values in look.columns.values()] == [60, 60]
+    Path("b.jsonl").write_text(lines[0] + "\n\n{\n")
+    with pytest.raises(CannotInit) as found:
+        run("b.jsonl")
+    assert found.value.fields["path"] == "b.jsonl:3"
+
+
+def test_a_list_shares_the_table_of_the_one_column_that_its_values_are_in():
+    rows = range(300)
+    items = [f"i{n % 40}" for n in rows]
+    columns = {
+        "label": [n % 2 for n in rows],
+        "item": items,
+        "user": [f"u{n % 50}" for n in rows],
+        "History of items": [items[n : n + 3] for n in rows],
+        "seen": ["|".join(items[n : n + 2]) for n in rows],
+        "tags": [[f"t{n % 9}"] for n in rows],
+        "shop_id": [100 + n % 60 for n in rows],
+        "other_id": [100 + n % 70 for n in rows],
+        "shops": [[100 + n % 30, 101] for n in rows],  # those of two columns
+        "hour": [n % 24 for n in rows],
+        "hours": [[n % 24, 3] for n in rows],  # small numbers say nothing
+    }
+    features = features_of(columns)["features"]
+    assert {name: feature["table"] for name, feature in features.items() if "table" in feature} == {
+        "History of items": "item", "seen": "item",
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    assert load_job(Path("job.yaml")).features["seen"].table == "item"
+
+
+def test_columns_of_any_name_become_features():
     rows = range(40)
     columns = {"label": [n % 2 for n in rows], "größe": list("abcd") * 10, "User ID": [n % 7 for n in rows]}
     job = features_of({**columns, "日 時": [["a"], ["b"]] * 20, "the price": [n / 7 for n in rows]})
-    tables = [feature.get("table") for feature in job["features"].values()]
-    assert tables == ["gr_e_0", "user_id_1", "table_2", None]
+    assert list(job["features"]) == ["größe", "User ID", "日 時", "the price"]
     assert job["features"]["日 時"]["type"] == "list"
 
 

@@ -7,11 +7,13 @@ import random
 import runpy
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import embershard as es
 from embershard.cli.app import app as embershard
 from harness.eventually import eventually
 from harness.processes import said
@@ -72,6 +74,18 @@ def served(start, tmp_path, monkeypatch):
     thread.join()
 
 
+def test_a_score_that_is_no_number_is_answered_by_422_and_its_row(monkeypatch):
+    scores = np.array([0.5, np.inf, np.nan], np.float32)
+    monkeypatch.setattr(
+        es, "load_exported", lambda folder, dense: SimpleNamespace(score=lambda rows: scores[: len(rows["x"])])
+    )
+    example = runpy.run_path(str(EXAMPLE))
+    (score,) = (route.endpoint for route in example["make_app"]("export").routes if route.path == "/score")
+    assert score(example["ScoreRequest"](rows={"x": [1]})).status_code == 200
+    answer = score(example["ScoreRequest"](rows={"x": [1, 2, 3]}))
+    assert (answer.status_code, json.loads(answer.body)["row"]) == (422, 1)
+
+
 def test_scores_over_http_are_those_of_the_trainers_evaluation(served):
     ask, rows = served
     status, answer = ask("POST", "/score", {"rows": rows})
@@ -82,6 +96,7 @@ def test_scores_over_http_are_those_of_the_trainers_evaluation(served):
         ({"x": [1]}, "x", None),
         ({"age": ["1"]}, "age", "'1'"),
         ({"user": [0.5]}, "user", "0.5"),
+        ({"age": [float("inf")]}, "age", "inf"),
     ):
         status, answer = ask("POST", "/score", {"rows": {"user": ["a"], "item": [1], "age": [3], **change}})
         assert (status, answer["feature"], answer["value"]) == (422, feature, value)

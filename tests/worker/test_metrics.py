@@ -214,6 +214,38 @@ def test_a_reliability_curve_bins_samples_by_their_prediction():
     assert reliability(np.empty(0), np.empty(0)) == []
 
 
+@pytest.mark.parametrize("name", ["auc", "logloss", "ne", "calibration", "gauc"])
+def test_a_sample_of_weight_three_counts_as_three_and_one_of_none_not_at_all(name):
+    rng = np.random.default_rng(3)
+    labels, logits = (rng.random(60) < 0.4).astype(np.float32), rng.integers(-3, 4, 60).astype(np.float32)
+    groups, weights = rng.integers(0, 5, 60), rng.integers(0, 4, 60)
+    collectors = Pointwise(), Pointwise()
+    often = np.repeat(np.arange(60), weights)
+    for part in np.split(np.arange(60), 3):
+        collectors[0].update(logits[part], labels[part], groups[part], weights[part].astype(np.float32))
+    collectors[1].update(logits[often], labels[often], groups[often])
+    weighed, repeated = (one.compute() for one in collectors)
+    assert weighed[name] == pytest.approx(repeated[name], rel=1e-12)
+    plain = Pointwise()
+    plain.update(logits, labels, groups)
+    assert weighed[name] != pytest.approx(plain.compute()[name], rel=1e-6)
+    assert weighed["samples"] == 60
+
+
+def test_figures_of_a_label_are_weighed_and_leave_missing_ones_out():
+    logits, labels = torch.tensor([[1.0, 2.0], [0.5, -1.0], [-1.0, 0.3]]), torch.tensor([[1, 0], [0, math.nan], [0, 1]])
+    weights = torch.tensor([1.0, 5.0, 2.0])
+    figures = Labels(("a", "b"))
+    figures.update(logits, labels, None, weights)
+    one = Pointwise()
+    one.update(logits[[0, 2], 1], labels[[0, 2], 1], None, weights[[0, 2]])
+    assert figures.compute()["logloss:b"] == one.compute()["logloss"]
+    bins = reliability(np.array([0.0, 1.0]), np.zeros(2), np.array([3.0, 1.0]))
+    assert bins == [(0.5, 0.25, 2)]
+    assert math.isnan(logloss(np.ones(2), np.zeros(2), np.zeros(2)))
+    assert reliability(np.ones(2), np.array([0.0, math.nan])) == []
+
+
 def test_candidates_may_come_in_rows():
     rows, flat = Candidates(k=1), Candidates(k=1)
     logits, labels = torch.tensor([[0.5, 0.1, 0.4], [0.1, 0.9, 0.2]]), torch.tensor([[1.0, 0.0, 0.0]] * 2)

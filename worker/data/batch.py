@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.data.shuffle import Positions, batches, check_enough, check_share, permutation
 
 if TYPE_CHECKING:  # files are looked at before training without torch, which takes seconds to import
@@ -97,7 +98,10 @@ class RowsDataset:
     """A pointwise dataset whose splits are in memory: "train", and others to evaluate on.
 
     `where` names it in errors; `seed` decides the order of each epoch. A reader of a user gets the job's for both.
+    `inputs` says how its ids and dense features are made of columns, so that an export can score rows.
     """
+
+    inputs: RowInputs | None = None
 
     def __init__(
         self,
@@ -107,7 +111,9 @@ class RowsDataset:
         where: str = "",
         seed: int | None = None,
         shuffle: bool = True,
+        inputs: RowInputs | None = None,
     ) -> None:
+        self.inputs = self.inputs if inputs is None else inputs
         self._schema, self._where, self._seed, self._shuffle = schema, where, seed, shuffle
         self._rows = {
             name: Samples.of(rows.ids, rows.dense, rows.labels, rows.weights) for name, rows in splits.items()
@@ -170,7 +176,7 @@ class Batch:
     dense: torch.Tensor | None  # (B, D) float32
     labels: torch.Tensor  # (B,) float32, or (B, L) for several labels, where NaN stands for a missing one
     groups: torch.Tensor | None = None  # (B,) int64: the user whom a candidate is ranked for; whole users per batch
-    weights: torch.Tensor | None = None  # (B,) float32: how much each sample counts in the loss
+    weights: torch.Tensor | None = None  # (B,) float32: how much each sample counts
 
     def __len__(self) -> int:
         return self.ids.shape[0]

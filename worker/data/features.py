@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PADDING = -1  # in place of an id, where a list is shorter than its columns
+from embershard.worker.data.inputs.rows import PADDING as PADDING
 
 Pooling = Literal["none", "mean", "sum", "max", "sequence"]
 

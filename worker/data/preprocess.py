@@ -6,7 +6,6 @@ a dict of numbers and texts it is stored with a model. Its arrays depend on noth
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -35,7 +34,7 @@ class BadValue(ValueError):
 
     def __init__(self, row: int, column: str, reason: str) -> None:
         super().__init__(f"column {column!r}: {reason}")
-        self.row, self.column = row, column
+        self.row, self.column, self.reason = row, column, reason
 
 
 class BadFeature(ValueError):
@@ -197,10 +196,6 @@ class Preprocessor:
             if feature.is_dense:
                 continue
             table = feature.table or name
-            fixed = feature.ids or feature.buckets or feature.vocabulary or feature.min_count or feature.bucketise
-            if not fixed and not re.fullmatch(r"[A-Za-z0-9_./-]+", table):  # rows are on shards, which take these names
-                reason = f"its table would be called {table!r}: name one of letters (a-z), digits and _, as table: t1"
-                raise BadFeature(name, reason)
             settings = tables.setdefault(table, dict.fromkeys(_OF_TABLE))
             for key in _OF_TABLE:
                 given = getattr(feature, key)
@@ -212,15 +207,17 @@ class Preprocessor:
                     settings[key] = given
                     first.setdefault((table, key), name)
             bucketised = feature.kind == "number"
-            if settings.setdefault("bucketised", bucketised) != bucketised:
+            other = settings.setdefault("bucketised", name if bucketised else "")
+            if bool(other) != bucketised:
                 raise BadFeature(name, f"table {table!r} would have buckets of numbers and other ids; name another one")
+            if other not in ("", name):
+                raise BadFeature(name, f"table {table!r} has the buckets of {other!r}; name another one")
         return tables
 
     def _num_ids(self, table: str) -> int | None:
         given = self._tables[table]
         if given["bucketised"]:
-            (name,) = [name for name, f in self.features.items() if not f.is_dense and (f.table or name) == table]
-            bucketise = self.features[name].bucketise
+            bucketise = self.features[given["bucketised"]].bucketise
             assert bucketise is not None
             return (bucketise if isinstance(bucketise, int) else len(bucketise) + 1) + 1
         if given["vocabulary"] is not None or given["min_count"] is not None:
@@ -543,7 +540,8 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
         raise BadFeature(column, f"is {array.type}, no number") from None
     infinite = np.flatnonzero(np.abs(x) > np.finfo(np.float32).max)  # what a model computes with
     if len(infinite):
-        raise BadValue(row(int(infinite[0])), column, f"{x[infinite[0]]} is not a finite number")
+        reason = f"{x[infinite[0]]} is not a finite number; write a missing value in its place"
+        raise BadValue(row(int(infinite[0])), column, reason)
     return x
 
 

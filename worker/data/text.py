@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +36,7 @@ from embershard.worker.data.preprocess import BadValue
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
+THOUSANDS = re.compile(r"\s*[-+]?\d{1,3}(,\d{3})+(\.\d*)?\s*")  # 1,234.5; but 1,234 may be a decimal comma's
 _OPEN_QUOTE = (
     'a field begins with a quote (") that its line does not close; '
     "take out the quote, or the line end within the text: each line is a sample"
@@ -57,6 +59,7 @@ class Layout:
     encoding: str = "utf-8"
     decimal: str = "."  # between a number's whole part and its fraction
     number_type: pa.DataType = TYPES["number"]
+    remedies: Mapping[str, str] = field(default_factory=dict)  # column -> what to do where a text is no number
 
     def __post_init__(self) -> None:
         if not is_delimiter(self.delimiter):
@@ -76,6 +79,9 @@ def read_header(path: File, delimiter: str, encoding: str = "utf-8", *, unnamed:
     `unnamed`: columns may have no name, and get one of their place.
     """
     first = next(read_blocks(path, block_bytes=64 << 10)).text.split(b"\n", 1)[0]
+    if b"\r" in first.rstrip(b"\r"):
+        reason = "its lines end with CR alone, as those of an old Mac; write them with LF: tr '\\r' '\\n' < old > new"
+        raise JobError(where=f"{path}:1", reason=reason)
     try:
         line = first.decode("utf-8-sig" if encoding == "utf-8" else encoding).rstrip("\r")
     except UnicodeDecodeError as error:
@@ -247,7 +253,9 @@ def _problem(fields: list[str], layout: Layout) -> str | None:
         if kind == "label":
             if text not in layout.label_values if layout.label_values else not _is_number(text, (0.0, 1.0)):
                 known = " or ".join(layout.label_values or ("0", "1"))
-                return f"column {name!r}: label {text[:40]!r} is not {known}"
+                other = not layout.label_values and text and not _is_number(text)
+                hint = "; labels that are texts are read by data.reader tabular, with data.label_values" * bool(other)
+                return f"column {name!r}: label {text[:40]!r} is not {known}{hint}"
         elif kind == "id":
             if not text.strip().isdecimal() or int(text) >= 2**63:
                 return f"column {name!r}: {text[:40]!r} is not an integer id >= 0"
@@ -255,7 +263,9 @@ def _problem(fields: list[str], layout: Layout) -> str | None:
                 return f"column {name!r}: id {text} is not below num_ids = {layout.num_ids}"
         elif kind == "number" and text not in layout.missing and not _is_number(text, decimal=layout.decimal):
             comma = layout.decimal == "." and _is_number(text, decimal=",")
-            hint = "; if it has a decimal comma, give decimal: ','" if comma else ""
+            hint = "; if it has a decimal comma, give decimal: ','" if comma else layout.remedies.get(name, "")
+            if THOUSANDS.fullmatch(text) and not comma:
+                hint = "; write it without thousands separators"
             return f"column {name!r}: {text[:40]!r} is not a finite number{hint}"
     return None
 

@@ -26,6 +26,7 @@ from embershard.worker.data.batch import (
     Schema,
 )
 from embershard.worker.data.features import PADDING
+from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.data.shuffle import check_share
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset, in_batches, shuffled
 
@@ -63,6 +64,8 @@ class Reader:
     shuffle_rows: int = SHUFFLE_ROWS
     seed: int | None = None
     """Of the order of the samples; the job's where it is not given."""
+    inputs: RowInputs | None = None
+    """How ids and dense features are made of columns, so that an export can score rows."""
 
     def read(self, split: str) -> Iterable[Rows]:
         """Blocks of samples of "train" or of one of `splits`, from its first one on; an epoch calls it once."""
@@ -124,9 +127,10 @@ class CheckedDataset:
             self.schema = schema = dataset.schema
             self.evaluation: Evaluation = dataset.evaluation
             self.splits = tuple(dataset.splits)
+            self.inputs: RowInputs | None = getattr(dataset, "inputs", None)
         if not isinstance(schema, Schema):
             raise self._failed("", f"has a schema of type {type(schema).__name__}, not es.Schema")
-        if reason := _bad_schema(schema):
+        if reason := _bad_schema(schema) or _bad_inputs(self.inputs, schema):
             raise self._failed("", reason)
 
     def num_samples(self, split: str) -> int | None:
@@ -352,6 +356,21 @@ def _mismatch(rows: Samples, schema: Schema) -> str:
         missing = np.isnan(values) if what == "a label" and num_labels > 1 and values is not None else False
         if values is not None and not (np.isfinite(values) | missing).all():
             return f"gave {what} that is not finite: {values[~(np.isfinite(values) | missing)][0]}"
+    return ""
+
+
+def _bad_inputs(inputs: object, schema: Schema) -> str:
+    """What is wrong with a reader's `inputs`; empty where nothing is."""
+    if inputs is None:
+        return ""
+    if not isinstance(inputs, RowInputs):
+        return f"has inputs of type {type(inputs).__name__}, not es.RowInputs"
+    ids, dense = inputs({name: [] for name in inputs.names})
+    found = ids.shape[1], 0 if dense is None else dense.shape[1]
+    # of lists to train on a batch has negatives, too
+    if found[0] > schema.num_id_columns or found[1] != schema.num_dense_columns:
+        wanted = schema.num_id_columns, schema.num_dense_columns
+        return f"has inputs that make {found[0]} columns of ids and {found[1]} dense ones; its schema has {wanted}"
     return ""
 
 

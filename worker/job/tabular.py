@@ -57,6 +57,16 @@ def _delimiter(value: str) -> str:
     return value
 
 
+def _texts_of_labels(value: object) -> object:
+    """YAML's numbers and truth values as the texts that files have."""
+    if isinstance(value, list | tuple):
+        return tuple(str(one).lower() if isinstance(one, bool) else str(one) for one in value)
+    return {name: _texts_of_labels(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+LabelTexts = tuple[str, str]  # of 0 and of 1
+
+
 class FeatureSection(Section):
     """One feature: which column it is made of, and how its values become ids or a number."""
 
@@ -191,8 +201,10 @@ class TabularSection(DataSection):
     label: Annotated[tuple[Name, ...], _TEXTS] = ("label",)
     """The column of the label, or of several labels, of which some may be missing; []: each row has label 1."""
     label_range: tuple[float, float] | Literal["any"] = (0.0, 1.0)
+    label_values: Annotated[LabelTexts | dict[Name, LabelTexts] | None, BeforeValidator(_texts_of_labels)] = None
+    """The texts that stand for 0 and for 1, as ["no", "yes"], of all labels, or of each that has some."""
     weight: Name | None = None
-    """The column of how much each sample counts in the loss."""
+    """The column of how much each sample counts, in the loss and in the metrics of labels."""
     split: SplitSection | None = None
     """Of one table, in place of `valid` and `test`."""
     negatives: NegativesSection | None = None
@@ -209,6 +221,12 @@ class TabularSection(DataSection):
     def labels_of_samples(self) -> tuple[str, ...]:
         """The names of a sample's labels."""
         return self.label or ("label",)
+
+    @property
+    def texts_of_labels(self) -> dict[str, LabelTexts]:
+        """Label -> the texts that stand for 0 and for 1, of those that are no numbers."""
+        given = self.label_values
+        return dict.fromkeys(self.label, given) if isinstance(given, tuple) else given or {}
 
     @property
     def has_dense(self) -> bool:
@@ -278,6 +296,14 @@ class TabularSection(DataSection):
             for name in self.negatives.features:
                 if name not in self.features:
                     return "negatives", f"names {name!r}, which is no feature (there are: {', '.join(self.features)})"
+        texts = self.texts_of_labels
+        for name, (zero, one) in texts.items():
+            if name not in self.label:
+                return "label_values", f"names {name!r}, which is no label (there are: {', '.join(self.label)})"
+            if zero == one:
+                return "label_values", f"gives 0 and 1 of {name!r} one text, {one!r}: name that of 0, then that of 1"
+        if texts and "label_range" in self.model_fields_set:
+            return "label_range", "has no meaning with label_values, which are 0 and 1; remove it"
         if self.label_range != "any" and not self.label_range[0] < self.label_range[1]:
             return "label_range", "is the least and the largest label, as [0, 1]"
         return None
@@ -295,7 +321,10 @@ class TabularSection(DataSection):
             },
             preprocessor=self.preprocessor(),
             labels=LabelColumns(
-                names=self.label, range=None if self.label_range == "any" else self.label_range, weight=self.weight
+                names=self.label,
+                range=None if self.label_range == "any" else self.label_range,
+                texts=self.texts_of_labels,
+                weight=self.weight,
             ),
             how=TableFormat(
                 format=self.format,

@@ -260,7 +260,7 @@ class TrainSection(StepSection):
     restart_workers: Annotated[int, Field(ge=0)] = 0
     prefetch: Staleness = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies on a CPU; auto: the faster one here
+    linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies in training, on a CPU; auto: the faster
     threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
 
     @property

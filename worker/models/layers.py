@@ -117,13 +117,15 @@ class FeatureEmbedding(nn.Module):
 
     def lookup(self, ids: Tensor) -> FeatureRows:
         """The rows of all features of ids (B, C), each table read once."""
-        found = {}
+        found: dict[str, _TableRows] = {}
+        whole = torch.compiler.is_exporting()
         for name, fields in self._columns.items():
-            wanted, mask = _valid_ids(ids, fields)
+            wanted, mask = _all_ids(ids, fields) if whole else _valid_ids(ids, fields)
             rows = self.get_submodule(self.tables[name])(wanted)
             if name in self._maps:
                 rows = self.get_submodule(self._maps[name])(rows)
-            found[name] = _TableRows(fields, rows, None if mask is None else mask.to(rows.device))
+            kind = _PaddedRows if whole and mask is not None else _TableRows
+            found[name] = kind(fields, rows, None if mask is None else mask.to(rows.device))
         return FeatureRows(self.fields, found, self.dim)
 
 
@@ -135,6 +137,14 @@ def _valid_ids(ids: Tensor, fields: Sequence[Field]) -> tuple[Tensor, Tensor | N
         return columns, None
     mask = columns != PADDING
     return columns[mask], mask
+
+
+def _all_ids(ids: Tensor, fields: Sequence[Field]) -> tuple[Tensor, Tensor | None]:
+    """The same in a shape that values do not decide, as an exported program needs: (B, C), 0 in place of padding."""
+    columns = torch.cat([ids[:, field.start : field.start + field.width] for field in fields], 1)
+    if all(field.width == 1 and field.pooling == "none" for field in fields):
+        return columns, None
+    return columns.clamp(min=0), columns != PADDING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +162,7 @@ class _TableRows:
         fields = [field for field in self.fields if field.pooling != "sequence"]
         if not fields:
             return []
-        batch, device = len(self.mask), self.rows.device
+        device = self.rows.device
         of_column = [
             fields.index(field) if field in fields else -1 for field in self.fields for _ in range(field.width)
         ]
@@ -164,18 +174,20 @@ class _TableRows:
             rows, sample, column, place = rows[keep], sample[keep], column[keep], place[keep]
         bag = sample * len(fields) + place
         weights = self._weights(dense, sample, column)
-        means = torch.tensor([field.pooling == "mean" for field in fields], device=device)[place]
-        if weights is not None or bool(means.any()):
-            weights = torch.ones(len(rows), device=device) if weights is None else weights
-            total = weights.new_zeros(batch * len(fields)).index_add(0, bag, weights)[bag]
+        bags = self.mask.shape[0] * len(fields)
+        if weights is not None or any(field.pooling == "mean" for field in fields):
+            means = torch.tensor([field.pooling == "mean" for field in fields], device=device)[place]
+            weights = torch.ones(rows.shape[0], device=device) if weights is None else weights
+            total = weights.new_zeros(bags).index_add(0, bag, weights)[bag]
             share = torch.where(total == 0, 0.0, weights / torch.where(total == 0, 1.0, total))
             rows = rows * torch.where(means, share, weights).unsqueeze(1)
-        sums = rows.new_zeros(batch * len(fields), rows.shape[1])
-        pooled = sums.index_add(0, bag, rows).view(batch, len(fields), -1).unbind(1)
+        sums = rows.new_zeros(bags, rows.shape[1])
+        pooled = sums.index_add(0, bag, rows).view(-1, len(fields), rows.shape[1]).unbind(1)
         if all(field.pooling != "max" for field in fields):
             return list(pooled)
         index = bag.unsqueeze(1).expand_as(rows)
-        largest = sums.scatter_reduce(0, index, rows, "amax", include_self=False).view(batch, len(fields), -1).unbind(1)
+        maxima = sums.scatter_reduce(0, index, rows, "amax", include_self=False)
+        largest = maxima.view(-1, len(fields), rows.shape[1]).unbind(1)
         return [largest[i] if field.pooling == "max" else pooled[i] for i, field in enumerate(fields)]
 
     def _weights(self, dense: Tensor | None, sample: Tensor, column: Tensor) -> Tensor | None:
@@ -199,6 +211,40 @@ class _TableRows:
         at = mask.reshape(-1).nonzero().squeeze(1)
         padded = rows.new_zeros(mask.numel(), rows.shape[1]).index_copy(0, at, rows)
         return padded.view(*mask.shape, -1), mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PaddedRows(_TableRows):
+    """The rows of all places (B, C, dim), those of padding too, which count nothing."""
+
+    def pooled(self, dense: Tensor | None) -> list[Tensor]:
+        found = []
+        for field in self.fields:
+            if field.pooling == "sequence":
+                continue
+            rows, mask = self._columns_of(field)
+            if field.pooling == "max":
+                largest = rows.masked_fill(~mask.unsqueeze(2), float("-inf")).amax(1)
+                found.append(torch.where(mask.any(1, keepdim=True), largest, 0.0))
+                continue
+            weights = mask.to(rows.dtype)
+            if field.weights is not None:
+                assert dense is not None
+                weights = weights * dense[:, field.weights : field.weights + field.width]
+            if field.pooling == "mean":
+                total = weights.sum(1, keepdim=True)
+                weights = weights / torch.where(total == 0, 1.0, total)
+            found.append((rows * weights.unsqueeze(2)).sum(1))
+        return found
+
+    def sequence(self, field: Field) -> tuple[Tensor, Tensor]:
+        rows, mask = self._columns_of(field)
+        return rows * mask.unsqueeze(2), mask
+
+    def _columns_of(self, field: Field) -> tuple[Tensor, Tensor]:
+        assert self.mask is not None
+        first = sum(f.width for f in self.fields[: self.fields.index(field)])
+        return self.rows[:, first : first + field.width], self.mask[:, first : first + field.width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from embershard.worker.data.batch import Schema
 from embershard.worker.models.layers import FeatureEmbedding
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./-]+")  # part of a name that TableSpec takes
 
 
 class Recommender(nn.Module):
@@ -26,7 +30,8 @@ class Recommender(nn.Module):
         spaces: dict[str, str] = {}
         for name, module in self.named_children():
             if isinstance(module, FeatureEmbedding):
-                spaces |= {f"{name}.{child}": f"features/{table}" for table, child in module.tables.items()}
+                for table, child in module.tables.items():  # whose name may have spaces, which no shard takes
+                    spaces[f"{name}.{child}"] = f"features/{table}" if _PLAIN.fullmatch(table) else f"modules/{child}"
             elif isinstance(module, nn.Embedding):
                 spaces[name] = "features"
         return spaces
@@ -55,6 +60,10 @@ class ListRecommender(Recommender):
     """
 
     in_batch: ClassVar[bool] = False
+    history: int = 0
+    """Columns of ids that hold what a user took before, -1 behind a shorter history."""
+    history_start: ClassVar[int] = 0
+    """The first of these columns."""
 
     def forward(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> Tensor:
         """Logits of ids and dense as a Recommender's, or for a loss over lists (R, C), which `split_lists` takes."""
@@ -75,6 +84,18 @@ class RetrievalModel(ListRecommender):
     def item_vectors(self, items: Tensor) -> Tensor:
         """Vectors (N, dim) of items (N,) int64."""
         raise NotImplementedError
+
+
+def id_columns(model: nn.Module, schema: Schema) -> int:
+    """Columns of ids that a score needs, or more of a history with items; those to train on may have negatives."""
+    if isinstance(model, RetrievalModel):
+        return 2 + model.history
+    return model.history + 1 if isinstance(model, ListRecommender) else schema.num_id_columns
+
+
+def scores_lists(model: nn.Module) -> bool:
+    """Whether a row of ids is a history and any number of items, each of which has a logit."""
+    return isinstance(model, ListRecommender) and not isinstance(model, RetrievalModel)
 
 
 def concat_dense(rows: Tensor, dense: Tensor | None) -> Tensor:

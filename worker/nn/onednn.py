@@ -18,8 +18,9 @@ def use_onednn(model: nn.Module) -> int:
     torch multiplies float32 matrices by MKL, which on other processors than Intel's leaves AVX-512 unused: there oneDNN
     takes half the time (`make bench-linear`), forward and backward. Results differ from torch's by float rounding.
     Layers of exactly the class nn.Linear are changed, in place; what they are given decides at each call: small
-    batches, other devices and types, autocast and torch.compile go torch's way. It is 0 where torch was built without
-    oneDNN. A second derivative through such a layer raises RuntimeError.
+    batches, other devices and types, autocast and torch.compile go torch's way, and so does what needs no gradient:
+    oneDNN chooses the order of a sum by the number of rows, and a score is to be the same in any batch. It is 0 where
+    torch was built without oneDNN. A second derivative through such a layer raises RuntimeError.
     """
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return 0
@@ -59,6 +60,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         x.numel() * weight.shape[0] >= _WORTH_IT
         and x.is_cpu
         and x.dtype == weight.dtype == torch.float32
+        and torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )

@@ -69,6 +69,8 @@ class Evaluation:
     improved: bool
     evaluation_seconds: float
     warnings: Sequence[str] = ()
+    # split, and label where there are several -> mean prediction, mean label and samples of each bin of predictions
+    reliability: Mapping[str, Sequence[tuple[float, float, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,14 @@ class Report:
             observer.evaluating()
 
     def evaluated(
-        self, figures: Mapping[str, Figures], *, step: int, epoch: int, improved: bool, seconds: float
+        self,
+        figures: Mapping[str, Figures],
+        *,
+        step: int,
+        epoch: int,
+        improved: bool,
+        seconds: float,
+        reliability: Mapping[str, Sequence[tuple[float, float, int]]] = {},
     ) -> None:
         """An evaluation is done, which took that many seconds."""
         self._evaluations += 1
@@ -127,6 +134,7 @@ class Report:
             improved=improved,
             evaluation_seconds=seconds,
             warnings=(warning,) if warning else (),
+            reliability=reliability,
         )
         if improved or self._best is None:
             self._best = evaluation

@@ -192,8 +192,10 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
     except FileNotFoundError:
         reason = "no such file: this is no export, or one that did not end" if folder.is_dir() else "no such folder"
         raise BadExport(path=str(path if folder.is_dir() else folder), reason=reason) from None
-    except (OSError, ValueError) as error:
-        raise BadExport(path=str(path), reason=f"no JSON ({error})") from None
+    except OSError as error:
+        raise BadExport(path=str(path), reason=f"cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadExport(path=str(path), reason=f"damaged, it is no JSON ({error}): export the model again") from None
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         reason = f"its format is not {FORMAT}: export the model again, or name the folder of an export"
         raise BadExport(path=str(path), reason=reason)

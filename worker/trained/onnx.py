@@ -1,8 +1,9 @@
 """The dense part of a model as ONNX: what follows once the rows of a batch are looked up.
 
-Inputs: `index` (B, F) int64, the positions of a batch's ids among the rows given; `dense` (B, D) float32, for a model
-with dense features; and for each table NAME.rows (U, dim) float32. Output: `logits` (B,) float32. With
-index = arange(B * F).view(B, F) the rows are simply those of each sample, one behind the other.
+Inputs: `index` (B, C) int64, the positions of a batch's ids among the rows given, -1 where a list is shorter than its
+columns; `dense` (B, D) float32, for a model with dense features; and for each table NAME.rows (U, dim) float32. Output:
+`logits` (B,) float32, (B, L) of several labels, (B, items) behind a history. With index = arange(B * C).view(B, C) the
+rows are simply those of each sample, one behind the other.
 
 A table that is read by other ids than the batch's, such as one of positions in a sequence, stays a weight in the file.
 """
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from embershard.proto.errors import EmbershardError, Status
-from embershard.worker.data.batch import NUM_HASHED_IDS, Dataset, Schema
+from embershard.worker.data.batch import NUM_HASHED_IDS, Batch, Dataset, Schema
+from embershard.worker.data.features import PADDING
 from embershard.worker.job.job import Job
+from embershard.worker.models.recommender import RetrievalModel, id_columns, scores_lists
 from embershard.worker.models.user_defined import forward_of, reads_dense
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
@@ -47,17 +50,18 @@ class ExportNotInstalled(EmbershardError):
 class DensePart(nn.Module):
     """A model whose tables are inputs."""
 
-    def __init__(self, model: nn.Module, tables: list[str]) -> None:
+    def __init__(self, model: nn.Module, tables: list[str], *, columns: int = 1) -> None:
         super().__init__()
         self.model = model
         self.tables = tables
+        self.columns = columns  # of its logits
         self.takes_dense = reads_dense(model)
 
     def forward(self, index: Tensor, dense: Tensor | None, rows: list[Tensor]) -> Tensor:
-        """Logits (B,) of positions (B, F), dense features (B, D) and each table's rows (U, dim)."""
+        """Logits (B,) or (B, L) of positions (B, C), dense features (B, D) and each table's rows (U, dim)."""
         weights = {f"{name}.weight": weight for name, weight in zip(self.tables, rows, strict=True)}
         logits: Tensor = functional_call(self.model, weights, (index, dense) if self.takes_dense else (index,))
-        return logits.reshape(-1)
+        return logits if self.columns > 1 or scores_lists(self.model) else logits.reshape(-1)
 
 
 def check_onnx() -> None:
@@ -79,7 +83,7 @@ def dense_part(job: Job, schema: Schema, state: Mapping[str, Tensor], fixed: Map
     own = model.state_dict()
     for name in own.keys() - {f"{table}.weight" for table in _tables(model)}:
         own[name].copy_(state[name])
-    return DensePart(model.eval(), tables)
+    return DensePart(model.eval(), tables, columns=len(schema.labels))
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -93,15 +97,17 @@ def part_of_trained(job: Job, model: nn.Module, dataset: Dataset, path: Path) ->
 
     CannotExport where it does not: a model that computes with ids gets positions in their place.
     """
-    batch = next(dataset.evaluate(dataset.splits[0], 0, 1, 64) if dataset.splits else dataset.train(0, 0, 1, 64))
+    batch = _samples(model, dataset)
     forward = forward_of(model, job.model.name)
     for name, table in _tables(model).items():
         if isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None:
             reason = f"table {name!r} leaves an id out of its sums (padding_idx), but gets positions in place of ids"
             raise CannotExport(path=str(path), reason=f"{reason}: leave --onnx out")
-    ids, index = batch.ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    padding = batch.ids == PADDING
+    ids, index = batch.ids[~padding].unique(return_inverse=True)  # type: ignore[no-untyped-call]
     # neither in the order of ids nor from 0 on, so that no position is an id by chance
     positions = 1 + torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    given = batch.ids.masked_scatter(~padding, positions[index])
     with torch.no_grad():
         with _watched(model) as reads:
             wanted = forward(model, batch)
@@ -115,7 +121,7 @@ def part_of_trained(job: Job, model: nn.Module, dataset: Dataset, path: Path) ->
             failed = ""
             with _watched(part.model) as of_part:
                 try:
-                    found = part(positions[index], batch.dense, rows)
+                    found = part(given, batch.dense, rows)
                 except (IndexError, RuntimeError) as error:  # of torch: a position beyond the rows, another shape
                     failed = str(error).partition("\n")[0]
             # the ids of a field may be all alike among these samples
@@ -129,6 +135,15 @@ def part_of_trained(job: Job, model: nn.Module, dataset: Dataset, path: Path) ->
     if failed:
         raise _computes_with_ids(path, failed)
     return part
+
+
+def _samples(model: nn.Module, dataset: Dataset) -> Batch:
+    """Some of the data's samples, as they are scored: without negatives."""
+    if isinstance(model, RetrievalModel):
+        batch = next(dataset.train(0, 0, 1, 64))
+        history = batch.ids[:, batch.ids.shape[1] - model.history :]
+        return replace(batch, ids=torch.cat([batch.ids[:, :2], history], 1))
+    return next(dataset.evaluate(dataset.splits[0], 0, 1, 64) if dataset.splits else dataset.train(0, 0, 1, 64))
 
 
 def _computes_with_ids(path: Path, found: str) -> CannotExport:
@@ -179,12 +194,13 @@ def _rows_at(table: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
 
 def export_onnx(part: DensePart, schema: Schema, out: Path) -> Path:
     """Write `dense.onnx` into `out`; its path. CannotExport where torch cannot express it, or the disk is full."""
-    fields, samples = len(schema.features), 3
+    columns, samples = id_columns(part.model, schema) + scores_lists(part.model), 3
     tables = [part.model.get_submodule(name) for name in part.tables]
-    rows = [torch.randn(samples * fields, int(str(table.embedding_dim))) for table in tables]
-    index = torch.arange(samples * fields).view(samples, fields)
-    dense = torch.rand(samples, schema.num_dense) if schema.num_dense and part.takes_dense else None
+    rows = [torch.randn(samples * columns, int(str(table.embedding_dim))) for table in tables]
+    index = torch.arange(samples * columns).view(samples, columns)
+    dense = torch.rand(samples, schema.num_dense_columns) if schema.num_dense_columns and part.takes_dense else None
     batch, count = torch.export.Dim("batch"), torch.export.Dim("rows")
+    of_index = {0: batch, 1: torch.export.Dim.DYNAMIC} if scores_lists(part.model) else {0: batch}
     names = ["index", *(["dense"] if dense is not None else []), *(f"{table}.rows" for table in part.tables)]
     path, new = out / ONNX, out / f"{ONNX}.new"
     try:
@@ -197,7 +213,7 @@ def export_onnx(part: DensePart, schema: Schema, out: Path) -> Path:
                 new,
                 input_names=names,
                 output_names=["logits"],
-                dynamic_shapes=({0: batch}, None if dense is None else {0: batch}, [{0: count} for _ in rows]),
+                dynamic_shapes=(of_index, None if dense is None else {0: batch}, [{0: count} for _ in rows]),
                 dynamo=True,
                 external_data=False,
             )

@@ -21,9 +21,8 @@ from embershard.proto.errors import BadExport, BadIds, BadRows, CannotServe
 from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.features import PADDING
 from embershard.worker.job.job import Job
-from embershard.worker.models.recommender import RetrievalModel
-from embershard.worker.models.user_defined import forward_of
-from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
+from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
+from embershard.worker.models.user_defined import forward_of, in_whole_rows
 from embershard.worker.trained.folder import (
     FACTS,
     INT8,
@@ -62,18 +61,15 @@ class ExportedModel:
 
     def __init__(self, folder: Path, facts: ExportFacts, dense: Dense) -> None:
         self.folder, self.schema = folder, facts.schema
-        self._inputs = _inputs(folder, facts)
         self.job = _job(folder, facts)
         """The job that it was trained by."""
         state = _tensors(folder / MODEL)
         model = self.job.model.build(self.schema, self.job.dim, "meta")
+        self._inputs = _inputs(folder, facts, id_columns(model, self.schema))
         _put_tables(model, folder, facts.tables)
         _load(model, state, folder / MODEL)
-        linear = self.job.train.linear
         if dense == "int8":
             _quantise(model, _tensors(folder / INT8), folder / INT8)
-        elif linear == "onednn" or (linear == "auto" and onednn_is_faster()):
-            use_onednn(model)  # as in training: others round elsewhere
         self._model = model.eval().requires_grad_(False)
         self._score = self._onnx(folder / ONNX) if dense == "onnx" else self._torch()
 
@@ -85,8 +81,9 @@ class ExportedModel:
     def score(self, rows: object) -> Floats:
         """Logits (N,) of rows: columns by name, as a dict of lists or arrays, an Arrow table or a data frame.
 
-        Columns become ids and dense features as in training. BadRows names a feature that is unknown, missing, or
-        has a value that it cannot have. CannotServe where the job's reader does not tell what it does: use score_ids.
+        They are (N, labels) of a job with several labels, and (N, items) of data.reader sequences. Columns become ids
+        and dense features as in training. BadRows names a feature that is unknown, missing, or has a value that it
+        cannot have. CannotServe where the job's reader does not tell what it does: use score_ids.
         """
         if self._inputs is None:
             reason = f"reader {self.job.data.reader} does not tell what it does with columns; use score_ids"
@@ -100,10 +97,9 @@ class ExportedModel:
         BadIds for other shapes and types, and ids that no table of the model has.
         """
         found, floats = _array("ids", ids, "iu"), None
-        count, columns = self.schema.num_id_columns, self.schema.num_dense_columns
-        if isinstance(self._model, RetrievalModel) and not self.schema.fields:
-            count = 2  # a user and an item; what else it has in training are negatives
-        if found.ndim != 2 or found.shape[1] != count:
+        count, columns = id_columns(self._model, self.schema), self.schema.num_dense_columns
+        more = scores_lists(self._model) and found.ndim == 2 and found.shape[1] > count
+        if found.ndim != 2 or (found.shape[1] != count and not more):
             raise BadIds(what="ids", reason=f"have shape {found.shape}, the model takes (N, {count})")
         if columns:
             floats = _array("dense", dense, "iuf").astype(np.float32)
@@ -111,13 +107,20 @@ class ExportedModel:
                 raise BadIds(what="dense", reason=f"have shape {floats.shape}, not {(len(found), columns)}")
         elif dense is not None:
             raise BadIds(what="dense", reason="the model takes none")
-        _check_ids(self.schema, found)
+        _check_ids(self._model, self.schema, found)
         return self._logits(found.astype(np.int64), floats)
 
     def _logits(self, ids: Ids, dense: Floats | None) -> Floats:
         if not len(ids):  # models may not take an empty batch
-            return np.empty((0, len(self.schema.labels)) if len(self.schema.labels) > 1 else 0, np.float32)
+            return np.empty((0, *self._shape(ids)), np.float32)
         return self._score(torch.from_numpy(ids), None if dense is None else torch.from_numpy(dense))
+
+    def _shape(self, ids: Ids) -> tuple[int, ...]:
+        """The shape of a row's logits."""
+        if scores_lists(self._model):
+            assert isinstance(self._model, ListRecommender)
+            return (ids.shape[1] - self._model.history,)
+        return (len(self.schema.labels),) * (len(self.schema.labels) > 1)
 
     def embedding(self, name: str, ids: object) -> Floats:
         """Rows (*shape, dim) of ids of any shape, of the embedding module of this name (`tables` has them).
@@ -164,11 +167,13 @@ class ExportedModel:
             return cast(Floats, getattr(model, method)(torch.from_numpy(found)).numpy())
 
     def _torch(self) -> Score:
-        model, forward = self._model, forward_of(self._model, self.job.model.name)
+        model, forward = self._model, in_whole_rows(forward_of(self._model, self.job.model.name))
+        labels = (len(self.schema.labels),) * (len(self.schema.labels) > 1)
 
         def score(ids: Tensor, dense: Tensor | None) -> Floats:
             with torch.inference_mode():
-                return cast(Floats, forward(model, Batch(ids, dense, torch.empty(0))).numpy())
+                batch = Batch(ids, dense, torch.empty(len(ids), *labels))  # a user's model gives logits of this shape
+                return cast(Floats, forward(model, batch).numpy())
 
         return score
 
@@ -189,9 +194,10 @@ class ExportedModel:
         tables = {name: self.tables[name.removesuffix(".rows")] for name in names if name.endswith(".rows")}
 
         def score(ids: Tensor, dense: Tensor | None) -> Floats:
-            unique, index = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+            # one row at least, which padding reads
+            unique, index = torch.cat([ids.new_zeros(1), ids.reshape(-1).clamp(min=0)]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
             given: dict[str, object] = {name: _rows_of(table, unique) for name, table in tables.items()}
-            given["index"] = index.numpy()
+            given["index"] = torch.where(ids == PADDING, PADDING, index[1:].view(ids.shape)).numpy()
             if "dense" in names and dense is not None:
                 given["dense"] = dense.numpy()
             return cast(Floats, session.run(["logits"], given)[0])
@@ -218,8 +224,14 @@ def _array(what: str, value: object, kinds: str) -> npt.NDArray[Any]:
     return array
 
 
-def _check_ids(schema: Schema, ids: npt.NDArray[Any]) -> None:
+def _check_ids(model: nn.Module, schema: Schema, ids: npt.NDArray[Any]) -> None:
     """BadIds where a column has ids that its table does not have."""
+    if isinstance(model, ListRecommender):  # which has one table
+        limit = next(iter(schema.id_limits.values())) if schema.fields else schema.num_ids
+        history = np.arange(model.history) + model.history_start
+        _check_range("ids", np.delete(ids, history, axis=1), 0, limit)
+        _check_range("ids of the history", ids[:, history], PADDING, limit)
+        return
     if not schema.fields:
         _check_range("ids", ids, 0, schema.num_ids)
     for one in schema.fields:
@@ -243,14 +255,14 @@ def _job(folder: Path, facts: ExportFacts) -> Job:
         raise BadExport(path=str(folder / FACTS), reason=f"its job is none: {error}") from None
 
 
-def _inputs(folder: Path, facts: ExportFacts) -> Inputs | None:
+def _inputs(folder: Path, facts: ExportFacts, id_columns: int) -> Inputs | None:
     if facts.inputs is None:
         return None
     try:
         inputs = make_inputs(facts.inputs)
         ids, dense = inputs({name: [] for name in inputs.names})  # no rows: all that it computes with is there
         found = ids.shape[1], 0 if dense is None else dense.shape[1]
-        if found != (wanted := (facts.schema.num_id_columns, facts.schema.num_dense_columns)):
+        if found != (wanted := (id_columns, facts.schema.num_dense_columns)):
             raise ValueError(f"{found} columns of ids and numbers, and the model takes {wanted}")
         return inputs
     except (AttributeError, KeyError, TypeError, ValueError, BadRows) as error:

@@ -23,7 +23,7 @@ from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Labels, Pointwise, reliability
 from embershard.worker.models.recommender import RetrievalModel
-from embershard.worker.models.user_defined import Forward
+from embershard.worker.models.user_defined import Forward, in_whole_rows
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training.user_metric import UserMetric
@@ -52,7 +52,7 @@ class Evaluator:
         self.curves: dict[str, list[tuple[float, float, int]]] = {}
         """Split (and label, where there are several) -> its reliability curve, of the last evaluation, if asked for."""
         self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
-        self._forward, self._metrics = forward, metrics
+        self._forward, self._metrics = in_whole_rows(forward), metrics
         self._batch_size, self._device = batch_size, device
         self._averaged, self._with_curves = averaged, curves
 
@@ -72,7 +72,7 @@ class Evaluator:
                     _gather(collector, self._group)
                 if self._group.is_first:
                     figures[split] = self._metrics.compute(collectors, split)
-                    self.curves |= _curves(split, collectors) if self._with_curves else {}
+                    self.curves = {**self.curves, **(_curves(split, collectors) if self._with_curves else {})}
         return self._group.broadcast_json(figures)
 
     def _score(self, split: str) -> Sequence[Collector]:
@@ -84,7 +84,7 @@ class Evaluator:
             logits = self._forward(self._model, to_device(batch, self._device))
             groups = batch.groups if column is None else batch.ids[:, column]
             for collector in collectors:
-                collector.update(logits, batch.labels, groups)
+                collector.update(logits, batch.labels, groups, batch.weights)
         return collectors
 
     def _rank(self, split: str) -> Collector:
@@ -123,8 +123,8 @@ def _curves(split: str, collectors: Sequence[Collector]) -> dict[str, list[tuple
         if isinstance(collector, Pointwise | Labels):
             parts = collector.labels if isinstance(collector, Labels) else [("", collector)]
             for label, part in parts:
-                labels, logits, _ = part.arrays()
-                found[f"{split} {label}".strip()] = reliability(labels, logits)
+                scored = part.arrays()
+                found[f"{split} {label}".strip()] = reliability(scored.labels, scored.logits, scored.weights)
     return found
 
 
@@ -143,6 +143,7 @@ def _gather(collector: Collector, group: WorkerGroup) -> None:
 
 _DTYPES = {
     "groups": np.int64,
+    "weights": np.float32,
     "labels": np.float32,
     "logits": np.float32,
     "ranks": np.int64,

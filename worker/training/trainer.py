@@ -92,6 +92,7 @@ class Trainer:
             batch_size=job.evaluate.batch_size,
             device=self.device,
             averaged=self._learn.averaged,
+            curves=job.own_loss is None,  # else a logit need not tell of a probability
         )
         has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
         smallest_batch = 2 if has_batch_norm else 1  # one sample has no variance
@@ -222,7 +223,12 @@ class Trainer:
         improved = self._best.observe(figures[self._report.split or ""][self._job.metric])
         self._rates.schedule.observe(improved)
         self._report.evaluated(
-            figures, step=self._learn.steps, epoch=self._epoch, improved=improved, seconds=time.perf_counter() - start
+            figures,
+            step=self._learn.steps,
+            epoch=self._epoch,
+            improved=improved,
+            seconds=time.perf_counter() - start,
+            reliability=self._evaluator.curves,
         )
         early_stop = self._job.train.early_stop
         self._stopped = early_stop is not None and self._best.worse_in_a_row >= early_stop.patience

@@ -117,7 +117,8 @@ def _try_metrics(metrics: Metrics, batch: Batch, logits: Tensor) -> None:
         labels = torch.arange(len(labels)) % 2
     arrays = labels.numpy().astype(np.float32), logits.numpy().astype(np.float32)
     for metric in metrics.own:
-        metric(*arrays, None if batch.groups is None else batch.groups.numpy())
+        groups, weights = (None if part is None else part.numpy() for part in (batch.groups, batch.weights))
+        metric(*arrays, groups, weights)
 
 
 def _explain_ids(job: Job, model: nn.Module, batch: Batch, split: str, error: Exception) -> None:

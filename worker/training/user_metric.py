@@ -19,7 +19,8 @@ class UserMetric:
     """A user's metric of one evaluation split, `module:name`; a class, or a function with `args`, is called first.
 
     It is called with labels and logits, (N,) float32 arrays of numpy as scikit-learn's metrics take them, and with the
-    batches' groups, (N,) int64, where it takes a third argument. An object with `update` and `compute`, as torchmetrics
+    batches' groups, (N,) int64, where it takes a third argument, and the samples' weights, (N,) float32, where it takes
+    an argument called weights. An object with `update` and `compute`, as torchmetrics
     has them, gets tensors, logits first, and labels as int64 where they are whole numbers.
     """
 
@@ -33,9 +34,19 @@ class UserMetric:
             raise self._failed(f"is {self._metric!r}, which cannot be called")
 
     def __call__(
-        self, labels: Floats, logits: Floats, groups: npt.NDArray[np.int64] | None, *, split: str = ""
+        self,
+        labels: Floats,
+        logits: Floats,
+        groups: npt.NDArray[np.int64] | None,
+        weights: Floats | None = None,
+        *,
+        split: str = "",
     ) -> float:
-        """The figure. UserCodeFailed, with the split, file and line, where it raises, needs groups, or is no number."""
+        """The figure.
+
+        UserCodeFailed, with the split, file and line, where it raises, needs groups or weights and there are none, or
+        gives no number.
+        """
         what = f"{self._what}, of {_described(labels, split)}," if split else self._what
         if self._is_torchmetrics:
             with user_code(what):
@@ -47,8 +58,11 @@ class UserMetric:
                 if groups is None:
                     raise self._failed("takes groups, and the reader's batches have none")
                 given.append(groups)
+            named = {} if weights is None or "weights" not in self._parameters() else {"weights": weights}
+            if weights is None and self._parameters().get("weights") is inspect.Parameter.empty:
+                raise self._failed("takes weights, and the samples have none")
             with user_code(what):
-                value = self._metric(*given)
+                value = self._metric(*given, **named)
         try:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -66,14 +80,18 @@ class UserMetric:
 
     def _takes_groups(self) -> bool:
         """Whether it has a third argument without a default, or one called groups."""
+        parameters = self._parameters()
+        third = [name for name in parameters if name != "weights"][2:3]
+        return "groups" in parameters or (bool(third) and parameters[third[0]] is inspect.Parameter.empty)
+
+    def _parameters(self) -> dict[str, object]:
+        """The arguments that it takes by place, or that are called weights, with their defaults."""
         try:
-            parameters = list(inspect.signature(self._metric).parameters.values())  # type: ignore[arg-type]
+            parameters = inspect.signature(self._metric).parameters.values()  # type: ignore[arg-type]
         except (TypeError, ValueError):  # of C code
-            return False
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        return any(p.name == "groups" for p in positional) or (
-            len(positional) > 2 and positional[2].default is inspect.Parameter.empty
-        )
+            return {}
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return {p.name: p.default for p in parameters if p.kind in by_place or p.name == "weights"}
 
     def _failed(self, reason: str) -> UserCodeFailed:
         return UserCodeFailed(what=self._what, reason=reason, where=self._where)

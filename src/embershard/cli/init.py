@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ import typer
 from embershard.proto.errors import EmbershardError
 from embershard.worker.data.files import read_blocks
 from embershard.worker.data.readers.tabular_files import ENDINGS, format_of
+from embershard.worker.data.text import THOUSANDS, read_header
 from embershard.worker.job.load import load_job
 
 ROWS = 20_000  # that are looked at
@@ -28,8 +29,11 @@ _ID = re.compile(
     r"(^|_)(id|user|item|product|ad|movie|book|song|store|brand|category|code|zip|hour|device)s?(_|$)", re.I
 )
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
+_MISSING = {"nan", "na", "n/a", "null", "none", "?", "-", "inf", "+inf", "-inf", "infinity", "-infinity", r"\n"}
 _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 _FEW = 100  # distinct integers that are categories
+_YES = {"yes", "true", "y", "t", "positive", "pos", "clicked", "bought", "won"}  # texts of labels that stand for 1
+_NO = {"no", "false", "n", "f", "negative", "neg"}
 
 
 class CannotInit(EmbershardError):
@@ -43,7 +47,7 @@ class Look:
     """The first rows of a table, by column, and how its text is to be read."""
 
     columns: dict[str, list[object]]  # None: missing
-    settings: dict[str, str]  # of the section `data`
+    settings: dict[str, object]  # of the section `data`
 
 
 def init(
@@ -108,22 +112,27 @@ def _parquet(path: Path) -> Look:
 
 def _json_lines(path: Path) -> Look:
     columns: dict[str, list[object]] = {}
-    lines = next(read_blocks(path, _BYTES)).text.splitlines()[:ROWS]
-    for number, line in enumerate(lines):
+    lines = next(read_blocks(path, _BYTES)).text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    rows = 0
+    for number, line in enumerate(lines[:ROWS], 1):
+        if not line.strip():  # as in training
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise CannotInit(path=f"{path}:{number + 1}", reason=f"no JSON: {error}") from None
+            raise CannotInit(path=f"{path}:{number}", reason=f"no JSON: {error}") from None
         if not isinstance(row, dict):
-            raise CannotInit(path=f"{path}:{number + 1}", reason="no object of columns")
-        columns |= {name: [None] * number for name in row if name not in columns}
+            raise CannotInit(path=f"{path}:{number}", reason="no object of columns")
+        columns |= {name: [None] * rows for name in row if name not in columns}
         for name, values in columns.items():
             values.append(row.get(name))
+        rows += 1
     return Look(columns, {})
 
 
 def _text(path: Path) -> Look:
-    text, settings = next(read_blocks(path, _BYTES)).text, {}
+    text = next(read_blocks(path, _BYTES)).text
+    settings: dict[str, object] = {}
     try:
         decoded = text.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -133,6 +142,7 @@ def _text(path: Path) -> Look:
     delimiter = max((usual, ";", "\t", "|", ","), key=header.count)
     if delimiter != usual:
         settings["delimiter"] = delimiter
+    read_header(path, delimiter, str(settings.get("encoding", "utf-8")), unnamed=True)
     try:
         rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: ROWS + 1]
     except csv.Error as error:
@@ -149,43 +159,54 @@ def _text(path: Path) -> Look:
     )
     if comma:
         settings["decimal"] = ","
+    missing = {cell for own in cells for cell in _missing_numbers(own, comma)}
+    if missing:
+        settings["missing"] = ["", *sorted(missing)]
     return Look({name: _typed(own, comma) for name, own in zip(names, cells, strict=True)}, settings)
+
+
+def _missing_numbers(cells: Sequence[str], comma: bool) -> set[str]:
+    """The texts that stand for a missing number, of a column whose other cells, half of all or more, are numbers."""
+    others = {cell for cell in cells if cell and not _NUMBER.fullmatch(cell.replace(",", ".") if comma else cell)}
+    if not others or not {cell.lower() for cell in others} <= _MISSING:
+        return set()
+    return others if sum(cell in others for cell in cells) * 2 <= len(cells) else set()
 
 
 def _typed(cells: Sequence[str], comma: bool) -> list[object]:
     """The cells of a column as integers or floats, where all of them are some."""
-    plain = [cell.replace(",", ".") if comma else cell for cell in cells]
+    missing = _missing_numbers(cells, comma)
+    plain = ["" if cell in missing else cell.replace(",", ".") if comma else cell for cell in cells]
     present = [cell for cell in plain if cell]
     kind: Callable[[str], object] = str
     if present and all(_NUMBER.fullmatch(cell) for cell in present):
-        whole = all(re.fullmatch(r"[-+]?(0|[1-9]\d{0,17})", cell) for cell in present)  # 007 is no number
-        kind = int if whole else float if any("." in cell or "e" in cell.lower() for cell in present) else str
+        # 007 is no number, and what has missing ones is no id
+        whole = not missing and all(re.fullmatch(r"[-+]?(0|[1-9]\d{0,17})", cell) for cell in present)
+        is_number = missing or any("." in cell or "e" in cell.lower() for cell in present)
+        kind = int if whole else float if is_number else str
     return [kind(cell) if cell else None for cell in plain]
 
 
 def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     """Return the job file for a table. CannotInit where no column can be the label, or none is left for features."""
     label = _label(data, look, label)
-    rows = len(look.columns[label])
+    rows, texts = len(look.columns[label]), _label_values(look.columns[label])
+    shared = _shared_tables({name: values for name, values in look.columns.items() if name != label})
     features: list[str] = []
     skipped, times = [], []
     for name, values in look.columns.items():
         if name == label:
             continue
-        found = _feature(name, values, rows)
+        found = _feature(name, values, rows, shared.get(name))
         if found.startswith("#"):
             skipped.append(f"  {found.replace('NAME', name)}")
             times += [name] if "the time" in found else []
         else:
-            features.append(f"  {_name(name)}: {_with_table(name, found, len(features))}")
+            features.append(f"  {_name(name)}: {found}")
     if not features:
         raise CannotInit(path=str(data), reason="no column but the label is left to learn from")
     if all("type: number" in feature for feature in features):  # every model has embeddings
-        features = [
-            f"{line.partition(': {')[0]}: {{type: number, bucketise: 10"
-            + (f", table: numbers_{place}}}" if line.startswith('  "') else "}")
-            for place, line in enumerate(features)
-        ]
+        features = [f"{line.partition(': {')[0]}: {{type: number, bucketise: 10}}" for line in features]
     split = f"{{by: time, column: {_name(times[0])}" if times else "{by: random"
     path = os.path.relpath(data.absolute(), folder)
     lines = [
@@ -196,6 +217,7 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
         f"  train: {json.dumps(path)}",
         *(f"  {field}: {json.dumps(value)}" for field, value in look.settings.items()),
         f"  label: {_name(label)}",
+        *([f"  label_values: {json.dumps(texts, ensure_ascii=False)}     # of 0, and of 1: check it"] if texts else []),
         f"  split: {split}, valid: 0.1, test: 0.1}}     # or name files: valid: valid.csv, test: test.csv",
         "features:                             # text and ids are hashed to 62 bits: no vocabulary is needed",
         *features,
@@ -223,16 +245,64 @@ def _label(data: Path, look: Look, label: str | None) -> str:
         return label
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     named = [name for name in binary if name.lower() in _LABELS]
-    if not binary:
-        raise CannotInit(path=str(data), reason=f"no column of zeros and ones; name the label by --label ({known})")
-    return (named or binary)[0]
+    if binary:
+        return (named or binary)[0]
+    two = [name for name, values in look.columns.items() if _label_values(values)]
+    named = [name for name in two if name.lower() in _LABELS]
+    if not named and len(two) != 1:
+        reason = "no column of zeros and ones" + (f", and {len(two)} of two texts: {', '.join(two)}" if two else "")
+        raise CannotInit(path=str(data), reason=f"{reason}; name the label by --label (there are: {known})")
+    return (named or two)[0]
+
+
+def _label_values(values: Sequence[object]) -> list[str]:
+    """The texts of a label that stand for 0 and for 1; none where its values are numbers, or more than two."""
+    texts = {value for value in values if isinstance(value, str)}
+    if len(texts) != 2 or any(value is not None and not isinstance(value, str) for value in values):
+        return []
+    first, second = sorted(texts)
+    if first.strip().lower() in _YES or second.strip().lower() in _NO:
+        first, second = second, first
+    return [first, second]
 
 
 def _as_label(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _feature(name: str, values: Sequence[object], rows: int) -> str:
+def _shared_tables(columns: Mapping[str, Sequence[object]]) -> dict[str, str]:
+    """List column -> the column of single values that most of its values are in, where there is one such alone.
+
+    Numbers below 100 say nothing: those of all columns are alike.
+    """
+    single: dict[str, set[str]] = {}
+    lists: dict[str, set[str]] = {}
+    for name, values in columns.items():
+        parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+        if not any(isinstance(value, list) for value in values):
+            texts = [value for value in values if isinstance(value, str)]
+            is_list = bool(texts) and sum("|" in text for text in texts) * 4 > len(texts)
+            parts = [part for text in texts for part in text.split("|")] if is_list else parts
+            if not is_list:
+                single[name] = {str(value) for value in values if isinstance(value, str | int) and not _is_small(value)}
+                continue
+        if all(part is None or isinstance(part, str | int) for part in parts):
+            lists[name] = {str(part) for part in parts if part is not None and not _is_small(part)}
+    found = {}
+    for name, own in lists.items():
+        common = {other: len(own & values) for other, values in single.items()}
+        like = [other for other, count in common.items() if count >= 5 and count * 2 > len(own)]
+        if len(like) == 1:
+            found[name] = like[0]
+    return found
+
+
+def _is_small(value: object) -> bool:
+    text = str(value)
+    return isinstance(value, bool) or (text.lstrip("-").isdecimal() and abs(int(text)) < _FEW)
+
+
+def _feature(name: str, values: Sequence[object], rows: int, table: str | None = None) -> str:
     """The section of a column, or a comment that says why it is left out."""
     present = [value for value in values if value is not None]
     if not present:
@@ -240,7 +310,7 @@ def _feature(name: str, values: Sequence[object], rows: int) -> str:
     if any(isinstance(value, list) for value in present):
         if any(isinstance(one, list | dict) for value in present if isinstance(value, list) for one in value):
             return "# NAME: left out, it has lists of lists or of objects"
-        return _list(present)
+        return _list(present, table)
     if any(isinstance(value, dict | bytes) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
     distinct = set(present)
@@ -256,7 +326,7 @@ def _feature(name: str, values: Sequence[object], rows: int) -> str:
         return _number([float(value) for value in present if isinstance(value, int)])
     if all(isinstance(value, int | float) for value in present):
         return _number([float(value) for value in present if isinstance(value, int | float)])
-    return _of_text([str(value) for value in present], rows)
+    return _of_text([str(value) for value in present], rows, table)
 
 
 def _number(values: Sequence[float]) -> str:
@@ -266,28 +336,32 @@ def _number(values: Sequence[float]) -> str:
     return f"{{type: number, transform: {transform}}}"
 
 
-def _list(values: Sequence[object]) -> str:
+def _list(values: Sequence[object], table: str | None) -> str:
     longest = max(len(value) for value in values if isinstance(value, list))
-    return f"{{type: list, max_length: {max(longest, 1)}, too_long: truncate}}     # or type: sequence"
+    section = f"{{type: list, {_of_table(table)}max_length: {max(longest, 1)}, too_long: truncate}}"
+    return f"{section}     # or type: sequence{_why(table)}"
 
 
-def _of_text(values: Sequence[str], rows: int) -> str:
+def _of_table(table: str | None) -> str:
+    return "" if table is None else f"table: {_name(table)}, "
+
+
+def _why(table: str | None) -> str:
+    """What a reader of the job file must know of a shared table."""
+    return "" if table is None else f"; most values are those of column {table}, hence its table"
+
+
+def _of_text(values: Sequence[str], rows: int, table: str | None) -> str:
     if sum("|" in value for value in values) * 4 > len(values):
         longest = max(value.count("|") + 1 for value in values)
-        return f"{{type: list, separator: '|', max_length: {longest}, too_long: truncate}}"
+        section = f"{{type: list, separator: '|', {_of_table(table)}max_length: {longest}, too_long: truncate}}"
+        return section + ("" if table is None else f"     #{_why(table).removeprefix(';')}")
+    if sum(bool(THOUSANDS.fullmatch(value)) for value in values) * 2 > len(values):
+        shown = next(value for value in values if THOUSANDS.fullmatch(value))
+        return f"# NAME: left out, its numbers have thousands separators, as {shown}: write them without"
     if sum(map(len, values)) > 60 * len(values) and len(set(values)) * 2 > rows:
         return "# NAME: left out, it is free text"
     return "{}"
-
-
-def _with_table(name: str, found: str, place: int) -> str:
-    """The section of a column, with a table where its name cannot be that of one: shards take ASCII alone."""
-    if re.fullmatch(r"[A-Za-z0-9_./-]+", name):
-        return found
-    table = f"table: {re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_') or 'table'}_{place}"
-    if found.startswith("{type: number"):
-        return found
-    return f"{{{table}}}" if found == "{}" else found.replace("{", f"{{{table}, ", 1)
 
 
 def _name(name: str) -> str:

@@ -100,6 +100,8 @@ class RunFigures(Record):
     stopped_early: bool = False
     skipped_rows: int = 0  # gradient rows that held NaN or Inf, and were not applied
     curve: tuple[CurvePoint, ...] = ()
+    # of the best evaluation, by label: mean prediction, mean label and samples of each bin of predictions
+    reliability: Mapping[str, tuple[tuple[float, float, int], ...]] = {}
     bytes: tuple[MeanStepBytes, ...] = ()
     step: tuple[StepPart, ...] = ()
     reachable: Metrics = {}  # what no model can beat, where the data knows

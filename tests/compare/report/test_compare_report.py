@@ -392,3 +392,15 @@ def test_waiting_is_shown_by_what_was_waited_for_where_the_runs_say():
 
 def replace_run(run, parts, factor):
     return run.model_copy(update={name: factor * share for name, share in parts.items()})
+
+
+def test_calibration_is_drawn_label_by_label_from_the_mean_of_the_seeds():
+    results = fake_results((NONE, INT8), seeds=(1, 2), links=ONLY_UNLIMITED)
+    bins = {1: ((0.1, 0.2, 50), (0.5, 0.4, 50)), 2: ((0.3, 0.4, 50), (0.7, 0.6, 50))}
+    runs = [run.model_copy(update={"reliability": {"income": bins[run.seed]}}) for run in results.runs]
+    svg = picture(results.model_copy(update={"runs": tuple(runs)}), "calibration-income")
+    seen = {f"{arm}: {words}" for arm in ("none", "int8") for words in ("0.2 predicted, 0.3", "0.6 predicted, 0.5")}
+    assert {f"{words} seen" for words in seen} <= set(hints(svg))
+    one_bin = [run.model_copy(update={"reliability": {"": bins[1][: run.seed]}}) for run in results.runs]
+    svg = picture(results.model_copy(update={"runs": tuple(one_bin)}), "calibration")  # not averaged with other bins
+    assert "none: 0.1 predicted, 0.2 seen" in hints(svg)

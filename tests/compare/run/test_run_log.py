@@ -46,6 +46,14 @@ def log_of(tmp_path):
     return read
 
 
+def test_the_reliability_is_that_of_the_best_evaluation_on_the_split_that_is_judged(log_of):
+    bins = {"valid": [[0.1, 0.2, 9]], "test": [[0.2, 0.3, 5], [0.5, 0.4, 5]], "test a b": [[0.3, 0.3, 4]]}
+    best, last = evaluation(500, 6.0, 0.8, True), evaluation(1000, 13.0, 0.7, False)
+    found = log_of({**best, "reliability": bins}, {**last, "reliability": {"test": []}}, RESULT).figures()
+    assert found.reliability == {"": ((0.2, 0.3, 5), (0.5, 0.4, 5)), "a b": ((0.3, 0.3, 4),)}
+    assert log_of(best, RESULT).figures().reliability == {}  # of earlier versions
+
+
 def test_figures_are_those_of_the_best_evaluation(log_of):
     found = log_of(evaluation(500, 6.0, 0.8, True), evaluation(1000, 13.0, 0.7, False), RESULT).figures()
     assert (found.metrics, found.decided, found.best_samples) == ({"auc": 0.79}, 0.8, 500)

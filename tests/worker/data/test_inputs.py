@@ -6,11 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from embershard.errors import BadRows
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.readers.adult import CATEGORICAL, LAYOUT, NUMERIC, Adult
+from embershard.worker.data.readers.clicks import ClickStream
 from embershard.worker.data.readers.criteo import CriteoTsv
 from embershard.worker.data.readers.ctr_csv import CtrCsv
 from embershard.worker.data.readers.parquet import ParquetData
@@ -65,7 +67,15 @@ def standardised(folder):
     return adult(folder, standardise=True)
 
 
-@pytest.mark.parametrize("case", [csv, global_csv, parquet, criteo, adult, standardised])
+def clicks(folder):
+    data = ClickStream(eval_samples=20)
+    (batch,) = data.evaluate("test", 0, 1, 100)
+    firsts = [feature.first for feature in data.inputs.categorical]
+    rows = dict(zip(data.inputs.names, [*(batch.ids - torch.tensor(firsts)).T.tolist(), *batch.dense.T], strict=True))
+    return data, rows
+
+
+@pytest.mark.parametrize("case", [csv, global_csv, parquet, criteo, adult, standardised, clicks])
 def test_rows_become_what_the_reader_makes_of_them(tmp_path, case):
     data, rows = case(tmp_path)
     (batch,) = data.evaluate("test" if "test" in data.splits else "train", 0, 1, 100)

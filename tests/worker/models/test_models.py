@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from embershard.worker.data.batch import Batch
 from embershard.worker.job.registry import MODELS
 from embershard.worker.models.ctr.dcn import DCNV2, CrossLayers
 from embershard.worker.models.ctr.dlrm import DLRM
@@ -17,6 +18,8 @@ from embershard.worker.models.multitask.mmoe import MMoE
 from embershard.worker.models.multitask.ple import PLE
 from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.models.user_defined import forward_of, in_whole_rows
+from embershard.worker.nn import onednn
 
 B, F, D, DIM, IDS = 6, 4, 3, 5, 40
 
@@ -178,7 +181,7 @@ def test_cin_is_the_papers_sum_over_pairs():
     cin = CIN(3, (4, 2))
     maps, want = x0, []
     for layer, size in zip(cin.layers, (4, 2), strict=True):
-        weight = layer.weight.view(size, maps.shape[1], 3)  # W^{k,h}_{ij} of equation 6
+        weight = layer.weight.view(size, maps.shape[1], 3)  # W^{k,h}_{ij} of section 3.1
         maps = torch.stack(
             [
                 sum(weight[h, i, j] * maps[:, i] * x0[:, j] for i in range(maps.shape[1]) for j in range(3))
@@ -188,3 +191,32 @@ def test_cin_is_the_papers_sum_over_pairs():
         )
         want.append(maps.sum(2))
     torch.testing.assert_close(cin(x0), torch.cat(want, 1))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: DeepFM(IDS, F, 8, 4, hidden=(256, 64), batch_norm=True),
+        lambda: DCNV2(IDS, F, 8, 4, hidden=(256, 64)),
+        lambda: MMoE(IDS, F, 8, 4, 1, expert=(256,), tower=(64,)),
+    ],
+)
+@pytest.mark.parametrize("linear", ["torch", "onednn"])
+def test_a_logit_is_the_same_in_any_batch(build, linear, monkeypatch):
+    monkeypatch.setattr(onednn, "_WORTH_IT", 2**16)
+    torch.manual_seed(1)
+    model = build().eval()
+    if linear == "onednn":
+        onednn.use_onednn(model)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.25)
+    rows = 3000
+    ids, dense, labels = torch.randint(0, IDS, (rows, F)), torch.rand(rows, 4), torch.zeros(rows)
+    forward = in_whole_rows(forward_of(model))
+    with torch.no_grad():
+        want = forward(model, Batch(ids, dense, labels))
+        assert float(want.abs().max()) > 3  # where float32 has steps of 2.4e-7 and more
+        for size in (1, 3, 7, 100):
+            parts = [slice(i, i + size) for i in range(0, 20 * size, size)]
+            found = torch.cat([forward(model, Batch(ids[p], dense[p], labels[p])) for p in parts])
+            torch.testing.assert_close(found, want[: len(found)], rtol=0, atol=1e-6)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
+from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.interactions.gowalla import InteractionLists
+from embershard.worker.data.interactions.sequences import ActionSequences
+from embershard.worker.models.recommender import ListRecommender
 from embershard.worker.session.session import Session
 from embershard.worker.trained import export as export_module
 from embershard.worker.trained.export import export_weights
@@ -30,7 +35,7 @@ from embershard.worker.trained.folder import (
     write_tensors,
 )
 from embershard.worker.trained.import_weights import CannotImport, import_state
-from embershard.worker.trained.onnx import dense_part, export_onnx, part_of_trained
+from embershard.worker.trained.onnx import _samples, dense_part, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
 from embershard.worker.trained.reading import NotTrained, OnlyInWorkers, ReadOnlySession, trained
 from embershard.worker.trained.served_inputs import job_data
@@ -237,6 +242,105 @@ def test_onnx_scores_as_torch_does(run, tmp_path):
     write_facts(out, ExportFacts(job=job_data(run.job), schema=run.data.schema, inputs=None, tables=tables))
     found = es.load_exported(out, dense="onnx").score_ids(one.ids, one.dense)
     torch.testing.assert_close(torch.from_numpy(found), run.logits, rtol=1e-4, atol=1e-5)
+
+
+LISTS = Schema(
+    ("user", "item", "tags", "words", "history"),
+    1,
+    None,
+    (
+        Field("user", "user", 0),
+        Field("item", "item", 1),
+        Field("tags", "tag", 2, 3, "mean", weights=1),
+        Field("words", "tag", 5, 2, "max"),
+        Field("history", "item", 7, 4, "sequence"),
+    ),
+    (IdTable("user", 9), IdTable("item", 12, dim=3), IdTable("tag", 7)),
+)
+
+
+def lists_of(schema, labels=("label",)):
+    """Samples with lists of every length, empty ones included, and their weights."""
+    rng = np.random.default_rng(2)
+    columns = []
+    for field in schema.fields:
+        ids = rng.integers(0, schema.id_limits[field.table], (90, field.width))
+        if field.pooling != "none":
+            ids[np.arange(field.width) >= (rng.integers(0, field.width + 1, 90))[:, None]] = es.PADDING
+        columns.append(ids)
+    values = (rng.random((90, len(labels))) < 0.5).astype(np.float32)
+    rows = Samples(
+        np.concatenate(columns, 1),
+        rng.random((90, schema.num_dense_columns), np.float32),
+        values if len(labels) > 1 else values[:, 0],
+    )
+    own = replace(schema, labels=labels)
+    return RowsDataset(own, {"train": rows, "valid": rows.take(slice(0, 40))}, where="made up")
+
+
+def interactions(folder, **settings):
+    lists = "".join(f"{user} {' '.join(str((user * 3 + i) % 11) for i in range(1 + user % 6))}\n" for user in range(9))
+    (folder / "lists.txt").write_text(lists)
+    return InteractionLists(folder / "lists.txt", folder / "lists.txt", **settings)
+
+
+def actions(folder):
+    lines = [f"{user} {(user * 3 + i) % 23}\n" for user in range(9) for i in range(3 + user)]
+    (folder / "actions.txt").write_text("".join(lines))
+    return ActionSequences(folder / "actions.txt", max_length=5, candidates=4)
+
+
+NO_SEQUENCE = replace(LISTS, features=LISTS.features[:4], fields=LISTS.fields[:4])
+IN_ONNX = {  # model -> (its section, its data)
+    "deepfm": ({"hidden": [8]}, lambda folder: lists_of(NO_SEQUENCE)),
+    "xdeepfm": ({"hidden": [8], "cin": [4, 3]}, lambda folder: lists_of(NO_SEQUENCE)),
+    "mmoe": ({"expert": [8], "tower": [4]}, lambda folder: lists_of(NO_SEQUENCE, ("a", "b"))),
+    "ple": ({"expert": [8], "tower": [4]}, lambda folder: lists_of(NO_SEQUENCE, ("a", "b"))),
+    "din": ({"target": "item", "history": "history", "hidden": [8]}, lambda folder: lists_of(LISTS)),
+    "two_tower": ({"hidden": [6]}, lambda folder: interactions(folder, negatives=2)),
+    "simplex": ({}, lambda folder: interactions(folder, negatives=2, history=4)),
+    "sasrec": ({"blocks": 2}, actions),
+}
+
+
+READS = {
+    "two_tower": {"reader": "lists", "train": "a", "test": "a"},
+    "simplex": {"reader": "lists", "train": "a", "test": "a", "negatives": 2},
+    "sasrec": {"reader": "sequences", "actions": "a"},
+}
+
+
+@pytest.mark.parametrize("name", IN_ONNX)
+def test_models_of_lists_sequences_and_labels_score_alike_in_onnx(tmp_path, name):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    section, data_of = IN_ONNX[name]
+    data = data_of(tmp_path)
+    embedding = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.1}}
+    settings = make_job(model={"name": name, **section}, embedding=embedding, data=READS.get(name, {}))
+    torch.manual_seed(3)
+    model = settings.model.build(data.schema, settings.dim, None).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    out = tmp_path / "out"
+    make_folder(out)
+    write_tensors(out / "model.safetensors", dict(model.state_dict()))
+    part = part_of_trained(settings, model, data, out)
+    export_onnx(part, data.schema, out)
+    write_facts(out, ExportFacts(job=job_data(settings), schema=data.schema, inputs=None, tables={}))
+    served = es.load_exported(out, dense="onnx")
+    batch = _samples(model, data)
+    empty = batch.ids.clone()
+    if data.schema.fields and not isinstance(model, ListRecommender):  # a sample whose lists are all empty
+        wide = [field for field in data.schema.fields if field.pooling != "none"]
+        for field in wide:
+            empty[0, field.start : field.start + field.width] = es.PADDING
+    with torch.no_grad():
+        wanted = model(empty, batch.dense).numpy()
+    for count in (1, 3, len(empty)):
+        dense = None if batch.dense is None else batch.dense[:count]
+        found = served.score_ids(empty[:count], dense)
+        np.testing.assert_allclose(found, wanted[:count], rtol=1e-6, atol=1e-6)
 
 
 OWN = """

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import embershard as es
-from embershard.errors import BadExport, BadIds, BadRows, CannotServe
+from embershard.errors import BadExport, BadIds, BadRows, CannotServe, UserCodeFailed
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.data.inputs.rows import ListInput, RowInputs
 from embershard.worker.models.retrieval.two_tower import TwoTower
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import INT8, TABLES, ExportFacts, write_facts, write_tensors
@@ -188,6 +189,138 @@ def test_ids_that_were_never_trained_have_the_first_values_of_the_shards(export)
     assert empty.read(np.array([3, 4, 3])).tolist() == [[0.5] * 4] * 3
 
 
+SIMPLEX = {"name": "simplex", "gamma": 0.3}
+SASREC = {"name": "sasrec", "blocks": 1}
+INTERACTIONS = {
+    "ncf": ({"name": "neumf", "factors": 2}, {"reader": "ncf", "prefix": "n", "negatives": 1}),
+    "lists": ({"name": "two_tower"}, {"reader": "lists", "train": "lists.txt", "test": "found.txt", "negatives": 2}),
+    "history": (SIMPLEX, {"reader": "lists", "train": "lists.txt", "test": "found.txt", "negatives": 1, "history": 3}),
+    "sequences": (SASREC, {"reader": "sequences", "actions": "actions.txt", "max_length": 4, "candidates": 5}),
+}
+TAKEN = {user: [(user * 7 + step * 3) % 20 for step in range(2 + 2 * user)] for user in range(5)}
+
+
+@pytest.fixture(params=INTERACTIONS)
+def interactions(request, make_session, tmp_path):
+    """A model of users and items, its data, and what an export of it serves."""
+    model, data = INTERACTIONS[request.param]
+    pairs = [(user, item) for user, items in TAKEN.items() for item in items]
+    (tmp_path / "n.train.pairs").write_text("".join(f"{user}\t{item}\n" for user, item in pairs))
+    (tmp_path / "n.test.rating").write_text("".join(f"{user}\t21\t5\t9\n" for user in TAKEN))
+    (tmp_path / "n.test.negative").write_text("".join(f"({user},21)\t22\t23\n" for user in TAKEN))
+    lists = [[user, *items] for user, items in TAKEN.items()]
+    (tmp_path / "lists.txt").write_text("".join(" ".join(map(str, line)) + "\n" for line in lists))
+    (tmp_path / "found.txt").write_text("".join(f"{user} 21\n" for user in TAKEN))
+    (tmp_path / "actions.txt").write_text("".join(f"{user} {item}\n" for user, item in pairs))
+    return ReaderExport(make_session(2), tmp_path, model, data)
+
+
+class ReaderExport(Export):
+    """The export of a model that was trained for one epoch on a reader's own data."""
+
+    def __init__(self, session, folder, model, data):
+        embedding = {"optimizer": {"name": "adagrad", "lr": 0.1}}
+        embedding |= {} if model.get("name") == "neumf" else {"dim": 4}
+        self.job = make_job(model=model, data=data, embedding=embedding, train={"epochs": 1, "linear": "torch"})
+        self.data, self.folder = self.job.data.open(folder, 0), folder / "out"
+        trainer = Trainer(self.job, self.data, session, WorkerGroup())
+        trainer.run()
+        self.model = trainer.strategy.model.eval()
+        take_snapshot(session.client, str(folder / "snapshots"), "s")
+        facts = export_weights(self.model, self.folder, lambda name: self.read(folder, name), {})
+        told = {"job": job_data(self.job), "inputs": inputs_of(self.job, self.data)}
+        write_facts(self.folder, ExportFacts(**told, schema=self.data.schema, tables=facts))
+        self.served = es.load_exported(self.folder)
+
+    def scores(self):
+        """Rows of the evaluation as a request has them, and the logits that the trainer's evaluation has of them."""
+        if self.job.data.reader == "sequences":
+            batch = next(self.data.evaluate("test", 0, 1, 100))
+            logits = self.forward(batch.ids, None)
+            rows = {"history": [TAKEN[user][:-1] for user in batch.groups.tolist()], "items": batch.ids[:, 4:].tolist()}
+            return rows, logits
+        if self.job.data.reader == "lists":
+            users, others = next(self.data.users("test", 0, 1, 100)), self.data.item_ids
+            with torch.no_grad():
+                products = self.model.user_vectors(users.ids) @ self.model.item_vectors(others).T
+            rows = {"user": np.repeat(range(5), len(others)), "item": np.tile(range(len(others)), 5)}
+            if self.job.data.history:
+                rows["history"] = [TAKEN[user] for user in rows["user"]]
+            temperature = getattr(self.job.model, "temperature", 1.0)
+            return rows, (products / temperature).reshape(-1).numpy()
+        batch = next(self.data.evaluate("test", 0, 1, 100))
+        users = batch.ids[:, 0]
+        return {"user": users, "item": batch.ids[:, 1] - 5}, self.forward(batch.ids, None)
+
+
+def test_users_items_and_histories_of_a_request_score_as_in_the_trainers_evaluation(interactions):
+    rows, logits = interactions.scores()
+    served = interactions.served
+    assert set(served.features) == set(rows)
+    assert_same(served.score(rows), logits)
+    as_json = json.loads(json.dumps({name: np.asarray(v, object).tolist() for name, v in rows.items()}))
+    assert_same(served.score(as_json), logits)
+    none = served.score({name: [] for name in rows})
+    assert none.shape == (0, *logits.shape[1:-1], *[1] * (logits.ndim - 1))
+    ids, _ = served._inputs(rows)
+    assert_same(served.score_ids(ids), logits)
+    for name in rows:
+        value = [10**6] if isinstance(as_json[name][0], list) else 10**6
+        with pytest.raises(BadRows) as raised:
+            served.score({**as_json, name: [*as_json[name][:-1], value]})
+        assert raised.value.fields["feature"] == name
+    with pytest.raises(BadIds):
+        served.score_ids(ids[:, :1])
+    with pytest.raises(BadIds):
+        served.score_ids(np.full_like(ids, 10**6))
+
+
+def test_lists_of_one_row_that_are_longer_than_anothers_are_refused_where_all_are_scored():
+    items = RowInputs(lists=(ListInput(name="items", num_ids=9),))
+    assert items({"items": [[1, 2], [3, 4]]})[0].tolist() == [[1, 2], [3, 4]]
+    for wrong in ([[1, 2], [3]], [[1], 2], [[1], [True]], [[1], [-1]], [[1], ["2"]], [[1], None]):
+        with pytest.raises(BadRows) as raised:
+            items({"items": wrong})
+        assert raised.value.fields["value"] == repr(wrong[1])
+
+
+OWN = """
+import numpy as np
+import torch
+import embershard as es
+class Wide(torch.nn.Module):
+    def __init__(self, num_ids, num_dense):
+        super().__init__()
+        self.first, self.rest = torch.nn.Embedding(num_ids, 1), torch.nn.Linear(num_dense, 1)
+    def forward(self, ids, dense):
+        return self.first(ids).sum(1) + self.rest(dense)
+INPUTS = es.RowInputs(
+    categorical=(es.CategoricalInput(name="user"), es.CategoricalInput(name="item")),
+    numeric=(es.NumericInput(name="age", log=True),),
+)
+def rows(inputs="whole"):
+    users, items, ages = ["a", "b", "c", "a"], [1, 2, 3, 4], np.array([1.0, 2.0, 3.0, 0.0], np.float32)
+    ids = np.stack([es.hash_ids("user", users), es.hash_ids("item", items)], 1)
+    samples = es.Samples.of(ids, np.log1p(ages)[:, None], np.array([1, 0, 1, 0]))
+    given = {"whole": INPUTS, "none": None, "other": [], "fewer": es.RowInputs(categorical=INPUTS.categorical)}[inputs]
+    return es.RowsDataset(es.Schema(("user", "item"), 1, None), {"train": samples, "test": samples}, inputs=given)
+"""
+
+
+def test_a_users_model_and_reader_that_tells_its_inputs_score_rows(make_session, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "served_own.py").write_text(OWN)
+    own = {"reader": "served_own:rows"}
+    export = ReaderExport(make_session(2), tmp_path, {"class": "served_own:Wide"}, own)
+    batch = next(export.data.evaluate("test", 0, 1, 9))
+    found = export.served.score({"user": ["a", "b", "c", "a"], "item": [1, 2, 3, 4], "age": [1, 2, 3, None]})
+    assert_same(found, export.forward(batch.ids, batch.dense).reshape(-1))
+    assert make_job(data={**own, "inputs": "none"}).data.open(tmp_path, 0).inputs is None
+    for wrong in ("other", "fewer"):
+        with pytest.raises(UserCodeFailed):
+            make_job(data={**own, "inputs": wrong}).data.open(tmp_path, 0)
+
+
 def test_many_threads_score_alike(export):
     served, found = es.load_exported(export.folder), {}
     parts = [export.rows.slice(i, 100) for i in range(8)]
@@ -238,6 +371,11 @@ def change(folder, **values):
     path.write_text(json.dumps({**told, **values}))
 
 
+def a_folder(folder):
+    (folder / "export.json").unlink()
+    (folder / "export.json").mkdir()
+
+
 def without_model(folder):
     (folder / "model.safetensors").unlink()
 
@@ -269,6 +407,9 @@ def other_tables(folder):
     [
         (lambda folder: (folder / "export.json").unlink(), "export.json", "no such file"),
         (lambda folder: (folder / "export.json").write_text("{"), "export.json", "no JSON"),
+        (lambda folder: (folder / "export.json").write_bytes(b"\xff\x00"), "export.json", "no JSON"),
+        (lambda folder: (folder / "export.json").write_text("[" * 100_000), "export.json", "no JSON"),
+        (a_folder, "export.json", "Is a directory"),
         (lambda folder: (folder / "export.json").write_text("[]"), "export.json", "format"),
         (lambda folder: change(folder, format="other"), "export.json", "format"),
         (lambda folder: change(folder, version=3), "export.json", "version"),

@@ -82,6 +82,8 @@ class Weighted:
         return self.factor * squared(logits, labels)
 def accuracy(labels, scores):
     return ((scores > 0) == (labels > 0.5)).mean()
+def weighed(labels, scores, weights):
+    return float((labels * weights).sum())
 def by_group(labels, scores, groups):
     return float(len(set(groups.tolist())))
 def two_classes(labels, scores):
@@ -270,6 +272,10 @@ def test_a_metric_that_wants_two_classes_is_tried_with_both_and_named_where_the_
 def test_groups_reach_a_metric_and_a_callback_that_fails_ends_the_run(line_of):
     metric = UserMetric("mine_job:by_group", {})
     assert metric(np.zeros(3, np.float32), np.zeros(3, np.float32), np.array([4, 4, 5])) == 2.0
+    metric, none = UserMetric("mine_job:weighed", {}), np.zeros(3, np.float32)
+    assert metric(np.ones(3, np.float32), none, None, np.array([1, 2, 3], np.float32)) == 6.0
+    with pytest.raises(UserCodeFailed):
+        metric(none, none, None)
     settings = job(callbacks=["mine_job:Fails"])
     with pytest.raises(UserCodeFailed) as error:
         Trainer(settings, dataset(), None, WorkerGroup(), [Callback("mine_job:Fails", {})]).run()

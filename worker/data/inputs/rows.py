@@ -20,6 +20,7 @@ from embershard.proto.errors import BadRows
 from embershard.worker.data.inputs.feature_ids import feature_ids, feature_key, spelled
 
 Columns = Mapping[str, Sequence[object]]
+PADDING = -1  # in place of an id, where a list is shorter than its columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +52,39 @@ class NumericInput:
     required: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListInput:
+    """How a column of lists of integers becomes `width` columns of ids: `first` + each integer, then PADDING.
+
+    `keep` says which values of a longer list are kept: the last ones, or as many spread evenly over its distinct ones.
+    Without a `width` the lists of all rows are as long as each other, and no value is left out.
+    """
+
+    name: str
+    num_ids: int
+    first: int = 0
+    width: int | None = None
+    keep: Literal["last", "spread"] = "last"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowInputs:
-    """The columns that a model reads, in its order, and those beside them in its data, which it does not."""
+    """The columns that a model reads, in its order, and those beside them in its data, which it does not.
 
-    categorical: tuple[CategoricalInput, ...]
+    A batch's ids are those of `categorical`, then those of `lists`.
+    """
+
+    categorical: tuple[CategoricalInput, ...] = ()
     numeric: tuple[NumericInput, ...] = ()
+    lists: tuple[ListInput, ...] = ()
     ignored: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The columns that rows must have."""
-        return (*(feature.name for feature in self.categorical), *(feature.name for feature in self.numeric))
+        parts: tuple[Sequence[CategoricalInput | ListInput | NumericInput], ...]
+        parts = self.categorical, self.lists, self.numeric
+        return tuple(feature.name for part in parts for feature in part)
 
     def as_data(self) -> dict[str, object]:
         """It as what JSON can say; `of` takes it."""
@@ -76,6 +98,7 @@ class RowInputs:
         return cls(
             categorical=tuple(CategoricalInput(**{**c, "values": tuple(c["values"])}) for c in data["categorical"]),
             numeric=tuple(NumericInput(**n) for n in data["numeric"]),
+            lists=tuple(ListInput(**one) for one in data["lists"]),
             ignored=tuple(data["ignored"]),
         )
 
@@ -97,6 +120,8 @@ class RowInputs:
                 ids[:, i] = _global(feature, columns[feature.name])
             elif feature.ids == "vocabulary":
                 ids[:, i] = _places(feature, columns[feature.name])
+        if self.lists:
+            ids = np.concatenate([ids, *(_of_lists(feature, columns[feature.name]) for feature in self.lists)], axis=1)
         if not self.numeric:
             return ids, None
         return ids, np.stack([_dense(feature, columns[feature.name]) for feature in self.numeric], axis=1)
@@ -104,7 +129,8 @@ class RowInputs:
     def _columns(self, rows: object) -> Columns:
         given = columns_by_name(rows)
         check_columns(given, self.names, self.ignored)
-        columns = {name: _values(name, given[name]) for name in self.names}
+        lists = {feature.name for feature in self.lists}
+        columns = {name: _values(name, given[name], dims=2 if name in lists else 1) for name in self.names}
         check_lengths(columns)
         return columns
 
@@ -139,14 +165,14 @@ def columns_by_name(rows: object) -> Mapping[str, object]:
     return {str(name): table[name] for name in names}
 
 
-def _values(name: str, column: object) -> Sequence[object]:
-    """A column as a list of Python's objects, or a numpy array of numbers."""
+def _values(name: str, column: object, dims: int = 1) -> Sequence[object]:
+    """A column as a list of Python's objects, or a numpy array of numbers, of at most so many dimensions."""
     if isinstance(column, list | tuple) or (isinstance(column, np.ndarray) and column.dtype.kind in "biuf"):
         found: Any = column
     else:
         listed = next((getattr(column, m) for m in ("to_pylist", "tolist", "to_list") if hasattr(column, m)), None)
         found = None if listed is None else listed()
-    if isinstance(found, np.ndarray) and found.ndim != 1:
+    if isinstance(found, np.ndarray) and not 1 <= found.ndim <= dims:
         found = None
     if not isinstance(found, list | tuple | np.ndarray):
         raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)} is no list of values")
@@ -195,6 +221,37 @@ def _places(feature: CategoricalInput, values: Sequence[object]) -> list[int]:
         place = bisect.bisect_left(known, text)
         found.append(feature.first + (place if place < len(known) and known[place] == text else len(known)))
     return found
+
+
+def _of_lists(feature: ListInput, values: Sequence[object]) -> Ids:
+    """(N, width) ids of lists."""
+    lists = [_integers(feature, row, value) for row, value in enumerate(values)]
+    width = feature.width
+    if width is None:
+        width = max(1, len(lists[0])) if lists else 1
+        for row, own in enumerate(lists):
+            if len(own) != width:
+                raise _bad(feature.name, row, values[row], f"has {len(own)} values, and that of row 0 has {width}")
+    ids = np.full((len(lists), width), PADDING, np.int64)
+    for row, own in enumerate(lists):
+        if feature.keep == "spread":
+            taken = sorted(set(own))
+            shown = min(len(taken), width)
+            own = [taken[place * len(taken) // shown] for place in range(shown)]
+        ids[row, : min(len(own), width)] = own[-width:]
+    return np.where(ids == PADDING, PADDING, ids + feature.first)
+
+
+def _integers(feature: ListInput, row: int, value: object) -> list[int]:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise _bad(feature.name, row, value, "is no list of integers")
+    try:
+        return _global(CategoricalInput(name=feature.name, ids="global", num_ids=feature.num_ids), value)
+    except BadRows:
+        reason = f"has a value that is no integer from 0 to below {feature.num_ids}"
+        raise _bad(feature.name, row, value, reason) from None
 
 
 _NUMBERS = {float, int, type(None)}  # and others that are slower to know

@@ -13,6 +13,7 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.data.interactions.files import read_lists
 from embershard.worker.data.interactions.interactions import (
     Interactions,
@@ -21,6 +22,7 @@ from embershard.worker.data.interactions.interactions import (
     item_ids,
     list_batch,
     pair_batch,
+    pair_inputs,
 )
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 from embershard.worker.metrics import Users
@@ -82,6 +84,11 @@ class InteractionLists:
         fields = [Field(name, "ids", column) for column, name in enumerate(features)]
         fields.append(Field("history", "ids", len(features), self._history, "sequence"))
         return Schema((*features, "history"), 0, num_ids, tuple(fields), (IdTable("ids", num_ids),))
+
+    @property
+    def inputs(self) -> RowInputs:
+        """Columns user and item, with the numbers of the files, and history where the model reads some."""
+        return pair_inputs(self.train_set, self._history)
 
     @property
     def evaluation(self) -> Evaluation:

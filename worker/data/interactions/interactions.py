@@ -15,6 +15,7 @@ from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Batch
 from embershard.worker.data.features import PADDING
+from embershard.worker.data.inputs.rows import CategoricalInput, ListInput, RowInputs
 
 
 def draw_key(seed: int, epoch: int) -> int:
@@ -49,6 +50,14 @@ def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key
         turns = (pairs * 0x9E3779B1 + key % (1 << 31)) >> 8  # another start for each pair and epoch
         ids = np.concatenate([ids, item_ids(data, data.histories(user, history, turns, data.items[pairs]))], axis=1)
     return Batch(torch.from_numpy(ids), None, torch.ones(len(pairs)))
+
+
+def pair_inputs(data: Interactions, history: int = 0) -> RowInputs:
+    """Columns user and item with their numbers, and `history`: lists of the items that a user took."""
+    users = CategoricalInput(name="user", ids="global", num_ids=data.num_users)
+    items = CategoricalInput(name="item", ids="global", num_ids=data.num_items, first=data.num_users)
+    taken = ListInput(name="history", num_ids=data.num_items, first=data.num_users, width=history, keep="spread")
+    return RowInputs(categorical=(users, items), lists=(taken,) if history else ())
 
 
 def item_ids(data: Interactions, items: Ints) -> Ints:

@@ -10,8 +10,15 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
+from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.data.interactions.files import read_candidates, read_pairs
-from embershard.worker.data.interactions.interactions import Interactions, check_numbering, draw_key, pair_batch
+from embershard.worker.data.interactions.interactions import (
+    Interactions,
+    check_numbering,
+    draw_key,
+    pair_batch,
+    pair_inputs,
+)
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 
 
@@ -50,6 +57,11 @@ class NcfData:
     def schema(self) -> Schema:
         """The schema: two features, user and item."""
         return Schema(("user", "item"), 0, self.train_set.num_users + self.train_set.num_items)
+
+    @property
+    def inputs(self) -> RowInputs:
+        """Columns user and item, with the numbers of the files."""
+        return pair_inputs(self.train_set)
 
     @property
     def evaluation(self) -> Evaluation:

@@ -12,6 +12,7 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.features import PADDING, Field, IdTable
+from embershard.worker.data.inputs.rows import ListInput, RowInputs
 from embershard.worker.data.interactions.files import read_actions
 from embershard.worker.data.interactions.interactions import Interactions, check_numbering, draw_key
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
@@ -77,6 +78,12 @@ class ActionSequences:
             Field("items", "items", length, wanted, "sequence"),
         )
         return Schema(("history", "items"), 0, self.num_items, fields, (IdTable("items", self.num_items),))
+
+    @property
+    def inputs(self) -> RowInputs:
+        """Columns history, what a user took, oldest first, and items, as many to be scored for each user."""
+        history = ListInput(name="history", num_ids=self.num_items, width=self._length)
+        return RowInputs(lists=(history, ListInput(name="items", num_ids=self.num_items)))
 
     @property
     def evaluation(self) -> Evaluation:

@@ -22,6 +22,7 @@ from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Batch, Evaluation, Schema
+from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
 from embershard.worker.data.shuffle import check_enough, check_share
 from embershard.worker.metrics import Pointwise
@@ -147,6 +148,19 @@ class ClickStream:
         """26 id features and 13 dense ones."""
         num_ids = sum(column.cardinality for column in CATEGORICAL)
         return Schema(tuple(f"C{i + 1}" for i in range(len(CATEGORICAL))), len(NUMERIC), num_ids)
+
+    @property
+    def inputs(self) -> RowInputs:
+        """Columns C1 to C26, with the numbers of their values from 0 on, and I1 to I13."""
+        sizes = [column.cardinality for column in CATEGORICAL]
+        firsts = np.cumsum([0, *sizes]).tolist()
+        return RowInputs(
+            categorical=tuple(
+                CategoricalInput(name=name, ids="global", num_ids=size, first=first)
+                for name, size, first in zip(self.schema.features, sizes, firsts, strict=False)
+            ),
+            numeric=tuple(NumericInput(name=f"I{i + 1}") for i in range(len(NUMERIC))),
+        )
 
     @property
     def evaluation(self) -> Evaluation:

@@ -99,13 +99,14 @@ class LabelColumns:
 
     names: tuple[str, ...] = ("label",)
     range: tuple[float, float] | None = (0.0, 1.0)
+    texts: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of 0 and of 1, of labels that are no numbers
     weight: str | None = None
 
     def of(self, table: pa.Table) -> tuple[Floats, Floats | None]:
         """Labels (N,) or (N, L), and weights; without a column of labels each is 1. BadValue for one out of range."""
         found = [] if self.names else [np.ones(table.num_rows, np.float32)]
         for name in self.names:
-            labels = numbers_of(name, table.column(name))
+            labels = self._numbers(name, table.column(name))
             missing = np.flatnonzero(np.isnan(labels))
             if len(missing) and len(self.names) == 1:
                 raise BadValue(int(missing[0]), name, "the label is missing")
@@ -124,6 +125,22 @@ class LabelColumns:
                 raise BadValue(int(wrong[0]), self.weight, f"weight {given[wrong[0]]:g} is not a number of at least 0")
             weights = given.astype(np.float32)
         return found[0] if len(found) == 1 else np.stack(found, 1), weights
+
+    def _numbers(self, name: str, column: pa.ChunkedArray) -> Floats:
+        """(N,) labels, NaN where missing."""
+        if name not in self.texts:
+            try:
+                return numbers_of(name, column)
+            except BadValue as error:  # of a text
+                raise BadValue(error.row, name, f"{error.reason}; {give_label_values(column)}") from None
+        column = column.combine_chunks()
+        texts, known = texts_of(name, column), pa.array(self.texts[name])
+        found: Floats = pc.index_in(texts, known).to_numpy(zero_copy_only=False).astype(np.float64)
+        wrong = np.flatnonzero(np.isnan(found) & ~np.asarray(pc.equal(texts, "")))
+        if len(wrong):
+            value, (zero, one) = texts[int(wrong[0])].as_py(), self.texts[name]
+            raise BadValue(int(wrong[0]), name, f"label {value[:40]!r} is neither {zero!r} nor {one!r}")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +283,21 @@ class Tabular:
         owner = self.preprocessor.columns
         for column, kind in preprocessed_columns(self.preprocessor):
             wanted[column] = ("number" if kind == "number" else "text", f"feature {owner[column]!r}")
-        others = [(name, "label") for name in self.labels.names]
-        others += [(self.labels.weight, "weight")] if self.labels.weight else []
-        for name, who in others:
-            wanted.setdefault(name, ("number", f"data.{who}"))
+        for name in self.labels.names:
+            as_feature, who = wanted.get(name, ("number", "data.label"))
+            wanted[name] = "text" if name in self.labels.texts else as_feature, who
+        if self.labels.weight is not None:
+            wanted.setdefault(self.labels.weight, ("number", "data.weight"))
         if self.split is not None and self.split.column is not None:
             wanted.setdefault(self.split.column, ("text", "data.split"))
         return wanted
+
+
+def give_label_values(column: pa.ChunkedArray) -> str:
+    """How labels that are texts are declared, by the first two of them."""
+    first = [str(value) for value in pc.unique(column.cast(pa.string()).drop_null())[:2].to_pylist()]
+    shown = ", ".join(f'"{value[:20]}"' for value in first) if len(first) == 2 else '"no", "yes"'
+    return f"name the texts of 0 and of 1, as data.label_values: [{shown}]"
 
 
 def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:

@@ -104,6 +104,12 @@ def _format_of_first(path: File) -> Format:
     return kind
 
 
+_REMEDIES = {
+    "data.label": '; name the texts of 0 and of 1, as data.label_values: ["no", "yes"]',
+    "": "; if it stands for a missing number, name it in data.missing",
+}
+
+
 def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) -> Layout:
     delimiter = how.delimiter or ("\t" if kind == "tsv" else ",")
     first = how.columns or read_header(paths[0], delimiter, how.encoding, unnamed=True)
@@ -120,6 +126,7 @@ def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) 
         encoding=how.encoding,
         decimal=how.decimal,
         number_type=pa.float64(),  # as a served row has it: float32's .7 is below a boundary at .7
+        remedies={name: _REMEDIES.get(who, _REMEDIES[""]) for name, (_, who) in wanted.items()},
     )
 
 

@@ -18,8 +18,8 @@ from embershard.worker.models.recommender import concat_dense
 class CIN(nn.Module):
     """Compressed interaction network: products of feature vectors, dimension by dimension (section 3.1).
 
-    Layer k makes H_k maps of all products of the maps before with the m features (equation 6); each map is summed over
-    the dim (equation 7), and all sums stand side by side.
+    Layer k makes H_k maps of all products of the maps before with the m features; each map is summed over the dim, and
+    all sums stand side by side.
     """
 
     def __init__(self, num_fields: int, layers: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class CIN(nn.Module):
 
 
 class XDeepFM(WideDeep):
-    """The logits of a linear model, an MLP and a CIN, which read the same embeddings, added (equation 9)."""
+    """The logits of a linear model, an MLP and a CIN, which read the same embeddings, added (section 3.3)."""
 
     def __init__(
         self,

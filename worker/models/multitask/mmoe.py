@@ -14,7 +14,7 @@ from embershard.worker.models.recommender import Recommender, concat_dense
 
 
 class Mixture(nn.Module):
-    """A gate that weighs experts by a softmax of its input: g(x) = softmax(W x) (equation 7)."""
+    """A gate that weighs experts by a softmax of its input: g(x) = softmax(W x) (section 4.2)."""
 
     def __init__(self, in_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Mixture(nn.Module):
 
 
 class MMoE(Recommender):
-    """Experts that all labels share, and for each label a gate over them and a tower (equation 6).
+    """Experts that all labels share, and for each label a gate over them and a tower (section 4.2).
 
     With one label and one expert it is an MLP.
     """

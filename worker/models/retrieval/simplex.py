@@ -21,6 +21,7 @@ class SimpleX(RetrievalModel):
     """
 
     default_loss: ClassVar[str] = "ccl"
+    history_start: ClassVar[int] = 2  # of a batch without negatives
 
     def __init__(
         self,
@@ -46,9 +47,14 @@ class SimpleX(RetrievalModel):
     def forward(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> Tensor:
         """Logits (B,) of users and items; lists: (B, 1 + B * K) of the own item and the negatives of the batch."""
         single, history = self._parts(ids)
-        rows = self.embedding(self.embedding_inputs(ids)["embedding"])
-        first = rows[: single.numel()].view(*single.shape, -1)
-        users = self._users(first[:, 0], rows[single.numel() :], history)
+        if torch.compiler.is_exporting():  # which needs shapes that values do not decide
+            rows = self.embedding(ids.clamp(min=0))
+            first, taken = rows[:, : single.shape[1]], rows[:, single.shape[1] :]
+            users = self._unit(first[:, 0], (taken * (history >= 0).unsqueeze(2)).sum(1), history)
+        else:
+            rows = self.embedding(self.embedding_inputs(ids)["embedding"])
+            first = rows[: single.numel()].view(*single.shape, -1)
+            users = self._users(first[:, 0], rows[single.numel() :], history)
         own = (users * functional.normalize(first[:, 1], dim=1)).sum(1)
         if not lists:
             return own
@@ -78,9 +84,15 @@ class SimpleX(RetrievalModel):
 
     def _users(self, users: Tensor, taken: Tensor, history: Tensor) -> Tensor:
         """Unit vectors (B, dim) of users' rows (B, dim) and the rows of what they took."""
+        if self.project is None:
+            return self._unit(users, users, history)
+        valid = (history >= 0).to(users.device)
+        return self._unit(users, torch.zeros_like(users).index_add(0, valid.nonzero()[:, 0], taken), history)
+
+    def _unit(self, users: Tensor, sums: Tensor, history: Tensor) -> Tensor:
+        """Unit vectors (B, dim) of users' rows and the sums of the rows of what they took, (B, dim) each."""
         if self.project is not None:
             valid = (history >= 0).to(users.device)
-            sums = torch.zeros_like(users).index_add(0, valid.nonzero()[:, 0], taken)
             pooled = self.project(sums / valid.sum(1, keepdim=True).clamp(min=1))
             users = self.gamma * users + (1.0 - self.gamma) * pooled
         return functional.normalize(self.dropout(users), dim=1)

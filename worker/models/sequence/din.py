@@ -79,6 +79,12 @@ class DIN(Recommender):
         mask = masks[0]
         for other in masks[1:]:
             mask = mask & other
+        if torch.compiler.is_exporting():  # which needs shapes that values do not decide
+            places = torch.cat(list(sequences), 2)
+            targets = target.unsqueeze(1).expand_as(places)
+            weights = self.unit(places.flatten(0, 1), targets.flatten(0, 1)).view(mask.shape) * mask
+            interest: Tensor = (places * weights.unsqueeze(2)).sum(1)
+            return interest
         user = mask.nonzero()[:, 0]
         items = torch.cat([sequence[mask] for sequence in sequences], 1)
         weighed = items * self.unit(items, target[user]).unsqueeze(1)

@@ -55,6 +55,8 @@ class SASRec(ListRecommender):
         """Logits (B, C) of the items behind the history; lists: (places, 1 + N) of those of each place."""
         valid = ids[:, : self.history] >= 0
         lengths = valid.sum(1)
+        if torch.compiler.is_exporting():
+            return self._of_all_places(ids, lengths)
         rows = self.embedding(self.embedding_inputs(ids)["embedding"])
         num_places = int(lengths.sum())
         states = self._states(rows[:num_places], valid, lengths)
@@ -64,6 +66,24 @@ class SASRec(ListRecommender):
             states = before[torch.where(lengths > 0, lengths.cumsum(0), 0)]
         items: Tensor = rows[num_places:].view(len(states), -1, rows.shape[1])
         return (items * states.unsqueeze(1)).sum(2)  # bmm takes ten times as long for so many small products
+
+    def _of_all_places(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Logits (B, C), with padding computed too: an exported program needs shapes that values do not decide."""
+        rows = self.embedding(ids.clamp(min=0))
+        history, items = rows[:, : self.history], rows[:, self.history :]
+        place = torch.arange(self.history, device=rows.device)
+        # what is padded stands behind the last item, which cannot see it
+        position = (place + self.history - lengths.unsqueeze(1)).clamp(max=self.history - 1)
+        x = (history * math.sqrt(rows.shape[2]) + self.position[position]).flatten(0, 1)
+        users = ids.shape[0]
+        where = torch.arange(users * self.history, device=rows.device)
+        for block in self.blocks:
+            x = block(x, [_Group(users * self.history, users, self.history, where)])
+        states = self.norm(x).view(users, self.history, -1)
+        last = (lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, states.shape[2])
+        state = states.gather(1, last) * (lengths > 0).view(-1, 1, 1)
+        logits: Tensor = (items * state).sum(2)
+        return logits
 
     def _states(self, rows: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
         """What the model knows at each place, (places, dim), of their items' rows (places, dim)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from embershard.compare.analysis.statistics import estimate
 from embershard.compare.report.drawing import (
@@ -13,6 +14,7 @@ from embershard.compare.report.drawing import (
     Picture,
     Series,
     draw_bars,
+    draw_calibration,
     draw_curves,
     draw_speed_ups,
 )
@@ -38,6 +40,34 @@ def quality_pictures(results: Results) -> Iterator[Picture]:
         yield from _against_time(results, metrics[0] if metrics else results.metric, bandwidth)
     for metric in metrics[1:]:
         yield from _against_time(results, metric, results.bandwidths[0])
+
+
+def calibration_pictures(results: Results) -> Iterator[Picture]:
+    """Picture mean labels against mean predictions, in bins of about as many samples each, label by label."""
+    labels = dict.fromkeys(label for run in results.runs for label in run.reliability)
+    for label in labels:
+        series = []
+        for style, arm in enumerate(results.arms):
+            curves = [bins for run in results.runs_of(arm.label) if (bins := run.reliability.get(label))]
+            curves = [bins for bins in curves if len(bins) == len(curves[0])]  # equal predictions share a bin
+            points = [
+                _point(sum(mean for mean, _, _ in bins) / len(bins), estimate([rate for _, rate, _ in bins]))
+                for bins in zip(*curves, strict=True)
+            ]
+            if points:
+                series.append(Series(arm.label, style, points))
+        if not series:
+            continue
+        title = f"Calibration{f' of {label}' if label else ''}"
+        said = "; ".join(
+            f"{one.name} " + ", ".join(f"{point.x:.3g}: {point.y:.3g}" for point in one.points) for one in series
+        )
+        yield Picture(
+            name=f"calibration-{_slug(label)}".rstrip("-"),
+            title=title,
+            description=f"Mean label of each bin of predictions, a line per arm{_bands(results)}. {said}.",
+            draw=partial(draw_calibration, title, series, "mean prediction", f"mean label on {results.split}"),
+        )
 
 
 def speed_pictures(results: Results, against: Sequence[str]) -> Iterator[Picture]:

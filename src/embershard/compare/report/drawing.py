@@ -224,6 +224,16 @@ def draw_curves(
         shade = axes.axhspan(-zone, zone, color=_palette()["s3"], alpha=0.13, linewidth=0)
         shade.set_gid(f"{_HINT}within the margin of {zone:g}")
         axes.axhline(0, color=_palette()["ink"], linewidth=1.2, linestyle=(0, (3, 2.5)))
+    _draw_lines(axes, series)
+    for one in series:
+        points = [(point.x, point.y) for point in one.points]
+        end = axes.add_line(one.line(points[-1:], marked=True, hint=f"{one.name}: {points[-1][1]:.5g} at the end"))
+        end.set_clip_on(False)
+    return _figure(axes)
+
+
+def _draw_lines(axes: Axes, series: Sequence[Series]) -> None:
+    """Bands, then the lines before them."""
     for one in series:
         bounded = [point for point in one.points if point.low is not None and point.high is not None]
         if bounded:
@@ -232,10 +242,23 @@ def draw_curves(
                 f"{_HINT}{one.name}: 95 % band"
             )
     for one in series:
-        points = [(point.x, point.y) for point in one.points]
-        axes.add_line(one.line(points))
-        end = axes.add_line(one.line(points[-1:], marked=True, hint=f"{one.name}: {points[-1][1]:.5g} at the end"))
-        end.set_clip_on(False)
+        axes.add_line(one.line([(point.x, point.y) for point in one.points]))
+
+
+def draw_calibration(title: str, series: Sequence[Series], x: str, y: str) -> Figure:
+    """Lines with bands, and the diagonal on which predictions are right."""
+    axes = _axes(title, series, x, y, ["Dashed: where predictions are right."])
+    end = 1.02 * max(max(point.x, point.y) for one in series for point in one.points)
+    axes.set_xlim(0, end)
+    axes.set_ylim(0, end)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+    axes.axline((0, 0), slope=1, color=_palette()["ink"], linewidth=1.2, linestyle=(0, (3, 2.5)))
+    _draw_lines(axes, series)
+    for one in series:
+        for point in one.points:
+            hint = f"{one.name}: {point.x:.3g} predicted, {point.y:.3g} seen"
+            axes.add_line(one.line([(point.x, point.y)], marked=True, hint=hint))
     return _figure(axes)
 
 

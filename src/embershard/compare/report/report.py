@@ -13,7 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from ruamel.yaml import YAML
 
-from embershard.compare.report.charts import byte_picture, quality_pictures, speed_pictures, step_pictures
+from embershard.compare.report.charts import (
+    byte_picture,
+    calibration_pictures,
+    quality_pictures,
+    speed_pictures,
+    step_pictures,
+)
 from embershard.compare.report.drawing import Picture, picture_style
 from embershard.compare.report.page import Code, Page, PageBlock, PageSection, Pictures, Prose
 from embershard.compare.report.summary import about, findings, headline, summary, warnings
@@ -102,7 +108,7 @@ def _sections(results: Results) -> list[PageSection]:
             title="Quality",
             name="quality",
             blocks=[
-                *_grid(quality_pictures(results)),
+                *_grid([*quality_pictures(results), *calibration_pictures(results)]),
                 *_prose(_curve_notes(results)),
                 *tables(*(quality_table(results, other) for other in against), rates_table(results)),
             ],

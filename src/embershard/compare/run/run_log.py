@@ -89,6 +89,7 @@ class RunLog:
             stopped_early=result["stopped_early"],
             skipped_rows=result.get("skipped_rows", 0),
             curve=tuple(_curve(evaluations)),
+            reliability=_reliability(evaluations, judged),
             bytes=tuple(_bytes(result)),
             step=tuple(_step(result)),
             reachable=result["reachable"].get(judged, {}),
@@ -134,6 +135,17 @@ def _curve(evaluations: Sequence[_Line]) -> Iterator[CurvePoint]:
         figures: dict[str, Metrics] = record["figures"]
         seconds = max(0.0, record["seconds"] - evaluating)
         yield CurvePoint(samples=record["samples"], seconds=seconds, figures=figures)
+
+
+def _reliability(evaluations: Sequence[_Line], split: str) -> dict[str, tuple[tuple[float, float, int], ...]]:
+    """The reliability of the best evaluation on a split, by label; that of the only label has no name."""
+    best = next((record for record in reversed(evaluations) if record["improved"]), {})
+    found = {}
+    for name, bins in best.get("reliability", {}).items():
+        own, _, label = name.partition(" ")
+        if own == split:
+            found[label] = tuple((mean, rate, samples) for mean, rate, samples in bins)
+    return found
 
 
 def _bytes(result: _Line) -> Iterator[MeanStepBytes]:

@@ -14,8 +14,10 @@ import embershard as es
 from embershard.proto.errors import JobError
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
+from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.preprocess import BadFeature, FeatureSpec, Preprocessor
 from embershard.worker.job.load import JobFileError, load_job
+from embershard.worker.training.trainer import Trainer
 
 ROWS = 600
 REST = "embedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_size: 32}\n"
@@ -253,6 +255,23 @@ BAD = {  # name: (the file's text, features, settings of data, where, the reason
     "a missing label": (CSV, " {user: {}}", {"label": "click"}, ":1", "'click'.*data.label"),
     "a separated column": (CSV, " {tags: {}}", {}, ":2", r"'tags'.*'a\|b'.*separator"),
     "a number that is text": (CSV.replace("40", "old"), " {user: {}, age: {type: number}}", {}, ":3", "'age'.*'old'"),
+    "thousands separators": (
+        CSV.replace("40", '"1,234.5"'),
+        " {user: {}, age: {type: number}}",
+        {},
+        ":3",
+        "'1,234.5'.*thousands",
+    ),
+    "infinity": (CSV.replace("40", "-inf"), " {user: {}, age: {type: number}}", {}, ":3", "'-inf'.*data.missing"),
+    "a label of text": (CSV.replace("c,40,0", "c,40,no"), " {user: {}}", {}, ":3", "'no'.*data.label_values"),
+    "a label of another text": (
+        CSV.replace("30,1", "30,yes").replace("40,0", "40,maybe"),
+        " {user: {}}",
+        {"label_values": ["no", "yes"]},
+        ":3",
+        "'maybe' is neither 'no' nor 'yes'",
+    ),
+    "lines of an old Mac": (CSV.replace("\n", "\r"), " {user: {}}", {}, ":1", "CR"),
     "a decimal comma": (CSV.replace("40", '"4,5"'), " {user: {}, age: {type: number}}", {}, ":3", "'4,5'.*decimal"),
     "a label outside": (CSV.replace("c,40,0", "c,40,7"), " {user: {}}", {}, ":3", "'label'.*7.*0 to 1"),
     "a label that is missing": (CSV.replace("c,40,0", "c,40,"), " {user: {}}", {}, ":3", "'label'.*missing"),
@@ -316,10 +335,75 @@ def test_times_with_a_zone_split_rows(tmp_path, zone):
     assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 6, "test": 2}
 
 
-def test_a_table_whose_name_no_shard_takes_is_refused():
-    with pytest.raises(BadFeature):
-        Preprocessor({"User ID": FeatureSpec()})
-    assert Preprocessor({"User ID": FeatureSpec(table="user"), "größe": FeatureSpec(type="number")}).schema.tables
+LABELS = {  # of files: (values, label_values, what is on line 2 and 3)
+    "texts": (["no", "yes"], ["no", "yes"], [0, 1]),
+    "of excel": (["FALSE", "TRUE"], ["FALSE", "TRUE"], [0, 1]),
+    "numbers": ([1, 2], [1, 2], [0, 1]),
+    "booleans": ([False, True], [True, False], [1, 0]),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+@pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
+def test_texts_stand_for_labels_where_they_are_named(tmp_path, case, ending):
+    values, texts, want = LABELS[case]
+    rows = [{"user": "u", "bought": values[0], "seen": 1}, {"user": "v", "bought": values[1], "seen": 0}]
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    elif ending == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        lines = ["user,bought,seen", *(f"{r['user']},{json.dumps(r['bought'])},{r['seen']}" for r in rows)]
+        (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    job = job_of(tmp_path, " {user: {}}", train=f"a.{ending}", label="bought", label_values=texts)
+    (batch,) = job.data.open(tmp_path, 0).evaluate("train", 0, 1, 9)
+    assert batch.labels.tolist() == want
+    both = {"label": ["bought", "seen"], "label_values": {"bought": texts}}
+    job = job_of(tmp_path, " {user: {}}", train=f"a.{ending}", model="{name: mmoe}", **both)
+    job.data.look(tmp_path)
+    assert type(job).model_validate(job.model_dump(mode="json")) == job
+    (batch,) = job.data.open(tmp_path, 0).evaluate("train", 0, 1, 9)
+    assert batch.labels.tolist() == [[want[0], 1], [want[1], 0]]
+
+
+def test_a_label_of_text_that_is_missing_is_refused_alone_and_left_out_among_others(tmp_path):
+    (tmp_path / "train.csv").write_text("user,a,b\nu,no,\nv,yes,no\n")
+    texts = {"label_values": ["no", "yes"]}
+    with pytest.raises(JobError):
+        job_of(tmp_path, " {user: {}}", label="b", **texts).data.look(tmp_path)
+    job = job_of(tmp_path, " {user: {}}", label=["a", "b"], model="{name: mmoe}", **texts)
+    (batch,) = job.data.open(tmp_path, 0).evaluate("train", 0, 1, 9)
+    np.testing.assert_array_equal(batch.labels, [[0, np.nan], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"label_values": {"x": ["a", "b"]}},
+        {"label_values": ["a", "a"]},
+        {"label_values": ["a"]},
+        {"label_values": ["a", "b"], "label_range": [0, 2]},
+    ],
+)
+def test_texts_of_labels_that_contradict_the_job_are_refused(tmp_path, settings):
+    with pytest.raises(JobFileError):
+        job_of(tmp_path, " {user: {}}", **settings)
+
+
+@pytest.mark.parametrize("section", [{}, {"buckets": 9}, {"type": "number", "bucketise": [3.0]}, {"min_count": 1}])
+def test_a_feature_may_have_a_name_that_no_shard_takes(make_session, tmp_path, section):
+    rows = {"User ID": [1, 2, 3, 4] * 8, "größe": ["s", "m"] * 16, "label": [0, 1] * 16}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    features = json.dumps({"User ID": section, "größe": {"type": "list", "separator": "|"}}, ensure_ascii=False)
+    job = job_of(tmp_path, f" {features}", train="a.parquet")
+    Trainer(job, job.data.open(tmp_path, 0), make_session(2), WorkerGroup()).run()
+
+
+def test_two_numbers_have_no_table_of_buckets_together(tmp_path):
+    features = {name: FeatureSpec(type="number", bucketise=(1.0,), table="t") for name in ("a", "b")}
+    with pytest.raises(BadFeature) as found:
+        Preprocessor(features)
+    assert found.value.name == "b"
 
 
 def test_lists_that_are_all_missing_are_empty():
@@ -340,6 +424,8 @@ BAD_ROWS = {  # name: (the second row, features, the reason)
     "a float category": ({}, " {age: {}}", "'age'.*type: number"),
     "a line break": ({"user": "a\nb"}, " {user: {}}", r"'a\\nb' has a line break"),
     "a number that is text": ({"age": "many"}, " {user: {}, age: {type: number}}", "'age'.*'many'"),
+    "infinity": ({"age": float("inf")}, " {user: {}, age: {type: number}}", "'age': inf .*missing value"),
+    "a label of text": ({"label": "no"}, " {user: {}}", "'label': 'no' is not a number.*data.label_values: \\[.*no"),
     "weights for other values": (
         {"w": [1.0]},
         " {tags: {type: list, weights: w}}",
@@ -353,8 +439,9 @@ BAD_ROWS = {  # name: (the second row, features, the reason)
 def test_bad_rows_are_named_with_file_row_column_and_value(tmp_path, case, ending):
     change, features, reason = BAD_ROWS[case]
     rows = [{**ROW, "w": [1.0, 2.0]}, {**ROW, "w": [1.0, 2.0], **change}]
-    if isinstance(change.get("age"), str) and ending == "parquet":
-        rows[0]["age"] = "3"
+    for name in ("age", "label"):
+        if isinstance(change.get(name), str) and (ending == "parquet" or name == "label"):
+            rows[0][name] = "1"
     if ending == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     else:
