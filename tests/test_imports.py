@@ -36,6 +36,8 @@ FLOORS_OF_PS = (
     {"ps/table"},
     {"ps/coordination"},
     {"ps/snapshot", "ps/restore", "ps/compression_settings"},
+    {"ps/events"},
+    {"ps/core"},
     {"ps/shard"},
     {"ps/dispatch"},
     {"ps/transport"},

@@ -49,7 +49,7 @@ class SharedShard(Protocol):
         ...
 
     @property
-    def is_synchronous(self) -> bool:
+    def keeps_arrays(self) -> bool:
         """Whether it keeps the arrays of a push."""
         ...
 
@@ -70,7 +70,7 @@ class SharedTransport(LocalTransport):
         with self._moved:
             before = shard.generation
             try:
-                return super()._try(_kept(request) if shard.is_synchronous else request)
+                return super()._try(_kept(request) if shard.keeps_arrays else request)
             finally:
                 if shard.generation != before:
                     self._moved.notify_all()

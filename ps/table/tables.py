@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -24,7 +25,6 @@ from embershard.proto.errors import (
     NonFiniteValue,
     TableLoading,
     TableMismatch,
-    TooManyDeclares,
     TooManyTables,
     UnknownTable,
     WrongDim,
@@ -44,13 +44,11 @@ from embershard.proto.messages import (
 from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64, sum_rows
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import PLAIN, CheckedRead, Stopwatch
+from embershard.ps.table.reads import PLAIN, CheckedRead
 from embershard.ps.table.table import Applied, Table
 
 # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
 MAX_TABLES = 20_000
-DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
-_DECLARE_RETRY_MS = 100
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
 
 
@@ -110,12 +108,11 @@ class Tables:
         shard: int,
         placement: Placement,
         optimizers: OptimizerRegistry,
-        coding: Stopwatch,
+        coding: AbstractContextManager[None],
         codecs: CodecRegistry | None = None,
         budget: MemoryBudget | None = None,
     ) -> None:
         self.budget = MemoryBudget() if budget is None else budget
-        self._allowed, self._refilled = float(DECLARES_PER_SECOND), 0.0  # new tables, and when they were counted
         self._shard = shard
         self._placement = placement
         self._optimizers = optimizers
@@ -143,8 +140,11 @@ class Tables:
         """Have these tables, and no others."""
         self._entries = {table.spec.name: Entry(table, np.uint64(table.spec.space_key), None) for table in tables}
 
-    def declare(self, request: Declare, now: float) -> Declared:
-        """Create the table or compare it. TooManyTables, TooManyDeclares, TableFull.
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def declare(self, request: Declare) -> tuple[Declared, bool]:
+        """Create the table or compare it; and whether anything changed. TooManyTables, TableFull.
 
         A table created with `load` is closed to pulls and pushes until its loader sends the last Load. If the loader
         dies, it stays closed, for half of its first values may be missing: the same worker declares again with `load`
@@ -157,27 +157,19 @@ class Tables:
         entry = self._entries.get(spec.name)
         if entry is None:
             optimizer = self._optimizers.find(spec.optimizer)
-            self._check_new(spec.name, now)
+            if len(self._entries) >= MAX_TABLES:
+                raise TooManyTables(table=spec.name, limit=MAX_TABLES)
             table = Table(spec, optimizer, self.budget)
             self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader, request.dense, codecs)
-            return Declared(created=True, loading=request.load)
+            return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
+        before = entry.dense, entry.codecs
         entry.dense = entry.dense or request.dense
         if request.worker != READ_ONLY_WORKER:
             entry.codecs = codecs
         again = loader is not None and entry.loader == loader
-        return Declared(created=again, loading=entry.loader is not None)
-
-    def _check_new(self, name: str, now: float) -> None:
-        if len(self._entries) >= MAX_TABLES:
-            raise TooManyTables(table=name, limit=MAX_TABLES)
-        passed = max(0.0, now - self._refilled)
-        self._refilled = max(self._refilled, now)
-        self._allowed = min(self._allowed + passed * DECLARES_PER_SECOND, DECLARES_PER_SECOND)
-        if self._allowed < 1:
-            raise TooManyDeclares(per_second=DECLARES_PER_SECOND, retry_after_ms=_DECLARE_RETRY_MS)
-        self._allowed -= 1
+        return Declared(created=again, loading=entry.loader is not None), before != (entry.dense, entry.codecs)
 
     def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""

@@ -268,13 +268,13 @@ class TestGathering:
 
     def test_what_waits_counts_for_the_memory_of_a_shard(self, job):
         job.together(3)
-        budget = job.shard._budget
+        budget = job.shard.core.budget
         empty = budget.used
         job.push(2, 0, last=False)
         job.leave(2)  # what it left behind takes no memory
         job.push(0, 0, ids=range(1000))
         assert job.status.used_bytes == empty + 1000 * (8 + 4 * DIM)  # ids and gradients
-        table = job.shard._tables.entry("items").table
+        table = job.shard.core.tables.entry("items").table
         budget.limit = budget.used + table.growth(1010) + 1000  # for its rows, and not for another thousand
         with pytest.raises(errors.TableFull):
             job.push(1, 0, ids=range(1000, 2000))

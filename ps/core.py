@@ -1,0 +1,128 @@
+"""The state of a shard: one event after the other changes it, and nothing else does.
+
+It knows no time, no thread, no socket, no file, and no random number that would show. So the same events in the same
+order give the same rows, bit for bit, in another process and on another machine: what a replay, a recovery and a
+replica rely on. How much memory there is, and whose lease ran out, is decided before an event is applied.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
+from embershard.proto.codec.user_defined import CodecRegistry
+from embershard.proto.errors import OtherLineage
+from embershard.proto.messages import Compress, Declare, Join, Leave, Load, Rendezvous, TakeSplit, replace
+from embershard.proto.routing import Placement
+from embershard.ps.compression_settings import CompressionSettings
+from embershard.ps.coordination.clock import Clock
+from embershard.ps.coordination.data_splits import Splits
+from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.outcome import Outcome
+from embershard.ps.coordination.pushes import Pushes
+from embershard.ps.coordination.rendezvous import RendezvousRegistry
+from embershard.ps.events import Event, Expired, PushEvent, Settled, TablesRestored
+from embershard.ps.memory import MemoryBudget
+from embershard.ps.restore import Contents
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.tables import Tables
+
+
+class Core:
+    """The state of shard `shard` of a placement, for one thread.
+
+    `decoding` runs while payloads are decoded, for whoever measures it.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        placement: Placement,
+        optimizers: OptimizerRegistry,
+        *,
+        codecs: CodecRegistry | None = None,
+        budget: MemoryBudget | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        decoding: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self.shard = shard
+        self.lineage = 0
+        self.budget = MemoryBudget() if budget is None else budget
+        self.tables = Tables(shard, placement, optimizers, decoding or nullcontext(), codecs, self.budget)
+        self.compression = CompressionSettings(self.tables, self.tables.check_codec)
+        self.clock = Clock(self.budget)
+        self.pushes = Pushes(self.tables, self.clock, max_message_bytes)
+        self.rendezvous = RendezvousRegistry(self.clock, max_message_bytes)
+        self.splits = Splits(self.clock)
+        self._max_message_bytes = max_message_bytes
+
+    def apply(self, event: Event) -> Outcome:
+        """What an event makes of the state; EmbershardError or MustWait where it is refused and changes nothing."""
+        reply, changed, error, waiting, _, _ = self._apply(event)
+        return Outcome(reply, changed, error, waiting, self.clock.updates.version, self.clock.open)
+
+    def _apply(self, event: Event) -> Outcome:
+        match event:
+            case PushEvent():
+                return self.pushes.take(event.push, event.ids)
+            case Load():
+                return self.pushes.load(event)
+            case Declare():
+                return self._declare(event)
+            case Join():
+                return self._join(event)
+            case Leave():
+                return self._leave(event)
+            case Expired():
+                return Outcome(changed=self.clock.expire(event.worker, event.epoch))
+            case Settled():
+                return Outcome(changed=self.pushes.dedup.settle(event.worker, event.epoch, event.seq))
+            case Rendezvous():
+                return self.rendezvous.join(event)
+            case TakeSplit():
+                return self.splits.take(event)
+            case Compress():
+                return self.compression.answer(event, job_goes_on=bool(self.clock.members))
+            case TablesRestored():
+                self._restore(event.contents)
+                return Outcome()
+
+    def _declare(self, request: Declare) -> Outcome:
+        lineage, before = self._lineage_after(request), self.lineage
+        reply, changed = self.tables.declare(request)
+        self.lineage = lineage
+        return Outcome(replace(reply, lineage=lineage), changed or lineage != before)
+
+    def _lineage_after(self, request: Declare) -> int:
+        """The lineage once a table is declared; OtherLineage. Shard 0 keeps what it has: the others take that of it."""
+        own, first = self.lineage, self.shard == 0
+        if request.lineage in (0, own):
+            return own
+        if request.begins_lineage and (not own or (not first and not self.tables.have_rows())):
+            return request.lineage
+        if request.begins_lineage and first:
+            return own
+        raise OtherLineage(got=own, want=request.lineage)
+
+    def _join(self, request: Join) -> Outcome:
+        self.pushes.dedup.fence(request.worker, request.epoch)
+        job = self.clock.job
+        reply = self.clock.join(request)
+        if self.clock.job != job:  # what the last one left behind
+            self.rendezvous = RendezvousRegistry(self.clock, self._max_message_bytes)
+            self.splits = Splits(self.clock)
+            self.compression.forget()
+        return Outcome(reply)
+
+    def _leave(self, request: Leave) -> Outcome:
+        generation = self.clock.generation
+        reply = self.clock.leave(request)
+        return Outcome(reply, self.clock.generation != generation)
+
+    def _restore(self, contents: Contents) -> None:
+        self.tables.replace(contents.tables)
+        self.lineage = contents.lineage
+        self.pushes.dedup = Dedup.of(contents.workers)
+        self.compression.forget()
+        self.clock.failed = None  # the rows that it left half changed are gone
+        self.clock.updates.version += 1  # what anybody read before is of another version
