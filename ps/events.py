@@ -6,11 +6,32 @@ are made by the shard itself (ps/shard.py): nothing else that it does on its own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from embershard.proto.arrays import Ids
-from embershard.proto.messages import Compress, Declare, Join, Leave, Load, Push, Rendezvous, TakeSplit
+from embershard.proto.errors import InvalidRequest
+from embershard.proto.messages import (
+    KIND_OF,
+    REQUEST_KINDS,
+    Compress,
+    Declare,
+    Heartbeat,
+    Join,
+    Leave,
+    Load,
+    Message,
+    Push,
+    PushToken,
+    Rendezvous,
+    TakeSplit,
+    arrays,
+)
+from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.wire import MAX_BUFFERS, Frame, encode
 from embershard.ps.coordination.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -57,14 +78,71 @@ Event = (
 )  # fmt: skip
 
 
-class EventLog(Protocol):
-    """Keeps the events of a shard, in order, so that it can be made again after its process has ended."""
+LoggedEvent = PushEvent | Load | Declare | Compress | Join | Leave | Rendezvous | TakeSplit | Expired | Settled
 
-    @property
-    def lsn(self) -> int:
-        """The number of the last event that was appended; they count from 1."""
-        ...
+# Kinds of the frames of events: those of requests are the requests' (docs/wire.md), the others' have bit 6 set; their
+# heads are those of a heartbeat, and of a push without tables. A log outlives the version that wrote it.
+EXPIRED, SETTLED = 0x41, 0x42
+_REQUESTS = (Load, Declare, Compress, Join, Leave, Rendezvous, TakeSplit)
+
+
+def encode_event(event: LoggedEvent) -> list[bytes | memoryview]:
+    """The pieces of an event's frame (docs/wire.md), without a checksum of its arrays, which are not copied.
+
+    A push is written as one that brings all of its ids. Tables that were restored are no such event: they are a file's.
+    """
+    match event:
+        case Expired():
+            head = head_bytes(Heartbeat(worker=event.worker, epoch=event.epoch))
+            return encode(EXPIRED, 0, 0, head, checksum=False)
+        case Settled():
+            token = PushToken(event.worker, event.epoch, event.seq, 0)
+            return encode(SETTLED, 0, 0, head_bytes(Push(token, 0, 0, ())), checksum=False)
+        case PushEvent():
+            message: Message = event.push
+            if event.ids:
+                parts = zip(event.push.tables, event.ids, strict=True)
+                own = (part if ids is None else replace(part, ids=ids, route=0, packed=None) for part, ids in parts)
+                message = replace(event.push, tables=tuple(own))
+        case _:
+            message = event
+    bulk = [np.ascontiguousarray(array).data for array in arrays(message)]
+    return encode(KIND_OF[type(message)], 0, 0, head_bytes(message), bulk, checksum=False)
+
+
+def check_size(event: Event) -> None:
+    """InvalidRequest or MessageTooLarge where an event's frame would be over the limits of frames; gRPC has others."""
+    if isinstance(event, PushEvent):
+        if (count := len(event.push.tables)) > MAX_BUFFERS // 2:  # ids and gradients of each; their names are short
+            raise InvalidRequest(reason=f"a push of {count} tables; send at most {MAX_BUFFERS // 2} per call")
+    elif not isinstance(event, TablesRestored):
+        encode_event(event)
+
+
+def decode_event(frame: Frame) -> LoggedEvent:
+    """The event of a frame; InvalidRequest where it is none. Its arrays are views of the frame's buffers."""
+    kind, head = frame.header.kind, frame.header.head
+    if kind == EXPIRED:
+        found = read(Heartbeat, head, ())
+        return Expired(found.worker, found.epoch)
+    if kind == SETTLED:
+        token = read(Push, head, ()).token
+        return Settled(token.worker, token.epoch, token.seq)
+    request = REQUEST_KINDS.get(kind)
+    if request is Push:
+        return PushEvent(read(Push, head, frame.buffers))
+    if request in _REQUESTS:
+        return read(request, head, frame.buffers)
+    raise InvalidRequest(reason=f"an event's frame of kind {kind:#x}, which no version of this package writes")
+
+
+class EventLog(Protocol):
+    """Keeps the events of a shard, in order, so that its state can be made again after its process has ended."""
 
     def append(self, event: Event, outcome: Outcome) -> int:
-        """Take an event that has changed the state; its number. Its arrays are not changed after this call."""
+        """Take an event that has changed the state; its number (LSN), from 1. Nobody changes its arrays any more."""
+        ...
+
+    def when_safe(self, lsn: int, call: Callable[[], None]) -> None:
+        """Call this once the events up to `lsn` will survive the process: at once, or later from any thread."""
         ...

@@ -61,7 +61,7 @@ from embershard.ps.coordination.leases import Leases
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.coordination.pushes import RouteCache
 from embershard.ps.core import Core
-from embershard.ps.events import Event, EventLog, Expired, PushEvent, Settled, TablesRestored
+from embershard.ps.events import Event, EventLog, Expired, PushEvent, Settled, TablesRestored, check_size
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import ShardImage, Snapshots
@@ -76,7 +76,7 @@ class Shard:
     """One shard's part of every table.
 
     `codecs` are the user-defined ones beside the built-in. `instance` is random at each start, so that a client notices
-    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's. `journal`
+    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's. `log`
     is given every event that has changed the state.
     """
 
@@ -90,7 +90,7 @@ class Shard:
         version: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         memory: int | None = None,
-        journal: EventLog | None = None,
+        log: EventLog | None = None,
     ) -> None:
         if not 0 <= index < placement.num_shards:
             raise ValueError(f"shard must be 0..{placement.num_shards - 1} of {placement.num_shards}, got {index}")
@@ -113,7 +113,8 @@ class Shard:
             max_message_bytes=max_message_bytes,
             decoding=self._coding,
         )
-        self._journal = journal
+        self._log = log
+        self._lsn = self._awaited = 0  # of the last event in the log; of the one that the last answer waits for
         self._leases = Leases(core.clock)
         self._routes = RouteCache()
         self._new_tables = _Rate()
@@ -151,6 +152,19 @@ class Shard:
         finally:
             if self._snapshots.asked is not None:
                 self._snapshots.clock_moved(self.core.clock.open)
+            if self._log is not None:
+                self._awaited = 0 if isinstance(request, Pull | Heartbeat) else self._lsn
+
+    def release(self, end: Callable[[], None]) -> None:
+        """Call `end` once the answer to the request that was handled last may leave.
+
+        That is at once without a log, and for pulls and heartbeats, which may show what is not safe yet. All other
+        answers wait for the events before them too: so does that to a duplicate, for the event of the original.
+        """
+        if self._log is None or not self._awaited:
+            end()
+        else:
+            self._log.when_safe(self._awaited, end)
 
     @property
     def generation(self) -> int:
@@ -159,8 +173,8 @@ class Shard:
 
     @property
     def keeps_arrays(self) -> bool:
-        """Whether arrays of a request may be needed after its reply: for the push's clock, or for the journal."""
-        return self.core.clock.staleness == 0 or self._journal is not None
+        """Whether arrays of a request may be needed after its reply: for the push's clock, or for the log."""
+        return self.core.clock.staleness == 0 or self._log is not None
 
     def advance(self, now: float) -> None:
         """Let time pass: every request that arrived before `now` has been handled."""
@@ -271,10 +285,12 @@ class Shard:
 
     def _record(self, event: Event) -> Outcome:
         """What an event made of the state, noted by all who follow it."""
+        if self._log is not None:
+            check_size(event)  # before it has changed anything
         outcome = self.core.apply(event)
         self._leases.clock_moved()
-        if self._journal is not None and outcome.changed:
-            self._journal.append(event, outcome)
+        if self._log is not None and outcome.changed:
+            self._lsn = self._log.append(event, outcome)
         return outcome
 
     def _renew(self, request: Heartbeat | Rendezvous | TakeSplit, now: float) -> None:

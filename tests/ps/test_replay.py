@@ -49,7 +49,7 @@ OPTIMIZERS = [
 
 
 class Recorder:
-    """A journal in memory."""
+    """A log in memory."""
 
     def __init__(self) -> None:
         self.events, self.outcomes = [], []
@@ -68,8 +68,8 @@ class RandomJob:
 
     def __init__(self, seed: int, staleness: int, optimizer: spec.Optimizer, *, aware: bool) -> None:
         self.random, self.rng = random.Random(seed), np.random.default_rng(seed)
-        self.journal, self.now, self.outcomes = Recorder(), 100.0, Counter()
-        self.shard = make_shard(now=self.now, journal=self.journal)
+        self.log, self.now, self.outcomes = Recorder(), 100.0, Counter()
+        self.shard = make_shard(now=self.now, log=self.log)
         self.tables = [table("a", DIM, optimizer=optimizer, initializer=spec.Normal(), seed=seed), table("b", DIM + 1)]
         for one in self.tables:
             self.send(Declare(one, lineage=seed + 1, begins_lineage=True))
@@ -253,7 +253,7 @@ def test_a_replay_of_the_events_has_the_same_bits(optimizer, staleness):
     seen = Counter()
     for seed in range(3):
         job = RandomJob(seed, staleness, optimizer, aware=bool(seed % 2)).run(150)
-        events, outcomes = job.journal.events, job.journal.outcomes
+        events, outcomes = job.log.events, job.log.outcomes
         core = replayed(events, outcomes)
         want, got = state_of(job.shard.core), state_of(core)
         for part in want:
