@@ -78,10 +78,13 @@ class CheckedGradients(NamedTuple):
         return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
 
     def apply(self, difference: bool, divisor: float = 1.0) -> Applied:
-        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows."""
+        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows.
+
+        Whether there is memory was decided when they came (check_room): what was accepted is applied, in a replay too.
+        """
         if difference:
-            return self.table.add(self.ids, self.gradients)
-        return self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages)
+            return self.table.add(self.ids, self.gradients, has_room=True)
+        return self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages, has_room=True)
 
 
 @compiled(

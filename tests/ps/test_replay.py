@@ -184,9 +184,11 @@ class RandomJob:
         self.shard.advance(self.now)
 
     def split(self, worker):
-        step = {"data_epoch": self.random.choice([0, 0, 0, 1]), "num_splits": 5, "done": self.done.get(worker, -1)}
-        reply = self.send(TakeSplit(worker=worker, epoch=self.epochs[worker], **step))
-        self.done[worker] = getattr(reply, "index", -1)
+        data_epoch = self.random.choice([0] * 8 + [1])
+        for other in (worker, *range(3)):
+            step = {"data_epoch": data_epoch, "num_splits": 5, "done": self.done.get(other, -1)}
+            reply = self.send(TakeSplit(worker=other, epoch=self.epochs[other], **step))
+            self.done[other] = getattr(reply, "index", -1)
 
     def meet(self, worker):
         name, payload = f"meeting {self.random.randrange(6)}", self.rng.integers(0, 255, 20, np.uint8)

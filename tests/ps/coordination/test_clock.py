@@ -282,6 +282,15 @@ class TestGathering:
         assert job.status.tables[0].rows == 1000
         assert job.status.used_bytes == job.status.tables[0].bytes  # what was gathered has left the account
 
+    def test_what_was_accepted_is_applied_though_the_memory_is_needed_for_something_else_since(self, job):
+        job.together(2)
+        job.push(0, 0, ids=range(1000))
+        job.shard.core.budget.limit = 0
+        job.leave(1)
+        assert (job.status.failed_update, job.row(999)) == ("", [-1, -1])
+        with pytest.raises(errors.TableFull):
+            job.push(0, 1, ids=range(1000, 2000))
+
     def test_a_worker_too_far_ahead_waits_while_much_is_gathered(self, job, monkeypatch):
         monkeypatch.setattr(clock_module, "GATHER_BYTES", 10)
         job.together(3)
@@ -347,7 +356,7 @@ class TestFailedUpdates:
         apply = Table.apply
 
         def broken(error):
-            def once(*_):
+            def once(*_, **__):
                 monkeypatch.setattr(Table, "apply", apply)
                 raise error
 
