@@ -7,6 +7,7 @@ from collections.abc import Callable
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import Compress, Compressed, TableCodecs
+from embershard.ps.coordination.clock import Plain
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.table.tables import Tables
 
@@ -46,6 +47,15 @@ class CompressionSettings:
                 raise InvalidRequest(reason=f"{reason}{self.revision}; somebody else switched them just now: try again")
             self._said, self.revision, changed = said, request.revision, not again
         return Outcome(Compressed(revision=self.revision, tables=tuple(self._said.values())), changed)
+
+    def control(self) -> Plain:
+        """All of it in plain values."""
+        return {"revision": self.revision, "tables": [[one.table, one.push, one.pull] for one in self._said.values()]}
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self.revision = control["revision"]
+        self._said = {table: TableCodecs(table=table, push=push, pull=pull) for table, push, pull in control["tables"]}
 
     def _merged(self, part: TableCodecs, before: TableCodecs) -> TableCodecs:
         """What was said of a table before with what is said now, checked."""

@@ -7,6 +7,7 @@ replica rely on. How much memory there is, and whose lease ran out, is decided b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
@@ -15,7 +16,7 @@ from embershard.proto.errors import OtherLineage
 from embershard.proto.messages import Compress, Declare, Join, Leave, Load, Rendezvous, TakeSplit, replace
 from embershard.proto.routing import Placement
 from embershard.ps.compression_settings import CompressionSettings
-from embershard.ps.coordination.clock import Clock
+from embershard.ps.coordination.clock import Clock, Plain
 from embershard.ps.coordination.data_splits import Splits
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
@@ -25,6 +26,7 @@ from embershard.ps.events import Event, Expired, PushEvent, Settled, TablesResto
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 from embershard.ps.table.tables import Tables
 
 
@@ -47,6 +49,7 @@ class Core:
     ) -> None:
         self.shard = shard
         self.lineage = 0
+        self.lsn = 0  # events that have changed the state
         self.budget = MemoryBudget() if budget is None else budget
         self.tables = Tables(shard, placement, optimizers, decoding or nullcontext(), codecs, self.budget)
         self.compression = CompressionSettings(self.tables, self.tables.check_codec)
@@ -59,12 +62,41 @@ class Core:
     def apply(self, event: Event) -> Outcome:
         """What an event makes of the state; EmbershardError or MustWait where it is refused and changes nothing."""
         reply, changed, error, waiting, _, _ = self._apply(event)
+        self.lsn += changed
         return Outcome(reply, changed, error, waiting, self.clock.updates.version, self.clock.open)
+
+    def control(self) -> Plain:
+        """All of the state but the rows, in values that msgpack can say.
+
+        Of gradients that wait for their clock there are only the numbers of their events ("clock", "pending"): see
+        `gather_again`.
+        """
+        return {
+            "lsn": self.lsn,
+            "lineage": self.lineage,
+            "tables": self.tables.flags(),
+            "clock": self.clock.control(),
+            "pushes": self.pushes.control(),
+            "rendezvous": self.rendezvous.control(),
+            "splits": self.splits.control(),
+            "compression": self.compression.control(),
+        }
+
+    def restore(self, control: Plain, tables: Sequence[Table]) -> None:
+        """Be, as a new one, in the state that `control` and the rows of these tables say."""
+        self.lsn, self.lineage = control["lsn"], control["lineage"]
+        self.tables.restore(tables, control["tables"])
+        for name in ("clock", "pushes", "rendezvous", "splits", "compression"):
+            getattr(self, name).restore(control[name])
+
+    def gather_again(self, lsn: int, event: PushEvent) -> None:
+        """Keep event number `lsn` for its clock, as `control` says that it was; after `restore`, in their order."""
+        self.pushes.gather_again(event.push, event.ids, lsn)
 
     def _apply(self, event: Event) -> Outcome:
         match event:
             case PushEvent():
-                return self.pushes.take(event.push, event.ids)
+                return self.pushes.take(event.push, event.ids, self.lsn + 1)
             case Load():
                 return self.pushes.load(event)
             case Declare():

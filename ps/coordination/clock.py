@@ -9,10 +9,12 @@ Nothing here knows the time: the same calls in the same order give the same stat
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from embershard.proto.errors import (
     EmbershardError,
@@ -37,6 +39,9 @@ MAX_LEASE_MS = 40 * 24 * 3600 * 1000  # about what 32 bits hold
 # Gradients that wait for the other workers' of their clock. A worker sends a clock's as it computes them, so this many
 # are there when a clock closes: about those of 16 workers with the largest messages.
 GATHER_BYTES = 2**30
+
+Plain = dict[str, Any]  # what msgpack can say
+_PLAIN = ("open", "staleness", "staleness_aware_lr", "started", "expired", "job", "run", "workers", "_serial")
 
 _log = logging.getLogger(__name__)
 
@@ -230,9 +235,9 @@ class Clock:
         """The gradients that wait for those of other workers."""
         return self._pushes
 
-    def gather(self, member: Member, request: Push, parts: list[CheckedGradients]) -> Pushed:
-        """Keep a push until its clock closes."""
-        return self._pushes.add(member.sender, request, parts)
+    def gather(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int) -> Pushed:
+        """Keep a push, which is event number `event`, until its clock closes."""
+        return self._pushes.add(sender, request, parts, event)
 
     def pushed(self, member: Member, clock: int) -> None:
         """Note that a member has pushed a clock to the end, and close the clocks that waited for it."""
@@ -259,6 +264,31 @@ class Clock:
         if not self.members or self.started:
             return []
         return [worker for worker in range(self.workers) if worker not in self._joined]
+
+    def control(self) -> Plain:
+        """All of it in plain values; of gradients that wait, the numbers of their events."""
+        return {
+            "plain": {name: getattr(self, name) for name in _PLAIN},
+            "version": self.updates.version,
+            "seen": list(self.updates.seen),
+            "failed": self.failed and [self.failed.fields["clock"], self.failed.fields["reason"]],
+            "members": [list(dataclasses.astuple(member)) for member in self.members.values()],
+            "left": [list(dataclasses.astuple(member)) for member in self._left.values()],
+            "epochs": [list(pair) for pair in self._epochs.items()],
+            "joined": sorted(self._joined),
+            "pending": self._pushes.events(),
+        }
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said, but for the gradients that wait."""
+        for name in _PLAIN:
+            setattr(self, name, control["plain"][name])
+        self.updates.version, self.updates.seen = control["version"], list(control["seen"])
+        failed = control["failed"]
+        self.failed = None if failed is None else UpdateFailed(clock=failed[0], reason=failed[1])
+        self.members = {fields[0]: Member(*fields) for fields in control["members"]}
+        self._left = {fields[0]: Member(*fields) for fields in control["left"]}
+        self._epochs, self._joined = dict(control["epochs"]), set(control["joined"])
 
     def workers_here(self) -> tuple[int, ...]:
         """The members, ascending."""

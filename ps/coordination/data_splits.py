@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from embershard.proto.errors import InvalidRequest, ModeMismatch
 from embershard.proto.messages import Split, TakeSplit
-from embershard.ps.coordination.clock import Clock, MustWait
+from embershard.ps.coordination.clock import Clock, MustWait, Plain
 from embershard.ps.coordination.outcome import Outcome
 
 MAX_SPLITS = 2**31 - 1
@@ -73,6 +73,20 @@ class Splits:
             return Outcome(Split(index=-1, returned=self._returned), changed)
         self._assignments[member.worker] = _Assignment(member.serial, split)
         return Outcome(Split(index=split, returned=self._returned))
+
+    def control(self) -> Plain:
+        """All of it in plain values."""
+        return {
+            "pass": [self._data_epoch, self._num_splits, self._next, self._returned],
+            "back": list(self._back),
+            "assignments": [[worker, one.serial, one.split] for worker, one in self._assignments.items()],
+        }
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self._data_epoch, self._num_splits, self._next, self._returned = control["pass"]
+        self._back = deque(control["back"])
+        self._assignments = {worker: _Assignment(serial, split) for worker, serial, split in control["assignments"]}
 
     def _take_back(self) -> bool:
         """Take back what members had that are gone; whether there was something."""

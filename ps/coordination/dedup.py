@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
 from embershard.proto.messages import Pushed, PushToken
@@ -67,6 +68,23 @@ class Dedup:
         for one in windows:
             replies = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in one.replies}
             dedup._windows[one.worker] = _Window(one.epoch, one.first_incomplete, max(replies, default=0), replies)
+        return dedup
+
+    def control(self) -> list[list[Any]]:
+        """All windows, in plain values."""
+        return [
+            [worker, one.epoch, one.first_incomplete, one.settled,
+             [[seq, reply.applied, reply.skipped] for seq, reply in one.replies.items()]]
+            for worker, one in self._windows.items()
+        ]  # fmt: skip
+
+    @classmethod
+    def of_control(cls, control: Sequence[Sequence[Any]]) -> Dedup:
+        """The records that `control` said."""
+        dedup = cls()
+        for worker, epoch, first_incomplete, settled, replies in control:
+            kept = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in replies}
+            dedup._windows[worker] = _Window(epoch, first_incomplete, settled, kept)
         return dedup
 
     def windows(self) -> tuple[WorkerWindow, ...]:

@@ -10,7 +10,8 @@ from itertools import repeat
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import BadOptimizer
 from embershard.proto.messages import Load, Push, Pushed, PushToken
-from embershard.ps.coordination.clock import Clock, Member
+from embershard.ps.coordination.aggregate import Sender
+from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.table.tables import CheckedGradients, Tables, apply_parts, check_room
@@ -40,10 +41,11 @@ class Pushes:
         self._clock.fence(token.worker, token.epoch)
         return self.dedup.find(token)
 
-    def take(self, request: Push, known_ids: Sequence[Ids | None] = ()) -> Outcome:
+    def take(self, request: Push, known_ids: Sequence[Ids | None] = (), event: int = 0) -> Outcome:
         """Apply a push that is no duplicate, or keep it for its clock.
 
         known_ids: of each part, the checked ids that its route number stands for; None where the part has its own.
+        event: its number among the shard's.
         The reply says what became of this push alone: an update of its clock that fails is the clock's error.
         """
         token = request.token
@@ -53,7 +55,7 @@ class Pushes:
         gathers = member is not None and self._clock.gathers(member, request)
         parts = self._check(request, known_ids, kept=gathers)
         if member is not None and gathers:
-            reply = self._clock.gather(member, request, parts)
+            reply = self._clock.gather(member.sender, request, parts, event)
         else:
             try:
                 reply = self._apply(member, request, parts)
@@ -66,6 +68,20 @@ class Pushes:
         if member is not None and request.last:
             self._clock.pushed(member, request.clock)
         return Outcome(reply)
+
+    def gather_again(self, request: Push, known_ids: Sequence[Ids | None], event: int) -> None:
+        """Keep a push for its clock that was kept, as `event`, when the state was written."""
+        parts = self._check(request, known_ids, kept=True)
+        self._clock.gather(Sender(request.token.worker, request.token.epoch), request, parts, event)
+
+    def control(self) -> Plain:
+        """The windows and the counts in plain values."""
+        return {"windows": self.dedup.control(), "rows": self.rows, "skipped_rows": self.skipped_rows}
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self.dedup = Dedup.of_control(control["windows"])
+        self.rows, self.skipped_rows = control["rows"], control["skipped_rows"]
 
     def load(self, request: Load) -> Outcome:
         """Assign the rows of a load that is no duplicate."""

@@ -10,7 +10,7 @@ import numpy as np
 from embershard.proto.arrays import Bytes
 from embershard.proto.errors import InvalidRequest, MessageTooLarge, RendezvousOver, ShardBusy
 from embershard.proto.messages import Rendezvous, RendezvousResult
-from embershard.ps.coordination.clock import Clock, Member, MustWait
+from embershard.ps.coordination.clock import Clock, Member, MustWait, Plain
 from embershard.ps.coordination.outcome import Outcome
 
 MAX_PAYLOAD_BYTES = 16 * 2**20  # of a worker
@@ -78,6 +78,26 @@ class RendezvousRegistry:
         result = rendezvous.result if request.want_payloads else RendezvousResult(rendezvous.result.workers, ())
         return Outcome(result, changed or forgot)
 
+    def control(self) -> Plain:
+        """All of them in plain values."""
+        return {
+            "last": self.last,
+            "over": list(self._over),
+            "open": [
+                [name, [[worker, payload.tobytes()] for worker, payload in one.payloads.items()],
+                 one.result is not None, sorted(one.answered)]
+                for name, one in self._by_name.items()
+            ],
+        }  # fmt: skip
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self.last, self._over = control["last"], dict.fromkeys(control["over"])
+        for name, payloads, is_complete, answered in control["open"]:
+            found = {worker: np.frombuffer(payload, np.uint8) for worker, payload in payloads}
+            result = _result(found) if is_complete else None
+            self._by_name[name] = _Rendezvous(found, result, set(answered))
+
     def _find(self, request: Rendezvous) -> _Rendezvous:
         """The rendezvous of a request, or a new one for its first."""
         name, size = request.name, request.payload.nbytes
@@ -105,8 +125,7 @@ class RendezvousRegistry:
                 yield member
 
     def _complete(self, name: str, rendezvous: _Rendezvous) -> None:
-        workers = tuple(sorted(rendezvous.payloads))
-        rendezvous.result = RendezvousResult(workers, tuple(rendezvous.payloads[worker] for worker in workers))
+        rendezvous.result = _result(rendezvous.payloads)
         self.last = name
         self._clock.generation += 1
 
@@ -133,3 +152,8 @@ class RendezvousRegistry:
         while len(self._over) > KEPT_NAMES:
             del self._over[next(iter(self._over))]
         return forgot
+
+
+def _result(payloads: dict[int, Bytes]) -> RendezvousResult:
+    workers = tuple(sorted(payloads))
+    return RendezvousResult(workers, tuple(payloads[worker] for worker in workers))

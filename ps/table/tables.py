@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,10 @@ class Tables:
         """Return the names of all tables."""
         return list(self._entries)
 
+    def all(self) -> tuple[Table, ...]:
+        """All tables, those that are loading too."""
+        return tuple(entry.table for entry in self._entries.values())
+
     def have_rows(self) -> bool:
         """Whether any table has a row."""
         return any(entry.table.num_rows for entry in self._entries.values())
@@ -138,6 +142,18 @@ class Tables:
     def opened(self) -> tuple[Table, ...]:
         """All tables; TableLoading while one has not all of its first values."""
         return tuple(self.open_entry(name).table for name in self._entries)
+
+    def flags(self) -> list[list[Any]]:
+        """What is known of the tables beside their rows, in plain values."""
+        return [[name, one.loader, one.dense, list(one.codecs)] for name, one in self._entries.items()]
+
+    def restore(self, tables: Sequence[Table], flags: Sequence[Sequence[Any]]) -> None:
+        """Have these tables and no others, with these flags."""
+        found = {table.spec.name: table for table in tables}
+        self._entries = {
+            name: Entry(found[name], np.uint64(found[name].spec.space_key), loader, dense, (codecs[0], codecs[1]))
+            for name, loader, dense, codecs in flags
+        }
 
     def replace(self, tables: Sequence[Table]) -> None:
         """Have these tables, and no others."""

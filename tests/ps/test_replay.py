@@ -10,6 +10,7 @@ import itertools
 import random
 from collections import Counter
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -32,10 +33,12 @@ from embershard.proto.messages import (
     TakeSplit,
 )
 from embershard.proto.routing import Placement
+from embershard.proto.wire import FrameReader
 from embershard.ps.core import Core
-from embershard.ps.events import PushEvent
+from embershard.ps.events import PushEvent, decode_event, encode_event
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 from harness.shards import ids_of, join, make_shard, push, table
 
 DIM = 4
@@ -202,45 +205,31 @@ class RandomJob:
 
 
 def state_of(core: Core) -> dict[str, object]:
-    """All that a shard's state says, in plain values."""
-    clock, dedup, met = core.clock, core.pushes.dedup, core.rendezvous
+    """All of a shard's state, in plain values: the bits of its rows, of the gradients that wait, and its control."""
     tables = {}
-    for name in core.tables.names():
-        entry = core.tables.entry(name)
-        ids, rows, states = (
-            (np.concatenate(all_) for all_ in zip(*entry.table.scan(), strict=True))
-            if (entry.table.num_rows)
-            else (np.empty(0),) * 3
-        )
+    for table_ in core.tables.all():
+        ids, rows, states = contents(table_)
         order = np.argsort(ids)
-        bits = [part[order].tobytes() for part in (ids, rows, states)]
-        tables[name] = entry.table.spec, entry.loader, entry.dense, entry.codecs, bits
-    pending = [
+        tables[table_.spec.name] = table_.spec, *(part[order].tobytes() for part in (ids, rows, states))
+    pending = sorted(
         (part.table.spec.name, part.ids.tobytes(), part.gradients.tobytes(), part.lr_scale)
-        for part in clock.pending.parts()
-    ]
-    return {
-        "tables": tables,
-        "pending": pending,
-        "clock": (clock.open, clock.staleness, clock.started, clock.run, clock.job, clock.workers, clock.expired),
-        "members": [str(member) for member in clock.members.values()],
-        "left": [str(member) for member in clock._left.values()],
-        "joined": (clock._epochs, clock._joined, clock._serial),
-        "updates": (clock.updates.version, clock.updates.seen, str(clock.failed)),
-        "windows": {worker: str(window) for worker, window in dedup._windows.items()},
-        "rendezvous": {
-            name: ({w: p.tobytes() for w, p in one.payloads.items()}, one.result is None, one.answered)
-            for name, one in met._by_name.items()
-        },
-        "over": (list(met._over), met.last),
-        "splits": str(vars(core.splits) | {"_clock": None}),
-        "compression": (core.compression.revision, str(core.compression._said)),
-        "counts": (core.pushes.rows, core.pushes.skipped_rows, core.lineage),
-    }
+        for part in core.clock.pending.parts()
+    )
+    return {"tables": tables, "pending": pending, **core.control()}
 
 
-def replayed(events, outcomes) -> Core:
-    core = Core(0, Placement.even(1), OptimizerRegistry(), budget=MemoryBudget(2**62))
+def contents(table_: Table) -> list[np.ndarray]:
+    """The ids, rows and states of a table."""
+    shapes = (0,), (0, table_.spec.dim), (0, table_.num_state)
+    empty = [np.empty(shape, dtype) for shape, dtype in zip(shapes, (np.int64, np.float32, np.float32), strict=True)]
+    return [np.concatenate(parts) for parts in zip(empty, *table_.scan(), strict=True)]
+
+
+def empty_core() -> Core:
+    return Core(0, Placement.even(1), OptimizerRegistry(), budget=MemoryBudget(2**62))
+
+
+def replay(core: Core, events, outcomes) -> Core:
     for number, (event, outcome) in enumerate(zip(events, outcomes, strict=True)):
         again = core.apply(event)
         for what in ("rows", "changed", "version", "clock"):
@@ -249,19 +238,49 @@ def replayed(events, outcomes) -> Core:
     return core
 
 
+def from_bytes(event):
+    """An event as a log gives it back."""
+    data = b"".join(bytes(piece) for piece in encode_event(event))
+    reader = FrameReader(2**20, lambda header: [memoryview(bytearray(n)) for n in header.lengths], checksum=False)
+    reader.buffer()[: len(data)] = data
+    (frame,) = reader.received(len(data))
+    return decode_event(frame)
+
+
+def again_from(base: Core, events) -> Core:
+    """A core made of the control and the rows of another, and of the events that it has gathered."""
+    control = msgpack.unpackb(msgpack.packb(base.control()), strict_map_key=False)
+    tables = []
+    for old in base.tables.all():
+        tables.append(Table(old.spec, OptimizerRegistry().find(old.spec.optimizer)))
+        tables[-1].restore(*contents(old))
+    core = empty_core()
+    core.restore(control, tables)
+    for lsn in control["clock"]["pending"]:
+        core.gather_again(lsn, events[lsn - 1])
+    return core
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
 @pytest.mark.parametrize("staleness", [0, 2, -1])
-def test_a_replay_of_the_events_has_the_same_bits(optimizer, staleness):
-    seen = Counter()
+def test_a_replay_of_the_events_has_the_same_bits_also_from_the_middle_on(optimizer, staleness):
+    seen, gathered = Counter(), 0
     for seed in range(3):
         job = RandomJob(seed, staleness, optimizer, aware=bool(seed % 2)).run(150)
-        events, outcomes = job.log.events, job.log.outcomes
-        core = replayed(events, outcomes)
-        want, got = state_of(job.shard.core), state_of(core)
-        for part in want:
-            assert got[part] == want[part], part
+        events, outcomes = [from_bytes(event) for event in job.log.events], job.log.outcomes
+        middle = random.Random(seed).randrange(len(events))
+        base = replay(empty_core(), events[:middle], outcomes[:middle])
+        second = again_from(base, events)
+        assert state_of(second) == state_of(base)
+        gathered += len(base.control()["clock"]["pending"])
+        for core in (base, second):
+            replay(core, events[middle:], outcomes[middle:])
+            want, got = state_of(job.shard.core), state_of(core)
+            for part in want:
+                assert got[part] == want[part], part
         seen.update(type(event).__name__ for event in events)
-        assert any(event.ids for event in events if isinstance(event, PushEvent))
+        assert any(event.ids for event in job.log.events if isinstance(event, PushEvent))
+    assert gathered or staleness
     # each kind of event came, so that its replay was tried
     requests = "Load Declare CompressRequest JoinRequest LeaveRequest Rendezvous TakeSplitRequest"
     assert set(f"PushEvent Expired Settled {requests}".split()) <= set(seen), seen
