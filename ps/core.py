@@ -65,11 +65,11 @@ class Core:
         self.lsn += changed
         return Outcome(reply, changed, error, waiting, self.clock.updates.version, self.clock.open)
 
-    def control(self) -> Plain:
+    def control(self, *, payloads: bool = True) -> Plain:
         """All of the state but the rows, in values that msgpack can say.
 
         Of gradients that wait for their clock there are only the numbers of their events ("clock", "pending"): see
-        `gather_again`.
+        `gather_again`. Without `payloads` rendezvous are left out that workers still ask for, which may be large.
         """
         return {
             "lsn": self.lsn,
@@ -77,7 +77,7 @@ class Core:
             "tables": self.tables.flags(),
             "clock": self.clock.control(),
             "pushes": self.pushes.control(),
-            "rendezvous": self.rendezvous.control(),
+            "rendezvous": self.rendezvous.control(payloads=payloads),
             "splits": self.splits.control(),
             "compression": self.compression.control(),
         }
@@ -152,7 +152,7 @@ class Core:
         return Outcome(reply, self.clock.generation != generation)
 
     def _restore(self, contents: Contents) -> None:
-        self.tables.replace(contents.tables)
+        self.tables.replace(contents.tables, contents.flags)
         self.lineage = contents.lineage
         self.pushes.dedup = Dedup.of(contents.workers)
         self.compression.forget()

@@ -390,6 +390,7 @@ class Shard:
             self.core.clock.open,
             self.core.pushes.dedup.windows(),
             self.core.tables.opened(),
+            self.core.control(payloads=False),
         )
 
     def _install(self, contents: Contents) -> None:

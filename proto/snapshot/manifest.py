@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 
@@ -22,7 +22,7 @@ from embershard.proto.routing import NUM_BUCKETS
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
 
 FORMAT = "embershard snapshot"
-VERSION = 1
+VERSION = 2  # a manifest whose parts have no `control` is written as version 1, which older readers know
 MANIFEST = "manifest.msgpack"
 LATEST = "LATEST"
 
@@ -68,7 +68,10 @@ class WorkerWindow:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """The tables and files that one shard wrote. `clock` is its first clock that was not closed."""
+    """The tables and files that one shard wrote. `clock` is its first clock that was not closed.
+
+    `control` is the shard's state beside the rows (ps/core.py), in what msgpack can say; None in version 1.
+    """
 
     shard: int
     num_shards: int
@@ -76,6 +79,19 @@ class ShardPart:
     clock: int
     workers: tuple[WorkerWindow, ...]
     tables: tuple[TableBlocks, ...]
+    control: Mapping[str, object] | None = None
+
+    def table_flags(self) -> dict[str, tuple[bool, tuple[str, str]]]:
+        """Table -> whether it is of layers, and the codecs of pushes and pulls; ValueError where they make no sense."""
+        if self.control is None:
+            return {}
+        try:
+            return {
+                str(name): (bool(dense), (str(push), str(pull)))
+                for name, _, dense, (push, pull) in cast(list[list[Any]], self.control["tables"])
+            }
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"field 'control': {type(error).__name__} {error}") from None
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,7 @@ def check_name(name: str) -> str:
 
 def pack_part(part: ShardPart) -> bytes:
     """Serialise a shard's part, with its checksum."""
-    return _seal(_plain_part(part))
+    return _seal(_plain_part(part), _version_of(part))
 
 
 def unpack_part(data: bytes, where: str) -> ShardPart:
@@ -145,7 +161,7 @@ def pack_manifest(manifest: Manifest) -> bytes:
         "extra": dict(manifest.extra),
     }
     try:
-        return _seal(plain)
+        return _seal(plain, _version_of(*manifest.shards))
     except (TypeError, ValueError, OverflowError) as error:
         raise BadSnapshotName(name="extra", what="part of a manifest", reason=f"msgpack says {error}") from None
 
@@ -173,9 +189,13 @@ def _joined(one: TableBlocks, other: TableBlocks) -> TableBlocks:
     return dataclasses.replace(one, rows=one.rows + other.rows, files=one.files + other.files)
 
 
-def _seal(plain: object) -> bytes:
+def _version_of(*parts: ShardPart) -> int:
+    return VERSION if any(part.control is not None for part in parts) else 1
+
+
+def _seal(plain: object, version: int = VERSION) -> bytes:
     body = msgpack.packb(plain, strict_types=False)
-    envelope = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(body).digest(), "body": body}
+    envelope = {"format": FORMAT, "version": version, "sha256": hashlib.sha256(body).digest(), "body": body}
     return cast(bytes, msgpack.packb(envelope))
 
 
@@ -211,6 +231,9 @@ class _Fields:
             raise SnapshotDamaged(path=where, reason=f"a map was expected, not {type(plain).__name__}")
         self._plain = plain
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._plain
+
     def get(self, name: str, kind: type[T]) -> T:
         value = self._plain.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
@@ -236,7 +259,10 @@ class _Fields:
 def _plain_part(part: ShardPart) -> dict[str, object]:
     tables = [{**_shallow(table), "spec": _plain_spec(table.spec),
                "files": [_shallow(file) for file in table.files]} for table in part.tables]  # fmt: skip
-    return {**_shallow(part), "workers": [_shallow(window) for window in part.workers], "tables": tables}
+    plain = {**_shallow(part), "workers": [_shallow(window) for window in part.workers], "tables": tables}
+    if part.control is None:
+        del plain["control"]
+    return plain
 
 
 def _shallow(one: ShardPart | TableBlocks | BlockFile | WorkerWindow) -> dict[str, object]:
@@ -251,7 +277,12 @@ def _part(fields: _Fields) -> ShardPart:
         fields.get("clock", int),
         tuple(_window(window) for window in fields.maps("workers")),
         tuple(_table(table) for table in fields.maps("tables")),
+        fields.get("control", dict) if "control" in fields else None,
     )
+    try:
+        part.table_flags()
+    except ValueError as error:
+        raise fields.wrong("control", str(error)) from None
     if part.shard >= part.num_shards:
         raise fields.wrong("shard", f"there is no shard {part.shard} of {part.num_shards}")
     return part

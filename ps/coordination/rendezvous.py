@@ -78,15 +78,15 @@ class RendezvousRegistry:
         result = rendezvous.result if request.want_payloads else RendezvousResult(rendezvous.result.workers, ())
         return Outcome(result, changed or forgot)
 
-    def control(self) -> Plain:
-        """All of them in plain values."""
+    def control(self, *, payloads: bool) -> Plain:
+        """All of them in plain values; without `payloads` only the names of those that are forgotten."""
         return {
             "last": self.last,
             "over": list(self._over),
             "open": [
                 [name, [[worker, payload.tobytes()] for worker, payload in one.payloads.items()],
                  one.result is not None, sorted(one.answered)]
-                for name, one in self._by_name.items()
+                for name, one in (self._by_name.items() if payloads else ())
             ],
         }  # fmt: skip
 

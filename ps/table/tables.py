@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -155,9 +156,16 @@ class Tables:
             for name, loader, dense, codecs in flags
         }
 
-    def replace(self, tables: Sequence[Table]) -> None:
-        """Have these tables, and no others."""
-        self._entries = {table.spec.name: Entry(table, np.uint64(table.spec.space_key), None) for table in tables}
+    def replace(
+        self, tables: Sequence[Table], flags: Mapping[str, tuple[bool, tuple[str, str]]] = MappingProxyType({})
+    ) -> None:
+        """Have these tables, and no others. flags: by table, whether it is dense, and its codecs, where it is known."""
+        self._entries = {
+            table.spec.name: Entry(
+                table, np.uint64(table.spec.space_key), None, *flags.get(table.spec.name, (False, ("", "")))
+            )
+            for table in tables
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
