@@ -21,7 +21,6 @@ from embershard.ps.journal.segments import SegmentWriter
 GROUP_BYTES = 8 * 2**20
 WAITING_BYTES = 256 * 2**20  # as the apply queue's own
 RETRY_MS = 1000  # of a client, while the log cannot be written
-_SMALL_BYTES = 4096  # to copy such a record costs less than to write its pieces one by one
 
 _log = logging.getLogger(__name__)
 
@@ -141,8 +140,7 @@ class Journal:
         for lsn, term, record_bytes, record in group:
             if num_bytes + record_bytes > segments.left_bytes:
                 break
-            encoded = encode_record(record, lsn, term, count, segments.id)
-            pieces += encoded if record_bytes > _SMALL_BYTES else [b"".join(encoded)]
+            pieces += encode_record(record, lsn, term, count, segments.id)
             num_bytes += record_bytes
             count += 1
         segments.write(pieces, num_bytes)

@@ -105,7 +105,7 @@ class LogReader:
 
     def find(self, lsn: int) -> LogPosition:
         """The place of a record, or the end of the log where it has none of this LSN. LogDamaged before it."""
-        for _ in self._walk(lsn, stop_at=lsn):
+        for _ in self._walk(self._manifest.first_lsn, stop_at=lsn):
             pass
         if self._position.lsn < lsn:
             self._end(self._position)
@@ -153,12 +153,17 @@ class LogReader:
                         break
                     record = data.record(offset, lsn)
                     if record is None:
-                        break
+                        # damage below `from_lsn` does not matter
+                        start = self._offset_of(segment, offset, from_lsn) if lsn < from_lsn else 0
+                        if not start:
+                            break
+                        lsn, offset = from_lsn, start
+                        continue
                     if lsn >= from_lsn:
                         yield record
                     lsn += 1
                     offset += record.header.num_bytes
-            self._position = LogPosition(lsn, segment.name, offset)
+            self._position = LogPosition(max(lsn, from_lsn), segment.name, offset)
             segment = following
 
     def _first(self, lsn: int) -> StoredSegment | None:
@@ -203,11 +208,6 @@ class LogReader:
                     raise self._damaged(position, f"no intact record is there, but {what} behind it is intact")
                 state = "torn" if is_synced else "unsynced"
                 lost += lsn > 0 and not is_synced
-        first_lsn = self._manifest.first_lsn
-        if position.lsn < first_lsn:  # there is an image of the shard up to there
-            if _is_synced(here) or not restarted:
-                raise self._damaged(position, f"the log ends there, and has to go to LSN {first_lsn - 1}")
-            return LogEnd(LogPosition(first_lsn, None, 0), "unsynced", lost)
         return LogEnd(position, state, lost)
 
     def _proofs(self, segment: StoredSegment, position: LogPosition) -> Iterator[tuple[int, int, str]]:
@@ -235,6 +235,10 @@ class LogReader:
                 # the next header may lie across the end of these bytes
                 offset = max(end, offset + max(len(piece) - HEADER_BYTES, 0) // 8 * 8 + 8)
 
+    def _offset_of(self, segment: StoredSegment, offset: int, lsn: int) -> int:
+        """Where an intact record of this LSN begins behind an offset; 0 where there is none."""
+        return next((one.offset for one in self._intact(segment, offset, lsn) if one.header.lsn == lsn), 0)
+
     def _is_begun(self, segment: StoredSegment, position: LogPosition) -> bool:
         """Whether a part of the record with the LSN of a place is there."""
         with closing(self._disk.open(segment.path)) as file:
@@ -246,12 +250,10 @@ class LogReader:
 
     def _damaged(self, position: LogPosition, reason: str) -> LogDamaged:
         path = self.folder / str(position.segment or "")
-        remedy = "Restore it from a copy of the folder"
-        if position.lsn >= self._manifest.first_lsn:
-            remedy += (
-                f"; or cut the log there: `embershard log truncate {self.folder} --at {position.lsn}` says what would "
-                "be lost, and asks"
-            )
+        remedy = (
+            f"Restore it from a copy of the folder; or cut the log there: `embershard log truncate {self.folder} --at "
+            f"{position.lsn}` says what would be lost, and asks"
+        )
         return LogDamaged(path=str(path), offset=position.offset, lsn=position.lsn, reason=reason, remedy=remedy)
 
 

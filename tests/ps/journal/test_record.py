@@ -1,5 +1,7 @@
 """The bytes of a log's records and segments."""
 
+import numpy as np
+
 from embershard.ps.journal import record as module
 from embershard.ps.journal.record import HEADER_BYTES, LogRecord, SegmentHeader
 
@@ -46,6 +48,17 @@ def test_a_changed_bit_anywhere_shows():
         data = bytearray(module.encode_segment_header(SEGMENT))
         data[bit // 8] ^= 1 << bit % 8
         assert module.read_segment_header(bytes(data)) is None
+
+
+def test_a_large_record_has_the_bytes_of_a_small_one_and_the_memory_of_its_arrays():
+    array = np.arange(3001, dtype=np.float32)
+    one = LogRecord(1, [b"ab", array, b""], 7, 9)
+    pieces = module.encode_record(one, 41, 2, 3, SEED)
+    assert np.shares_memory(np.frombuffer(pieces[2], np.float32), array)
+    data = b"".join(pieces)
+    assert data[HEADER_BYTES:] == b"ab" + array.tobytes() + bytes(2)
+    assert len(data) == one.num_bytes
+    assert module.is_intact(module.read_record_header(data), memoryview(data), SEED)
 
 
 def test_a_record_of_another_segment_is_not_intact():

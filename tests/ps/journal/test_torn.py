@@ -171,6 +171,31 @@ def test_the_body_of_a_record_that_holds_a_record_is_not_taken_for_one():
     assert (records, end.state) == ([], "clean")
 
 
+def test_damage_below_what_a_base_needs_does_not_matter():
+    written = Written(SimulatedDisk(), segment_bytes=4096, new_id=ids())
+    written.write([1, 2, 3, 4], num_bytes=40)
+    written.log.recycle(written.journal, LogBase("b", 4, 5))
+    written.end()
+    spots = places(written)
+    name = spots[0][0]
+    first, last = HEADER_BYTES, spots[0][1]
+    for offset in range(first, last, 7):
+        disk = written.disk.copy()
+        disk.content(path_of(name))[offset] ^= 4
+        records, end = read(disk)
+        assert (records, end.state) == (written.appended[4:], "clean")
+        again = Written(disk)
+        again.write([1])
+        again.end()
+        assert read(disk)[0] == again.appended
+    disk = written.disk.copy()
+    disk.content(path_of(name))[first] ^= 4
+    disk.content(path_of(name))[last] ^= 4
+    with pytest.raises(LogDamaged) as raised:
+        read(disk)
+    assert raised.value.fields["lsn"] == 5
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_missing_segment_is_damage_that_names_the_lsn(victim):
     written = written_log()
