@@ -1,5 +1,8 @@
 """The bytes of a log's records and segments."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 
 from embershard.ps.journal import record as module
@@ -79,3 +82,10 @@ def test_a_short_or_foreign_segment_has_no_header():
     assert module.read_segment_header(b"") is None
     assert module.read_segment_header(bytes(64)) is None
     assert module.read_record_header(bytes(64)) is None
+
+
+def test_the_examples_of_the_documentation_are_these_bytes():
+    page = (Path(__file__).parents[3] / "docs" / "durability.md").read_text()
+    examples = dict(re.findall(r"```hex (\w+)\n(.*?)```", page, re.DOTALL))
+    assert bytes.fromhex(examples["segment"]) == module.encode_segment_header(SEGMENT)
+    assert bytes.fromhex(examples["record"]) == encoded()
