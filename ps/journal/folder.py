@@ -143,10 +143,11 @@ class LogFolder:
             )
         return Journal(segments, next_lsn=end.position.lsn, term=self.manifest.term)
 
-    def recycle(self, journal: Journal, base: LogBase) -> None:
-        """Give up the records below what a base needs, and all earlier bases; the base must be on the disk."""
-        self.write_manifest(replace(self.manifest, first_lsn=base.redo_lsn, bases=(base,)))
-        journal.segments.recycle(base.redo_lsn)
+    def recycle(self, journal: Journal, bases: tuple[LogBase, ...]) -> None:
+        """Give up the events below what the last of these bases needs, and all other bases. They must be on disk."""
+        redo_lsn = bases[-1].redo_lsn
+        self.write_manifest(replace(self.manifest, first_lsn=redo_lsn, bases=bases))
+        journal.segments.recycle(redo_lsn)
 
     def write_manifest(self, manifest: LogManifest) -> None:
         """Put another manifest in the place of the folder's."""

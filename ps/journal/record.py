@@ -130,8 +130,9 @@ def encode_record(record: LogRecord, lsn: int, term: int, in_group: int, seed: i
         return [checked + _CHECKSUM.pack(xxh3_64_intdigest(checked + rest, seed)) + rest]
     pieces = [memoryview(piece).cast("B") for piece in record.body if memoryview(piece).nbytes]
     checksum = xxh3_64(checked, seed)
-    for piece in (*pieces, padding):
+    for piece in pieces:
         checksum.update(piece)
+    checksum.update(padding)
     return [checked + _CHECKSUM.pack(checksum.intdigest()), *pieces, *([padding] if padding else ())]
 
 

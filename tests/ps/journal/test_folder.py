@@ -4,14 +4,12 @@ import dataclasses
 import errno
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import msgpack
 import pytest
 
-from embershard.proto.errors import LogDamaged, LogLocked, LogMismatch, LogTooNew, LogUnusable
+from embershard.proto.errors import LogDamaged, LogMismatch, LogTooNew, LogUnusable
 from embershard.ps.journal import disk as disks
 from embershard.ps.journal.disk import LocalDisk
 from embershard.ps.journal.folder import LogFolder
@@ -132,25 +130,6 @@ def test_segments_without_their_manifest_are_not_taken_for_a_new_log(log):
         open_log(log.disk)
     assert (raised.value.fields["path"], raised.value.fields["lsn"]) == (str(FOLDER / MANIFEST), 1)
     assert snapshot(log.disk) == before
-
-
-def test_a_folder_serves_one_process_at_a_time(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from embershard.ps.journal.folder import LogFolder\n"
-        "log = LogFolder.open(Path(sys.argv[1]), shard=0, num_shards=1); print('ready', flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "ready\n"
-        with pytest.raises(LogLocked) as raised:
-            open_log(None, tmp_path)
-        assert str(process.pid) in raised.value.fields["holder"]
-    finally:
-        process.kill()
-        process.communicate()
-    open_log(None, tmp_path).close()  # the lock ends with its process
 
 
 def test_the_lock_of_a_folder_is_given_back_where_opening_fails(log):

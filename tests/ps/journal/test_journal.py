@@ -211,7 +211,7 @@ def test_segments_below_a_base_become_spares_and_what_was_in_them_is_not_read_ag
     written = Written(disk, new_id=ids())
     written.write([5] * 12, num_bytes=300)
     count = written.journal.segments.num_segments
-    written.log.recycle(written.journal, LogBase("base-40", 40, 38))
+    written.log.recycle(written.journal, (LogBase("base-40", 40, 38),))
     assert written.journal.segments.num_segments < count
     assert sum(map(is_spare, disk.list(FOLDER))) == NUM_SPARES
     written.write([4] * 4, num_bytes=300)  # over old records of the same size
@@ -291,6 +291,18 @@ def test_a_failed_sync_ends_the_thread_at_once_and_it_is_not_tried_again():
     assert (written.acknowledged, written.journal.written.lsn) == (1, 4)
     three = sum(record(number).num_bytes for number in (2, 3, 4))
     assert size - written.journal.segments.left_bytes == three
+
+
+def test_no_segment_is_begun_in_a_folder_that_another_process_has_locked_meanwhile():
+    disk = SimulatedDisk()
+    written = Written(disk)
+    written.write()
+    disk._locks.clear()  # as a network drive does, for another process
+    open_log(disk)
+    written.append(1, num_bytes=5000)
+    with pytest.raises(LogLocked):
+        written.journal.write_group()
+    assert written.acknowledged == 1
 
 
 def test_a_lost_lock_ends_the_process():

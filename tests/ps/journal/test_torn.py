@@ -123,6 +123,18 @@ def test_only_the_last_group_can_be_torn_a_record_of_an_earlier_one_is_damage():
             assert (records, end.state) == (written.appended[:number], "torn")
 
 
+@MODES
+def test_a_damaged_header_does_not_make_a_log_of_one_group_an_empty_one(mode):
+    written = written_log(mode, [3])
+    (name,) = segments(written.disk)
+    for offset in range(HEADER_BYTES):
+        disk = written.disk.copy()
+        disk.content(path_of(name))[offset] ^= 16
+        with pytest.raises(LogDamaged) as raised:
+            read(disk)
+        assert (raised.value.fields["lsn"], raised.value.fields["offset"]) == (1, 0)
+
+
 def test_in_mode_log_a_record_that_the_kernel_had_is_damage_until_the_machine_starts_anew():
     written = written_log("log", [2, 3, 3], num_bytes=40)
     name, start, _ = places(written)[3]
@@ -144,7 +156,7 @@ def test_records_of_an_earlier_use_of_a_file_are_never_taken_for_new_ones():
     written = Written(SimulatedDisk(), segment_bytes=1536, new_id=ids())
     written.write([1] * 16, num_bytes=300)  # 4 in each segment
     old = [bytes(written.disk.content(path_of(name))) for name in segments(written.disk)[:2]]
-    written.log.recycle(written.journal, LogBase("b", 12, 13))
+    written.log.recycle(written.journal, (LogBase("b", 12, 13),))
     for count in range(1, 7):
         written.write([1], num_bytes=300)
         disk = written.disk.copy()
@@ -174,7 +186,7 @@ def test_the_body_of_a_record_that_holds_a_record_is_not_taken_for_one():
 def test_damage_below_what_a_base_needs_does_not_matter():
     written = Written(SimulatedDisk(), segment_bytes=4096, new_id=ids())
     written.write([1, 2, 3, 4], num_bytes=40)
-    written.log.recycle(written.journal, LogBase("b", 4, 5))
+    written.log.recycle(written.journal, (LogBase("b", 4, 5),))
     written.end()
     spots = places(written)
     name = spots[0][0]
@@ -241,7 +253,7 @@ def survive_power_losses(mode, seed):
                 written.journal.write_group()
                 if chooser.random() < 0.1:
                     lsn = written.acknowledged
-                    written.log.recycle(written.journal, LogBase(f"base-{lsn}", lsn, lsn + 1))
+                    written.log.recycle(written.journal, (LogBase(f"base-{lsn}", lsn, lsn + 1),))
         except PowerLoss:
             pass
         if written is not None:
