@@ -152,6 +152,49 @@ def test_in_mode_log_a_record_that_the_kernel_had_is_damage_until_the_machine_st
     assert (records, end.state) == (again.appended, "clean")
 
 
+def test_a_record_in_the_place_of_another_is_damage():
+    written = written_log("fsync", [1] * 6, num_bytes=40)
+    spots = places(written)
+    content = written.disk.content(path_of(spots[0][0]))
+    content[spots[3][1] : spots[3][2]] = content[spots[1][1] : spots[1][2]]  # as a disk that writes to another place
+    with pytest.raises(LogDamaged) as raised:
+        read(written.disk)
+    assert raised.value.fields["lsn"] == 4
+
+
+def test_what_was_synced_is_damaged_even_if_a_later_process_did_not_sync():
+    written = written_log("fsync", [2], num_bytes=40)
+    again = Written(written.disk, "log", 1536)
+    again.write([2])
+    again.end()
+    content = written.disk.content(path_of(segments(written.disk)[0]))
+    content[HEADER_BYTES + 70] ^= 1
+    written.disk.boot += 1
+    with pytest.raises(LogDamaged) as raised:
+        read(written.disk)
+    assert raised.value.fields["lsn"] == 1
+
+
+def test_the_header_of_an_earlier_use_of_a_file_proves_nothing():
+    written = Written(SimulatedDisk(), "fsync", 1536, new_id=ids())
+    written.write([1] * 16, num_bytes=300)
+    old = bytes(written.disk.content(path_of(segments(written.disk)[0])))
+    written.end()
+    written.disk.kill()
+    again = Written(written.disk, "log", 1536)
+    again.write([1] * 6, num_bytes=300)
+    again.end()
+    *_, last, renamed = segments(written.disk)
+    # power was lost: the last group of one segment, and all of the next, which was a synced one before, but its name
+    del written.disk.content(path_of(last))[-500:]
+    written.disk.content(path_of(renamed))[:] = old
+    written.disk.boot += 1
+    records, end = read(written.disk)
+    assert records == again.appended[: len(records)]
+    assert (end.state, end.position.segment) == ("torn", last)
+    assert 16 < len(records) < 20
+
+
 def test_records_of_an_earlier_use_of_a_file_are_never_taken_for_new_ones():
     written = Written(SimulatedDisk(), segment_bytes=1536, new_id=ids())
     written.write([1] * 16, num_bytes=300)  # 4 in each segment
