@@ -32,7 +32,7 @@ FLOORS = (
     {"deploy"},
 )
 FLOORS_OF_PS = (
-    {"ps/memory", "ps/apply_thread"},
+    {"ps/memory", "ps/apply_thread", "ps/journal"},
     {"ps/table"},
     {"ps/coordination"},
     {"ps/snapshot", "ps/restore", "ps/compression_settings"},
