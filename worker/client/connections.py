@@ -166,7 +166,7 @@ class ShardConnections:
         self.settings_revision = 0  # of the compression settings that the shards were given, as replies show it
         self.watch: Watch | None = None  # called after every call that is counted
         self.heartbeat: Request | None = None  # sent over a new connection: it tells the shard which member this is
-        self._connections = connections
+        self._connections = {connection.greeting.shard: connection for connection in connections}
         self._worker = worker
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
@@ -174,16 +174,21 @@ class ShardConnections:
         return len(self._connections)
 
     def __iter__(self) -> Iterator[ShardConnection]:
-        return iter(self._connections)
+        return iter(self._connections.values())
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Ids of all shards, ascending."""
+        return tuple(self._connections)
 
     def __getitem__(self, shard: int) -> ShardConnection:
         return self._connections[shard]
 
     def call_all(self, request: Request) -> list[Outcome]:
-        """Send one request to every shard; the replies by index. Raises the first error."""
-        outcomes = self.call(dict.fromkeys(range(len(self)), request))
+        """Send one request to every shard; the replies in the order of `shards`. Raises the first error."""
+        outcomes = self.call(dict.fromkeys(self.shards, request))
         raise_first(outcomes)
-        return [outcomes[shard] for shard in range(len(self))]
+        return [outcomes[shard] for shard in self.shards]
 
     def call(
         self,

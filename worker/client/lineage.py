@@ -40,7 +40,7 @@ class Lineage:
         )
 
     def declare(self, request: Declare) -> list[Declared]:
-        """Declare a table on all shards; the replies by index. Their first table gives them a lineage. RowsLost."""
+        """Declare a table on all shards; the replies in order. Their first table gives them a lineage. RowsLost."""
         if not self._common:
             self.check()
         try:
@@ -51,12 +51,12 @@ class Lineage:
 
     def _declare(self, request: Declare) -> list[Declared]:
         if self._common:
-            return self._call(range(len(self._connections)), replace(request, lineage=self._common))
+            return self._call(self._connections.shards, replace(request, lineage=self._common))
         # first shard 0: its lineage is that of all, also where several workers begin at once
         request = replace(request, lineage=new_lineage(), begins_lineage=True)
         first = self._call([0], request)
         request = replace(request, lineage=first[0].lineage)
-        replies = first + self._call(range(1, len(self._connections)), request)
+        replies = first + self._call(self._connections.shards[1:], request)
         self._common = request.lineage
         return replies
 
