@@ -328,6 +328,7 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
         client.ask_all(request)
         check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
         client.ask_all(replace(request, step="install"))
+        client.lineage.check()  # the shards have another one now
     except BaseException:
         cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
         client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)

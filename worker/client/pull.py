@@ -47,6 +47,7 @@ class Puller:
         self._worker, self._epoch = worker, epoch
         self._limits = limits  # shard -> bytes of a message to it
         self._route_numbers = count(1)
+        self._recoveries = 0  # of shards, until the last pull
 
     def pull(
         self,
@@ -66,6 +67,9 @@ class Puller:
         `send` gives the outcome of each shard's pull, whose rows may come straight into the places that it is given.
         `required_clock` is how many clocks must be closed before a shard answers.
         """
+        if self._recoveries != self._connections.recoveries:  # a recovered shard does not know what it sent when
+            self._recoveries = self._connections.recoveries
+            self._deltas.tables.clear()
         codecs = [self._compressor.coded_pulls.get(table) for table, _ in reads]  # None: as float32
         if exact:
             codecs = [codec if codec is not None and codec.is_lossless else None for codec in codecs]
