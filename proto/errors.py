@@ -316,7 +316,7 @@ class WrongShards(EmbershardError):
 
 
 class ShardRestarted(EmbershardError):
-    """Another process answers at a shard's address, so the rows that only its memory held are gone (client)."""
+    """Another process answers at a shard's address, without the rows that the memory of the last one held (client)."""
 
     status = Status.FAILED_PRECONDITION
     template = (

@@ -99,11 +99,11 @@ def run() -> None:
     try:
         app()
     except EmbershardError as error:
-        _fail(str(error))
+        fail(str(error))
     except OSError as error:
         if error.errno not in _NOT_OURS:
             raise
-        _fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
+        fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
     finally:
         _end_children()
 
@@ -115,8 +115,9 @@ def _end_children() -> None:
         child.terminate()
 
 
-def _fail(text: str) -> NoReturn:
+def fail(text: str, code: int = 1) -> NoReturn:
+    """End the command with an error message."""
     # what a file holds must not steer the terminal
     shown = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
     typer.echo(f"error: {shown}", err=True)
-    sys.exit(1)
+    sys.exit(code)
