@@ -37,7 +37,8 @@ def by_argsort(route: Route) -> Route:
     order = np.concatenate([np.argsort(route.ids[a:b]) + a for a, b in pairwise(route.splits.tolist())])
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    return Route(route.ids[order], route.splits, places[route.index])
+    ids, index = route.ids[order], places[route.index]
+    return Route(ids, route.splits, index, space_key=route.space_key, epoch=route.epoch)
 
 
 def before() -> dict[str, list[float]]:

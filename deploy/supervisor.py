@@ -34,8 +34,9 @@ _log = logging.getLogger(__name__)
 class RestartPolicy:
     """When a shard that died is started again.
 
-    The pause doubles from `first_pause` with every quick death, up to `longest_pause`. A death is quick if the shard
-    served for less than `quick`; after `max_quick_deaths` of them in a row it is not restarted.
+    There is no pause before the first restart. With every quick death that follows it doubles, from `first_pause` up to
+    `longest_pause`. A death is quick if the shard served for less than `quick`; after `max_quick_deaths` of them in a
+    row it is not restarted.
     """
 
     first_pause: timedelta = timedelta(seconds=0.5)
@@ -45,7 +46,9 @@ class RestartPolicy:
 
     def pause(self, quick_deaths: int) -> timedelta:
         """The wait before the start that follows this many quick deaths in a row."""
-        return min(self.first_pause * (1 << max(0, quick_deaths - 1)), self.longest_pause)
+        if quick_deaths <= 1:
+            return timedelta(0)
+        return min(self.first_pause * (1 << quick_deaths - 2), self.longest_pause)
 
     def gives_up(self, quick_deaths: int) -> bool:
         """Whether this many quick deaths in a row are enough."""
@@ -142,6 +145,12 @@ def _serving(line: str) -> dict[str, object] | None:
         return dict(said) if said["event"] == "serving" and said["address"] else None
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _failed(what: str, process: _Process) -> ShardFailed:
+    """The error of a shard that has ended: `served` is whether it ever did."""
+    served = bool(process.address)
+    return ShardFailed(what=what, log=process.last_lines(), code=process.popen.returncode, served=served)
 
 
 class LocalShards:
@@ -273,7 +282,7 @@ class LocalShards:
             self._listen[index] = process.address
             return
         how = process.ended()  # before its last lines: it waits for them
-        raise ShardFailed(what=f"shard {index} ended with {how} before it served", log=process.last_lines())
+        raise _failed(f"shard {index} ended with {how} before it served", process)
 
     def _watch(self, index: int) -> None:
         """Restart one shard whenever it dies, until it dies too often or all are ended."""
@@ -310,6 +319,6 @@ class LocalShards:
         return True
 
     def _give_up(self, what: str, process: _Process) -> None:
-        self._failure = ShardFailed(what=what, log=process.last_lines())
+        self._failure = _failed(what, process)
         self._report(str(self._failure))
         self._failed.set()

@@ -209,6 +209,7 @@ class LocalWorkers:
         return WorkerFailed(
             worker=rank,
             how=_how(code),
+            code=code,
             log=str(self._logs / f"worker-{rank}.log"),
             lines=self._tail(rank) or "(nothing)",
         )

@@ -13,7 +13,7 @@ class HelloRequest(_message.Message):
     def __init__(self, worker: _Optional[int] = ...) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "max_message_bytes", "lineage")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "max_message_bytes", "lineage", "term")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class Greeting(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -28,7 +29,8 @@ class Greeting(_message.Message):
     instance: str
     max_message_bytes: int
     lineage: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
+    term: int
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Initializer(_message.Message):
     __slots__ = ("kind", "params")

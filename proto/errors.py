@@ -8,7 +8,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
                       FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
-        shards        ShardBusy (TooManyDeclares), ShuttingDown, ShardFailed, InternalError
+        shards        ShardBusy (TooManyDeclares, LogStalled), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
@@ -18,6 +18,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
+        logs          LogDamaged, LogDiverged, LogLocked, LogMismatch, LogTooNew, LogUnusable
         serving       BadExport, CannotServe, BadRows, BadIds
         the user's    JobError, BadModule, UserCodeFailed, CannotWrite, OutputClosed
 
@@ -315,7 +316,7 @@ class WrongShards(EmbershardError):
 
 
 class ShardRestarted(EmbershardError):
-    """Another process answers at a shard's address, so the rows that only its memory held are gone (client)."""
+    """Another process answers at a shard's address, without the rows that the memory of the last one held (client)."""
 
     status = Status.FAILED_PRECONDITION
     template = (
@@ -648,6 +649,63 @@ class NoAddressSpace(EmbershardError):
         "table {table!r} holds {rows} rows and cannot have {new_rows} more: {reason}; start more shards, or lift the "
         "limits on address space (`ulimit -v`, vm.overcommit_memory, vm.max_map_count)"
     )
+
+
+class LogStalled(ShardBusy):
+    """A shard's log that cannot be written now; the client waits `retry_after_ms` and sends the same push again."""
+
+    template = (
+        "the shard takes no changes: its log cannot be written ({path}: {reason}). Free some space there. What waits "
+        "is written then, pulls are answered meanwhile; retry after {retry_after_ms} ms"
+    )
+
+
+class LogDamaged(EmbershardError):
+    """A shard's log with something unreadable before intact records, or without one of its files."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path} is damaged at byte {offset}, where LSN {lsn} is due: {reason}. Nothing was changed. {remedy}"
+
+
+class LogDiverged(EmbershardError):
+    """A replayed event of a log that did something else than when it was logged."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the replay of LSN {lsn} ({kind}) gives {what} {got}, the log says {want}: the code that applies it has "
+        "changed since. Start the shard with the version of embershard, and the modules, that wrote the log"
+    )
+
+
+class LogLocked(EmbershardError):
+    """A shard's log that another process uses."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path} is in use by {holder}; end that process, or give this one another folder"
+
+
+class LogMismatch(EmbershardError):
+    """A log of another shard or job, or one that was written with other code of the user's."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "{path} is a log of {what} {got}, not {want}; nothing was changed. Name the folder that belongs to this "
+        "{what}, or an empty one to begin anew"
+    )
+
+
+class LogTooNew(EmbershardError):
+    """A log of a version of its format that this program does not know."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path} has version {got} of the format, this program reads up to {want}; upgrade embershard"
+
+
+class LogUnusable(EmbershardError):
+    """A folder that holds no log where one is needed, or in which none can be written."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot use the log in {path}: {reason}"
 
 
 # gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.

@@ -60,11 +60,16 @@ def even_ids_at(places: Ids, count: int, space_key: int) -> Ids:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which shard holds each bucket; `epoch` changes whenever the map does."""
+    """Which shard holds each bucket; `epoch` grows whenever the map changes."""
 
     epoch: int
-    num_shards: int
+    shards: tuple[int, ...]  # ids of all shards, ascending; one may hold no bucket
     shard_of: Shards  # (4096,)
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self.shards)
 
     @staticmethod
     def even(num_shards: int, epoch: int = 1) -> Placement:
@@ -72,7 +77,7 @@ class Placement:
         if not 1 <= num_shards <= NUM_BUCKETS:
             raise ValueError(f"num_shards must be 1..{NUM_BUCKETS}, got {num_shards}")
         shard_of = (np.arange(NUM_BUCKETS) * num_shards // NUM_BUCKETS).astype(np.uint16)
-        return Placement(epoch, num_shards, shard_of)
+        return Placement(epoch, tuple(range(num_shards)), shard_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +85,26 @@ class Route:
     """One batch's ids of one id space, unique and grouped by shard.
 
     ids[splits[s]:splits[s + 1]] belong to shard s, in the order of their first occurrence.
-    ids[index] is the flat input.
+    ids[index] is the flat input. `epoch` is that of the placement that they are grouped by.
     """
 
     ids: Ids  # (U,) int64, unique
-    splits: Ids  # (num_shards + 1,) int64
+    splits: Ids  # (highest shard + 2,) int64
     index: Ids  # (N,) int64
+    space_key: int = field(kw_only=True)
+    epoch: int = field(kw_only=True)
     # (table, shard): the number under which the shard keeps these ids since a pull; a push may name it in their place
     numbers: dict[tuple[str, int], int] = field(default_factory=dict, compare=False, repr=False)
 
     def slice_of(self, shard: int) -> slice:
-        """Where this shard's ids (and rows) lie."""
+        """Where the ids (and rows) of a shard of its placement lie."""
         return slice(int(self.splits[shard]), int(self.splits[shard + 1]))
 
     def select(self, keep: npt.NDArray[np.bool_]) -> Route:
         """The route of the ids where `keep` ((U,) bool) holds; it has no index, for nothing is read through it."""
         before = np.concatenate(([0], np.cumsum(keep)))
-        return Route(self.ids[keep], before[self.splits], np.empty(0, np.int64))
+        index = np.empty(0, np.int64)
+        return Route(self.ids[keep], before[self.splits], index, space_key=self.space_key, epoch=self.epoch)
 
 
 def make_route(ids: Ids, space_key: int, placement: Placement) -> Route:
@@ -113,25 +121,35 @@ def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list
     np.cumsum([len(flat) for flat in flats], out=starts[1:])
     keys = np.array([key for _, key in inputs], np.uint64)
     flat = flats[0] if len(flats) == 1 else np.concatenate(flats)
-    ids, splits, index = _route(flat, starts, keys, placement.shard_of, placement.num_shards)
+    ids, splits, index = _route(flat, starts, keys, placement.shard_of, placement.shards[-1] + 1)
     routes = []
     first = 0
-    for number, (start, stop) in enumerate(pairwise(starts.tolist())):
+    for number, ((start, stop), (_, key)) in enumerate(zip(pairwise(starts.tolist()), inputs, strict=True)):
         last = first + int(splits[number, -1])
-        routes.append(Route(ids[first:last], splits[number], index[start:stop]))
+        part = Route(ids[first:last], splits[number], index[start:stop], space_key=key, epoch=placement.epoch)
+        routes.append(part)
         first = last
     return routes
+
+
+def regroup(route: Route, placement: Placement) -> Route:
+    """The route of a route's ids under another placement, where regrouped.ids[regrouped.index] == route.ids.
+
+    Rows ((U, dim), in the order of the regrouped route) are rows[regrouped.index] in that of the old one.
+    """
+    return make_route(route.ids, route.space_key, placement)
 
 
 def ascending(route: Route) -> Route:
     """The same route, each shard's ids in ascending order: so they take fewer bytes (proto/codec/ids.py)."""
     if route.ids.size and int(route.ids.max()) - int(route.ids.min()) < _NARROW:
         ids, index = _ascend(route.ids, route.splits, route.index)
-        return Route(ids, route.splits, index)
+        return Route(ids, route.splits, index, space_key=route.space_key, epoch=route.epoch)
     order = np.concatenate([np.argsort(route.ids[a:b]) + a for a, b in pairwise(route.splits.tolist())])
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    return Route(route.ids[order], route.splits, places[route.index])
+    ids, index = route.ids[order], places[route.index]
+    return Route(ids, route.splits, index, space_key=route.space_key, epoch=route.epoch)
 
 
 _BLOCK = 256  # ids looked up together

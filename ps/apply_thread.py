@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -46,6 +47,10 @@ class Watched(Protocol):
         """Extend all leases by `seconds`, in which this process received nothing."""
         ...
 
+    def release(self, end: Callable[[], None]) -> None:
+        """Call `end` once the answer to the request that was handled last may leave: at once, or later, anywhere."""
+        ...
+
 
 @dataclass(slots=True)
 class _Job(Generic[T]):
@@ -56,6 +61,7 @@ class _Job(Generic[T]):
     deadline: float  # time.monotonic() after which nobody waits for it
     arrived: float = field(default_factory=time.monotonic)
     future: Future[T] = field(default_factory=Future)
+    is_held: bool = False  # its answer waits to be released, and its bytes count for that long
 
     @property
     def due(self) -> float:
@@ -68,6 +74,9 @@ class ApplyThread:
 
     Work whose deadline passed in the queue, or whose future was cancelled, is dropped before it starts. At least one
     job is taken, however large: the bounds say how much may wait.
+
+    An answer is released when the state says so (`Watched.release`), which may be after other work was done, and in
+    another thread; `release` ends each. Bytes of work whose answer waits for that count as queued.
 
     Work that raises ClockAhead is parked: it is tried again when what it may wait for (`watch`) has moved, and fails
     with its error shortly before its deadline. Parked work is out of the queue, whose bounds hold for it apart: it
@@ -83,6 +92,7 @@ class ApplyThread:
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._queued_bytes = 0
         self._queued_requests = 0
+        self._held_bytes = 0  # of requests whose answers wait to be released
         self._mean_seconds = 0.001
         self._closed = False
         self.arrived = 0.0  # when the work that runs was submitted, on time.monotonic()'s clock
@@ -99,7 +109,7 @@ class ApplyThread:
     @property
     def queued_bytes(self) -> int:
         """Bytes of the requests accepted and not yet handled."""
-        return self._queued_bytes + self._parked_bytes
+        return self._queued_bytes + self._parked_bytes + self._held_bytes
 
     def watch(self, watched: Watched) -> None:
         """Try parked work again when this has moved, and let its time pass."""
@@ -111,10 +121,11 @@ class ApplyThread:
         with self._lock:
             if self._closed:
                 raise ShuttingDown()
-            if self._queued_requests and (
-                self._queued_requests >= self._max_requests or self._queued_bytes + num_bytes > self._max_bytes
+            waiting = self._queued_bytes + self._held_bytes
+            if (self._queued_requests or self._held_bytes) and (
+                self._queued_requests >= self._max_requests or waiting + num_bytes > self._max_bytes
             ):
-                raise ShardBusy(queued_bytes=self._queued_bytes, retry_after_ms=self._retry_after_ms())
+                raise ShardBusy(queued_bytes=waiting, retry_after_ms=self._retry_after_ms())
             self._queued_bytes += num_bytes
             self._queued_requests += 1
             self._jobs.put(job)
@@ -155,7 +166,7 @@ class ApplyThread:
             if self._parked:
                 self._try_parked()
         for job in self._parked:
-            job.future.set_exception(ShuttingDown())
+            self.release(job, None, ShuttingDown())
 
     def _now(self) -> float:
         """The time."""
@@ -185,7 +196,7 @@ class ApplyThread:
             return
         full = self._parked_bytes + job.num_bytes > self._max_bytes or len(self._parked) >= self._max_requests
         if self._parked and full:
-            job.future.set_exception(error)
+            self._answer(job, None, error)
             return
         self._park([*self._parked, job])
 
@@ -197,10 +208,32 @@ class ApplyThread:
         except ClockAhead as error:
             return error
         except BaseException as error:  # whatever it is, it belongs to the caller, and the thread goes on
+            self._answer(job, None, error)
+        else:
+            self._answer(job, result, None)
+        return None
+
+    def _answer(self, job: _Job[Any], result: Any, error: BaseException | None) -> None:
+        """Release the answer of work that was done now, or see to it that it is released."""
+        if self._watched is None:
+            self.release(job, result, error)
+            return
+        self._watched.release(partial(self.release, job, result, error))
+        if not job.future.done():
+            with self._lock:
+                if not job.future.done():
+                    job.is_held = True
+                    self._held_bytes += job.num_bytes
+
+    def release(self, job: _Job[Any], result: Any, error: BaseException | None) -> None:
+        """End the work: its future has the result, or the error; called once for each, by any thread."""
+        if error is not None:
             job.future.set_exception(error)
         else:
             job.future.set_result(result)
-        return None
+        with self._lock:  # after its future is done: see _answer
+            if job.is_held:
+                self._held_bytes -= job.num_bytes
 
     def _park(self, jobs: list[_Job[Any]]) -> None:
         self._parked = jobs
@@ -216,7 +249,7 @@ class ApplyThread:
             for job in self._parked:
                 error = self._try(job)
                 if error is not None and now >= job.due:
-                    job.future.set_exception(error)
+                    self._answer(job, None, error)
                 elif error is not None:
                     left.append(job)
             self._park(left)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import Compress, Compressed, TableCodecs
+from embershard.ps.coordination.clock import Plain
+from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.table.tables import Tables
 
 
@@ -27,7 +29,7 @@ class CompressionSettings:
         if self._said:
             self._said, self.revision = {}, self.revision + 1
 
-    def answer(self, request: Compress, *, job_goes_on: bool) -> Compressed:
+    def answer(self, request: Compress, *, job_goes_on: bool) -> Outcome:
         """Take new settings, all of them or none, and say what holds; at revision 0 they are only checked.
 
         Without tables all is forgotten, unless a job goes on, whose workers may join late.
@@ -37,13 +39,23 @@ class CompressionSettings:
         said = dict(self._said) if request.tables or job_goes_on else {}
         for part in request.tables:
             said[part.table] = self._merged(part, said.get(part.table, TableCodecs(table=part.table)))
+        changed = False
         if request.revision:
             again = request.revision == self.revision and said == self._said
             if request.revision <= self.revision and not again:
                 reason = f"revision {request.revision} of the compression settings is taken, they are at "
                 raise InvalidRequest(reason=f"{reason}{self.revision}; somebody else switched them just now: try again")
-            self._said, self.revision = said, request.revision
-        return Compressed(revision=self.revision, tables=tuple(self._said.values()))
+            self._said, self.revision, changed = said, request.revision, not again
+        return Outcome(Compressed(revision=self.revision, tables=tuple(self._said.values())), changed)
+
+    def control(self) -> Plain:
+        """All of it in plain values."""
+        return {"revision": self.revision, "tables": [[one.table, one.push, one.pull] for one in self._said.values()]}
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self.revision = control["revision"]
+        self._said = {table: TableCodecs(table=table, push=push, pull=pull) for table, push, pull in control["tables"]}
 
     def _merged(self, part: TableCodecs, before: TableCodecs) -> TableCodecs:
         """What was said of a table before with what is said now, checked."""

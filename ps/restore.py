@@ -47,11 +47,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Tables and windows of pushes to restore. The latter only where each shard has the ids that it had."""
+    """Tables, what is known of them, and windows of pushes to restore.
+
+    The windows only where each shard has the ids that it had.
+    """
 
     tables: list[Table] = field(default_factory=list)
     workers: list[WorkerWindow] = field(default_factory=list)
     lineage: int = 0
+    flags: dict[str, tuple[bool, tuple[str, str]]] = field(default_factory=dict)  # see Tables.replace
 
 
 class Restores:
@@ -180,7 +184,7 @@ class SnapshotReader:
 
         storage = Storage(self.request.url)
         manifest = self._manifest(storage)
-        contents = Contents(lineage=self.request.id)
+        contents = Contents(lineage=self.request.id, flags=manifest.shards[0].table_flags())
         for blocks in manifest.tables.values():
             contents.tables.append(self._read_table(storage, blocks))
         if manifest.num_shards == self._placement.num_shards:

@@ -1,7 +1,8 @@
 """The shard: one state machine from a request to its reply, that knows no transport, no socket and no thread.
 
-It is not safe for use by several threads, but for `greeting` and `status`, which may be read at any time. Requests are
-checked here, once; what lies below relies on it.
+It turns requests into reads of its state (ps/core.py) and into events, which change it. What goes by the time is here:
+leases, rates, measured seconds. It is not safe for use by several threads, but for `greeting` and `status`, which may
+be read at any time.
 """
 
 from __future__ import annotations
@@ -11,18 +12,28 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from embershard.proto.arrays import MAX_MESSAGE_BYTES
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Ids
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.errors import ClockAhead, InvalidRequest, OtherLineage, StaleRun, StaleWorker, WrongPlacement
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    LeaseLost,
+    StaleRun,
+    StaleWorker,
+    TooManyDeclares,
+    UnknownRoute,
+    WrongPlacement,
+)
 from embershard.proto.messages import (
     Compress,
     Declare,
-    Declared,
     GetStatus,
     Greeting,
     Heartbeat,
+    HeartbeatAck,
     Hello,
     Join,
     Joined,
@@ -31,6 +42,8 @@ from embershard.proto.messages import (
     Loaded,
     Pull,
     Push,
+    Pushed,
+    PushToken,
     Rendezvous,
     Reply,
     Request,
@@ -42,26 +55,29 @@ from embershard.proto.messages import (
     replace,
 )
 from embershard.proto.routing import Placement
-from embershard.ps.compression_settings import CompressionSettings
-from embershard.ps.coordination.clock import Clock
-from embershard.ps.coordination.data_splits import Splits
-from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.clock import MustWait
 from embershard.ps.coordination.fencing import Fences
-from embershard.ps.coordination.pushes import Pushes
-from embershard.ps.coordination.rendezvous import RendezvousRegistry
+from embershard.ps.coordination.leases import Leases
+from embershard.ps.coordination.outcome import Outcome
+from embershard.ps.coordination.pushes import RouteCache
+from embershard.ps.core import Core
+from embershard.ps.events import Event, EventLog, Expired, PushEvent, Settled, TablesRestored, check_size
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import Stopwatch, read_all
-from embershard.ps.table.tables import Tables
+
+DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
+_DECLARE_RETRY_MS = 100
 
 
 class Shard:
     """One shard's part of every table.
 
     `codecs` are the user-defined ones beside the built-in. `instance` is random at each start, so that a client notices
-    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's.
+    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's. `log`
+    is given every event that has changed the state.
     """
 
     def __init__(
@@ -74,6 +90,7 @@ class Shard:
         version: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         memory: int | None = None,
+        log: EventLog | None = None,
     ) -> None:
         if not 0 <= index < placement.num_shards:
             raise ValueError(f"shard must be 0..{placement.num_shards - 1} of {placement.num_shards}, got {index}")
@@ -87,19 +104,25 @@ class Shard:
         )
         self._placement = placement
         self._coding = Stopwatch()  # of payloads
-        self._budget = MemoryBudget(memory)
-        self._tables = Tables(index, placement, optimizers, self._coding, codecs, self._budget)
-        self._compression = CompressionSettings(self._tables, self._tables.check_codec)
-        self._clock = Clock(self._budget)
-        self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
-        self._rendezvous = RendezvousRegistry(self._clock, max_message_bytes)
-        self._splits = Splits(self._clock)
-        self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.pending.waiting_ids))
-        self._restores = Restores(index, placement, optimizers, self._tables.names, self._install, self._budget)
+        self.core = core = Core(
+            index,
+            placement,
+            optimizers,
+            codecs=codecs,
+            budget=MemoryBudget(memory),
+            max_message_bytes=max_message_bytes,
+            decoding=self._coding,
+        )
+        self._log = log
+        self._lsn = self._awaited = 0  # of the last event in the log; of the one that the last answer waits for
+        self._leases = Leases(core.clock)
+        self._routes = RouteCache()
+        self._new_tables = _Rate()
+        self._snapshots = Snapshots(self._moment, lambda: bool(core.clock.pending.waiting_ids))
+        self._restores = Restores(index, placement, optimizers, core.tables.names, self._install, core.budget)
         self._fences = Fences()
         self._started = time.monotonic()
-        self._requests = 0
-        self._pulled_rows = 0
+        self._requests = self._pulled_rows = self._duplicates = 0
 
     def handle(self, request: Request, now: float | None = None, peer: str = "") -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
@@ -121,46 +144,64 @@ class Shard:
             if first is not None:
                 self._fences.note(first, peer)
             return reply
-        except ClockAhead:
+        except MustWait as waiting:
             self._requests -= 1  # it comes again
-            raise
+            raise self._leases.error(waiting) from None
         except (StaleWorker, StaleRun) as error:
             raise self._fences.named(error) from None
         finally:
             if self._snapshots.asked is not None:
-                self._snapshots.clock_moved(self._clock.open)
+                self._snapshots.clock_moved(self.core.clock.open)
+            if self._log is not None:
+                self._awaited = 0 if isinstance(request, Pull | Heartbeat) else self._lsn
+
+    def release(self, end: Callable[[], None]) -> None:
+        """Call `end` once the answer to the request that was handled last may leave.
+
+        That is at once without a log, and for pulls and heartbeats, which may show what is not safe yet. All other
+        answers wait for the events before them too: so does that to a duplicate, for the event of the original.
+        """
+        if self._log is None or not self._awaited:
+            end()
+        else:
+            self._log.when_safe(self._awaited, end)
 
     @property
     def generation(self) -> int:
         """Grows with whatever may let a request be answered that had to wait."""
-        return self._clock.generation
+        return self.core.clock.generation
 
     @property
-    def is_synchronous(self) -> bool:
-        """Whether pushes may have to wait for those of other workers; their arrays are kept then."""
-        return self._clock.staleness == 0
+    def keeps_arrays(self) -> bool:
+        """Whether arrays of a request may be needed after its reply: for the push's clock, or for the log."""
+        return self.core.clock.staleness == 0 or self._log is not None
 
     def advance(self, now: float) -> None:
         """Let time pass: every request that arrived before `now` has been handled."""
+        ended = self._leases.ended(now)
+        if not ended:
+            return
         try:
-            self._clock.expire(now)
+            for member in ended:
+                self._record(Expired(member.worker, member.epoch))
         finally:
             if self._snapshots.asked is not None:
-                self._snapshots.clock_moved(self._clock.open)
+                self._snapshots.clock_moved(self.core.clock.open)
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
 
         A request that takes long on a slow link delays the heartbeats behind it.
         """
-        self._clock.last_sign = last_sign
+        self._leases.last_sign = last_sign
 
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases by `seconds`, in which this process received nothing."""
-        self._clock.extend_leases(seconds)
+        self._leases.extend(seconds)
 
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
+        core, clock = self.core, self.core.clock
         return ShardStatus(
             shard=self.greeting.shard,
             num_shards=self.greeting.num_shards,
@@ -171,20 +212,20 @@ class Shard:
             resident_bytes=_resident_bytes(),
             requests=self._requests,
             pulled_rows=self._pulled_rows,
-            pushed_rows=self._pushes.rows,
-            duplicate_pushes=self._pushes.duplicates,
-            skipped_rows=self._pushes.skipped_rows,
+            pushed_rows=core.pushes.rows,
+            duplicate_pushes=self._duplicates,
+            skipped_rows=core.pushes.skipped_rows,
             queued_bytes=0,
-            tables=self._tables.status(),
-            clock=self._clock.open,
-            staleness=self._clock.staleness,
-            members=self._clock.status(),
-            staleness_seen=self._clock.updates.seen,
-            expired_leases=self._clock.expired,
-            rendezvous=self._rendezvous.last,
-            used_bytes=self._budget.used,
-            budget_bytes=self._budget.limit,
-            failed_update="" if self._clock.failed is None else self._clock.failed.message,
+            tables=core.tables.status(),
+            clock=clock.open,
+            staleness=clock.staleness,
+            members=self._leases.status(),
+            staleness_seen=clock.updates.seen,
+            expired_leases=clock.expired,
+            rendezvous=core.rendezvous.last,
+            used_bytes=core.budget.used,
+            budget_bytes=core.budget.limit,
+            failed_update="" if clock.failed is None else clock.failed.message,
             lineage=self.greeting.lineage,
         )
 
@@ -200,19 +241,11 @@ class Shard:
             case Pull():
                 return self._pull(request, now)
             case Push():
-                # a retry is known under any placement: its push was applied where its rows were then
-                reply = self._pushes.duplicate_of(request, now)
-                if reply is None:
-                    self._check_placement(request.placement_epoch)
-                    reply = self._pushes.take(request, now)
+                reply = self._push(request, now)
                 seconds = self._coding.seconds
-                return dataclasses.replace(reply, settings=self._compression.revision, coding_seconds=seconds)
+                return dataclasses.replace(reply, settings=self.core.compression.revision, coding_seconds=seconds)
             case Load():
-                done = self._pushes.duplicate_of(request, now)
-                if done is not None:
-                    return Loaded(rows=done.applied)
-                self._check_placement(request.placement_epoch)
-                return self._pushes.load(request, now)
+                return self._load(request, now)
             case Declare():
                 return self._declare(request, now)
             case Hello():
@@ -222,39 +255,131 @@ class Shard:
             case Join():
                 return self._join(request, now)
             case Leave():
-                return self._clock.leave(request, now)
+                self.core.clock.fence(request.worker, request.epoch)
+                self._leases.renew(request.worker, request.epoch, now)
+                return self._apply(request)
             case Heartbeat():
-                return self._clock.heartbeat(request, now)
-            case Rendezvous():
-                return self._rendezvous.join(request, now)
-            case TakeSplit():
-                return self._splits.take(request, now)
+                self._renew(request, now)
+                return HeartbeatAck(clock=self.core.clock.open, members=self.core.clock.workers_here())
+            case Rendezvous() | TakeSplit():
+                self._renew(request, now)
+                return self._apply(request)
+            case Compress():
+                return self._apply(request)
             case Snapshot():
-                return self._snapshots.answer(request, self._clock.open)
+                return self._snapshots.answer(request, self.core.clock.open)
             case Restore():
                 return self._restores.answer(request)
-            case Compress():
-                return self._compression.answer(request, job_goes_on=bool(self._clock.members))
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
-    def _declare(self, request: Declare, now: float) -> Declared:
-        lineage = self._lineage_after(request)
-        reply = self._tables.declare(request, now)
-        if lineage != self.greeting.lineage:
-            self.greeting = replace(self.greeting, lineage=lineage)
-        return replace(reply, lineage=lineage)
+    def _apply(self, event: Event) -> Reply:
+        """The reply to a request that is an event; MustWait, or an EmbershardError."""
+        outcome = self._record(event)
+        if outcome.waiting is not None:
+            raise outcome.waiting
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.reply is not None
+        return outcome.reply
 
-    def _lineage_after(self, request: Declare) -> int:
-        """The lineage once a table is declared; OtherLineage. Shard 0 keeps what it has: the others take that of it."""
-        own, first = self.greeting.lineage, self.greeting.shard == 0
-        if request.lineage in (0, own):
-            return own
-        if request.begins_lineage and (not own or (not first and not self._tables.have_rows())):
-            return request.lineage
-        if request.begins_lineage and first:
-            return own
-        raise OtherLineage(got=own, want=request.lineage)
+    def _record(self, event: Event) -> Outcome:
+        """What an event made of the state, noted by all who follow it."""
+        if self._log is not None:
+            check_size(event)  # before it has changed anything
+        outcome = self.core.apply(event)
+        self._leases.clock_moved()
+        if self._log is not None and outcome.changed:
+            self._lsn = self._log.append(event, outcome)
+        return outcome
+
+    def _renew(self, request: Heartbeat | Rendezvous | TakeSplit, now: float) -> None:
+        """Renew the lease of a member; StaleWorker, LeaseLost, InvalidRequest where it is none."""
+        self.core.clock.member(request.worker, request.epoch)
+        self._leases.renew(request.worker, request.epoch, now)
+
+    def _push(self, request: Push, now: float) -> Pushed:
+        token = request.token
+        reply = self._duplicate_of(token, now)
+        if reply is not None:
+            return reply
+
+        def event() -> PushEvent:
+            return PushEvent(request, self._ids_of(request))
+
+        applied = self._apply_once(token, request.placement_epoch, event, now)
+        for part in request.tables:
+            self._routes.forget(token.worker, token.epoch, part.route)
+        assert isinstance(applied, Pushed)
+        return applied
+
+    def _load(self, request: Load, now: float) -> Reply:
+        token = request.token
+        if token is None:
+            self._check_placement(request.placement_epoch)
+            return self._apply(request)
+        done = self._duplicate_of(token, now)
+        if done is not None:
+            return Loaded(rows=done.applied)
+        return self._apply_once(token, request.placement_epoch, lambda: request, now)
+
+    def _duplicate_of(self, token: PushToken, now: float) -> Pushed | None:
+        """The reply to a push or load that was recorded before; a retry is known under any placement."""
+        found = self.core.pushes.find(token)
+        if found is not None:
+            self._duplicates += 1
+            with suppress(LeaseLost):  # it was applied in time
+                self._leases.renew(token.worker, token.epoch, now)
+        return found
+
+    def _apply_once(self, token: PushToken, placement_epoch: int, event: Callable[[], Event], now: float) -> Reply:
+        """The reply to a push or a load that is no duplicate; one that is refused is settled."""
+        try:
+            self._check_placement(placement_epoch)
+            self._leases.renew(token.worker, token.epoch, now)
+            return self._apply(event())
+        except MustWait:
+            self._settle(token, 0)
+            raise
+        except EmbershardError:
+            self._settle(token, token.seq)
+            raise
+
+    def _settle(self, token: PushToken, seq: int) -> None:
+        if not self.core.pushes.dedup.knows(token.worker, token.epoch, seq):
+            self._record(Settled(token.worker, token.epoch, seq))
+
+    def _ids_of(self, request: Push) -> tuple[Ids | None, ...]:
+        """The ids that the route numbers of a push stand for, see PushEvent; UnknownRoute."""
+        if not any(part.route for part in request.tables):
+            return ()
+        token, ids = request.token, list[Ids | None]()
+        for part in request.tables:
+            known = None
+            if part.route:
+                self.core.tables.open_entry(part.table)
+                known = self._routes.find(token.worker, token.epoch, part.route, part.table)
+                if known is None:
+                    raise UnknownRoute(worker=token.worker, route=part.route, table=part.table)
+            ids.append(known)
+        return tuple(ids)
+
+    def _declare(self, request: Declare, now: float) -> Reply:
+        is_new = request.spec.name not in self.core.tables
+        if is_new:
+            self._new_tables.check(now)
+        reply = self._apply(request)
+        if is_new:
+            self._new_tables.count()
+        self._show_lineage()
+        return reply
+
+    def _join(self, request: Join, now: float) -> Reply:
+        reply = self._apply(request)
+        assert isinstance(reply, Joined)
+        if reply.member:
+            self._leases.begin(request.worker, request.epoch, now)
+        return reply
 
     def _moment(self) -> ShardImage:
         """What a snapshot holds; TableLoading while a table has not all of its first values."""
@@ -262,52 +387,63 @@ class Shard:
             self.greeting.shard,
             self.greeting.num_shards,
             self.greeting.placement_epoch,
-            self._clock.open,
-            self._pushes.dedup.windows(),
-            self._tables.opened(),
+            self.core.clock.open,
+            self.core.pushes.dedup.windows(),
+            self.core.tables.opened(),
+            self.core.control(payloads=False),
         )
 
     def _install(self, contents: Contents) -> None:
         """Put what was restored in place of what is here."""
-        self._tables.replace(contents.tables)
-        self.greeting = replace(self.greeting, lineage=contents.lineage)
-        self._pushes.begin_again(Dedup.of(contents.workers))
-        self._compression.forget()
-        self._clock.failed = None  # the rows that it left half changed are gone
-        self._clock.updates.version += 1  # what anybody read before is of another version
+        self._record(TablesRestored(contents))
+        self._routes = RouteCache()  # what pulls left is of rows that are gone
+        self._show_lineage()
 
-    def _join(self, request: Join, now: float) -> Joined:
-        self._pushes.dedup.fence(request.worker, request.epoch)
-        job = self._clock.job
-        try:
-            return self._clock.join(request, now)
-        finally:
-            if self._clock.job != job:  # what the last one left behind
-                self._rendezvous = RendezvousRegistry(self._clock, self.greeting.max_message_bytes)
-                self._splits = Splits(self._clock)
-                self._compression.forget()
+    def _show_lineage(self) -> None:
+        if self.core.lineage != self.greeting.lineage:
+            self.greeting = replace(self.greeting, lineage=self.core.lineage)
 
     def _pull(self, request: Pull, now: float) -> Rows:
         self._check_placement(request.placement_epoch)
-        self._clock.renew_lease(request.worker, request.epoch, now)
+        self._leases.renew(request.worker, request.epoch, now)
+        core, clock = self.core, self.core.clock
         if request.required_clock:
-            self._clock.fence(request.worker, request.epoch)  # it must not wait for what is another's clock by now
-            self._clock.await_closed(request.required_clock)
-        reads = [self._tables.check_read(part) for part in request.tables]
-        updates = self._clock.updates
+            clock.fence(request.worker, request.epoch)  # it must not wait for what is another's clock by now
+            clock.await_closed(request.required_clock)
+        reads = [core.tables.check_read(part) for part in request.tables]
+        updates = clock.updates
         tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)
         # arrivals alone: what the shard itself takes to apply the clock is no wait for other workers
-        held = max(0.0, self._clock.closed_at - now) if request.required_clock else 0.0
-        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.seconds, held)
+        held = max(0.0, self._leases.closed_at - now) if request.required_clock else 0.0
+        rows = Rows(tables, updates.version, codecs, core.compression.revision, self._coding.seconds, held)
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:
-                self._pushes.routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
+                self._routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
         return rows
 
     def _check_placement(self, epoch: int) -> None:
         if epoch != self._placement.epoch:
             raise WrongPlacement(got=epoch, want=self._placement.epoch)
+
+
+class _Rate:
+    """How many tables may still be made: DECLARES_PER_SECOND, and as many at once."""
+
+    def __init__(self) -> None:
+        self._allowed, self._refilled = float(DECLARES_PER_SECOND), 0.0  # and when it was counted
+
+    def check(self, now: float) -> None:
+        """TooManyDeclares where there were too many."""
+        passed = max(0.0, now - self._refilled)
+        self._refilled = max(self._refilled, now)
+        self._allowed = min(self._allowed + passed * DECLARES_PER_SECOND, DECLARES_PER_SECOND)
+        if self._allowed < 1:
+            raise TooManyDeclares(per_second=DECLARES_PER_SECOND, retry_after_ms=_DECLARE_RETRY_MS)
+
+    def count(self) -> None:
+        """One was made."""
+        self._allowed -= 1
 
 
 def _resident_bytes() -> int:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ class ShardImage:
     clock: int
     workers: tuple[WorkerWindow, ...]
     tables: tuple[Table, ...]
+    control: Mapping[str, object]  # the state beside the rows, in what msgpack can say
 
 
 class Snapshots:
@@ -240,9 +241,8 @@ class SnapshotWriter:
             self._write_table(storage, f"{folder}/{number}", table, rows)
             for number, (table, rows) in enumerate(self._frozen)
         )
-        part = pack_part(
-            ShardPart(moment.shard, moment.num_shards, moment.placement_epoch, moment.clock, moment.workers, tables)
-        )
+        place = moment.shard, moment.num_shards, moment.placement_epoch, moment.clock
+        part = pack_part(ShardPart(*place, moment.workers, tables, moment.control))
         path = f"{folder}/part.msgpack"
         storage.replace(f"{name}/{path}", part)
         self._path, self._sha256 = path, hashlib.sha256(part).hexdigest()

@@ -32,10 +32,12 @@ FLOORS = (
     {"deploy"},
 )
 FLOORS_OF_PS = (
-    {"ps/memory", "ps/apply_thread"},
+    {"ps/memory", "ps/apply_thread", "ps/journal"},
     {"ps/table"},
     {"ps/coordination"},
     {"ps/snapshot", "ps/restore", "ps/compression_settings"},
+    {"ps/events"},
+    {"ps/core"},
     {"ps/shard"},
     {"ps/dispatch"},
     {"ps/transport"},

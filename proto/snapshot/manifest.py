@@ -1,34 +1,35 @@
 """Read and write a snapshot's manifest, as msgpack: docs/snapshots.md has the format field by field.
 
-`seal` wraps what is said in an envelope with its sha256, so that a reader knows damage, other people's files and newer
-versions before it looks inside.
+The map is sealed (sealed.py): a reader knows damage, other people's files and newer versions before it looks inside.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar, cast
-
-import msgpack
+from typing import Any, cast
 
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.routing import NUM_BUCKETS
+from embershard.proto.snapshot.sealed import Fields as _Fields
+from embershard.proto.snapshot.sealed import SealedFormat
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
 
 FORMAT = "embershard snapshot"
-VERSION = 1
+VERSION = 2  # a manifest whose parts have no `control` is written as version 1, which older readers know
 MANIFEST = "manifest.msgpack"
 LATEST = "LATEST"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _FILE = re.compile(r"shard-[0-9]{1,5}-[0-9a-f]{16}/[0-9]{1,6}-[0-9]{1,9}\.safetensors")  # no path leads elsewhere
-T = TypeVar("T")
+_SEALED = SealedFormat(
+    FORMAT, VERSION, lambda where, reason: SnapshotDamaged(path=where, reason=reason), SnapshotTooNew
+)
+_seal, _unseal = _SEALED.seal, _SEALED.unseal
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,10 @@ class WorkerWindow:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """The tables and files that one shard wrote. `clock` is its first clock that was not closed."""
+    """The tables and files that one shard wrote. `clock` is its first clock that was not closed.
+
+    `control` is the shard's state beside the rows (ps/core.py), in what msgpack can say; None in version 1.
+    """
 
     shard: int
     num_shards: int
@@ -76,6 +80,19 @@ class ShardPart:
     clock: int
     workers: tuple[WorkerWindow, ...]
     tables: tuple[TableBlocks, ...]
+    control: Mapping[str, object] | None = None
+
+    def table_flags(self) -> dict[str, tuple[bool, tuple[str, str]]]:
+        """Table -> whether it is of layers, and the codecs of pushes and pulls; ValueError where they make no sense."""
+        if self.control is None:
+            return {}
+        try:
+            return {
+                str(name): (bool(dense), (str(push), str(pull)))
+                for name, _, dense, (push, pull) in cast(list[list[Any]], self.control["tables"])
+            }
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"field 'control': {type(error).__name__} {error}") from None
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,7 @@ def check_name(name: str) -> str:
 
 def pack_part(part: ShardPart) -> bytes:
     """Serialise a shard's part, with its checksum."""
-    return _seal(_plain_part(part))
+    return _seal(_plain_part(part), _version_of(part))
 
 
 def unpack_part(data: bytes, where: str) -> ShardPart:
@@ -145,7 +162,7 @@ def pack_manifest(manifest: Manifest) -> bytes:
         "extra": dict(manifest.extra),
     }
     try:
-        return _seal(plain)
+        return _seal(plain, _version_of(*manifest.shards))
     except (TypeError, ValueError, OverflowError) as error:
         raise BadSnapshotName(name="extra", what="part of a manifest", reason=f"msgpack says {error}") from None
 
@@ -173,70 +190,17 @@ def _joined(one: TableBlocks, other: TableBlocks) -> TableBlocks:
     return dataclasses.replace(one, rows=one.rows + other.rows, files=one.files + other.files)
 
 
-def _seal(plain: object) -> bytes:
-    body = msgpack.packb(plain, strict_types=False)
-    envelope = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(body).digest(), "body": body}
-    return cast(bytes, msgpack.packb(envelope))
-
-
-def _unseal(data: bytes, where: str) -> _Fields:
-    envelope = _Fields(_unpacked(data, where), where)
-    if envelope.get("format", str) != FORMAT:
-        raise envelope.wrong("format", f"it says {envelope.get('format', str)[:50]!r}")
-    version = envelope.get("version", int)
-    if version < 1:
-        raise envelope.wrong("version", "they begin at 1")
-    if version > VERSION:
-        raise SnapshotTooNew(path=where, got=version, want=VERSION)
-    body = envelope.get("body", bytes)
-    if hashlib.sha256(body).digest() != envelope.get("sha256", bytes):
-        raise envelope.wrong("sha256", "it is not that of the body")
-    return _Fields(_unpacked(body, where), where)
-
-
-def _unpacked(data: bytes, where: str) -> object:
-    try:
-        # msgpack checks lengths against the data: it takes no memory that a small file only announces
-        return cast(object, msgpack.unpackb(data, strict_map_key=False))
-    except Exception as error:  # msgpack's own, and what its parts raise: ValueError, UnicodeDecodeError, ...
-        raise SnapshotDamaged(path=where, reason=f"no msgpack: {type(error).__name__} {error}") from None
-
-
-class _Fields:
-    """A map of a manifest, read field by field; what is not as it must be is a SnapshotDamaged that names it."""
-
-    def __init__(self, plain: object, where: str) -> None:
-        self._where = where
-        if not isinstance(plain, dict):
-            raise SnapshotDamaged(path=where, reason=f"a map was expected, not {type(plain).__name__}")
-        self._plain = plain
-
-    def get(self, name: str, kind: type[T]) -> T:
-        value = self._plain.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-            raise self.wrong(name, f"{kind.__name__} was expected, not {type(value).__name__}")
-        return value
-
-    def lists(self, name: str) -> list[list[object]]:
-        value = self.get(name, list)
-        if not all(isinstance(one, list) for one in value):
-            raise self.wrong(name, "a list of lists was expected")
-        return value
-
-    def map(self, name: str) -> _Fields:
-        return _Fields(self.get(name, dict), self._where)
-
-    def maps(self, name: str) -> list[_Fields]:
-        return [_Fields(value, self._where) for value in self.get(name, list)]
-
-    def wrong(self, name: str, reason: str) -> SnapshotDamaged:
-        return SnapshotDamaged(path=self._where, reason=f"field {name!r}: {reason}")
+def _version_of(*parts: ShardPart) -> int:
+    return VERSION if any(part.control is not None for part in parts) else 1
 
 
 def _plain_part(part: ShardPart) -> dict[str, object]:
     tables = [{**_shallow(table), "spec": _plain_spec(table.spec),
                "files": [_shallow(file) for file in table.files]} for table in part.tables]  # fmt: skip
-    return {**_shallow(part), "workers": [_shallow(window) for window in part.workers], "tables": tables}
+    plain = {**_shallow(part), "workers": [_shallow(window) for window in part.workers], "tables": tables}
+    if part.control is None:
+        del plain["control"]
+    return plain
 
 
 def _shallow(one: ShardPart | TableBlocks | BlockFile | WorkerWindow) -> dict[str, object]:
@@ -251,7 +215,12 @@ def _part(fields: _Fields) -> ShardPart:
         fields.get("clock", int),
         tuple(_window(window) for window in fields.maps("workers")),
         tuple(_table(table) for table in fields.maps("tables")),
+        fields.get("control", dict) if "control" in fields else None,
     )
+    try:
+        part.table_flags()
+    except ValueError as error:
+        raise fields.wrong("control", str(error)) from None
     if part.shard >= part.num_shards:
         raise fields.wrong("shard", f"there is no shard {part.shard} of {part.num_shards}")
     return part

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from embershard.proto.arrays import Array
 from embershard.proto.errors import ClockAhead, EmbershardError
-from embershard.proto.messages import Push, Reply, Request, bulk_bytes
+from embershard.proto.messages import Load, Push, Reply, Request, bulk_bytes
+from embershard.proto.transport.transport import Unreachable
 
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
 
@@ -33,11 +34,12 @@ class LocalTransport:
     def close(self) -> None:
         """Do nothing: calls in this process are answered at once."""
 
-    def _try(self, request: Request) -> Reply | EmbershardError:
+    def _try(self, request: Request) -> tuple[Reply | EmbershardError, threading.Lock | None]:
+        """The reply, or the error in its place; and a lock that is held until it may be shown, None: it may."""
         try:
-            return self._handle(request)
+            return self._handle(request), None
         except EmbershardError as error:
-            return error
+            return error, None
 
 
 class SharedShard(Protocol):
@@ -49,12 +51,16 @@ class SharedShard(Protocol):
         ...
 
     @property
-    def is_synchronous(self) -> bool:
+    def keeps_arrays(self) -> bool:
         """Whether it keeps the arrays of a push."""
         ...
 
     def handle(self, request: Request) -> Reply:
         """The reply to a request; for one thread at a time."""
+        ...
+
+    def release(self, end: Callable[[], None]) -> None:
+        """Call `end` once the answer to the request that was handled last may leave: at once, or later, anywhere."""
         ...
 
 
@@ -65,19 +71,24 @@ class SharedTransport(LocalTransport):
         super().__init__(shard.handle, address)
         self._shard, self._moved = shard, moved
 
-    def _try(self, request: Request) -> Reply | EmbershardError:
-        shard = self._shard
+    def _try(self, request: Request) -> tuple[Reply | EmbershardError, threading.Lock | None]:
+        shard, released = self._shard, threading.Lock()
+        released.acquire()
         with self._moved:
             before = shard.generation
             try:
-                return super()._try(_kept(request) if shard.is_synchronous else request)
+                outcome, _ = super()._try(_kept(request) if shard.keeps_arrays else request)
             finally:
                 if shard.generation != before:
                     self._moved.notify_all()
+            shard.release(released.release)
+        return outcome, released
 
 
 def _kept(request: Request) -> Request:
-    """The request with gradients of its own: a shard keeps those that it gathers, and its caller may reuse them."""
+    """The request with arrays of its own: a shard keeps those that it gathers or logs; its caller may reuse them."""
+    if isinstance(request, Load):
+        return replace(request, ids=request.ids.copy(), rows=request.rows.copy())
     if not isinstance(request, Push):
         return request
     tables = (replace(part, ids=part.ids.copy(), gradients=part.gradients.copy()) for part in request.tables)
@@ -93,10 +104,11 @@ class _Answer:
         self.num_bytes = bulk_bytes(request)  # see PendingReply
         transport.sent_bytes += self.num_bytes
         self._outcome: Reply | EmbershardError
-        self._take(transport._try(request))
+        self._released: threading.Lock | None
+        self._take(*transport._try(request))
 
-    def _take(self, outcome: Reply | EmbershardError) -> None:
-        self._outcome = outcome
+    def _take(self, outcome: Reply | EmbershardError, released: threading.Lock | None) -> None:
+        self._outcome, self._released = outcome, released
         if not isinstance(outcome, EmbershardError):
             received = bulk_bytes(outcome)
             self.num_bytes += received
@@ -105,6 +117,10 @@ class _Answer:
     def result(self) -> Reply:
         if isinstance(self._outcome, ClockAhead):
             self._wait()
+        if self._released is not None:
+            if not self._released.acquire(timeout=max(0.0, self._end - time.monotonic())):
+                raise Unreachable("the shard's log has not taken the request in time")
+            self._released = None
         if isinstance(self._outcome, EmbershardError):
             raise self._outcome
         return self._outcome
@@ -113,6 +129,6 @@ class _Answer:
         moved = self._transport._moved
         with moved:  # so that no move is missed between a try and the wait
             while isinstance(self._outcome, ClockAhead) and time.monotonic() < self._end:
-                self._take(self._transport._try(self._request))
+                self._take(*self._transport._try(self._request))
                 if isinstance(self._outcome, ClockAhead):
                     moved.wait(max(0.0, min(_POLL_SECONDS, self._end - time.monotonic())))

@@ -49,6 +49,7 @@ class ClockPush:
     messages: list[tuple[list[CheckedGradients], bool]] = field(
         default_factory=list
     )  # and whether they are differences
+    events: list[int] = field(default_factory=list)  # of each message, the number
     weight: float = 0.0
     version: int = 0
     complete: bool = False
@@ -72,15 +73,23 @@ class PendingUpdates:
         done = (clock + 1 for clock, pushes in self._clocks.items() if any(s.complete for s in pushes.values()))
         return max(done, default=0)
 
-    def add(self, sender: Sender, request: Push, parts: list[CheckedGradients]) -> Pushed:
-        """Keep a message of a worker's push; the rows that will be applied, and those that are not finite."""
+    def add(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int = 0) -> Pushed:
+        """Keep a message of a worker's push; the rows that will be applied, and those that are not finite.
+
+        event: its number among the shard's.
+        """
         push = self._clocks.setdefault(request.clock, {}).setdefault(sender, ClockPush())
         push.messages.append((parts, request.difference))
+        push.events.append(event)
         push.weight = float(np.float32(request.weight))  # as it is on the wire
         push.version, push.complete = request.version, request.last
         self._count(parts, 1)
         skipped = sum(_count_non_finite(part.gradients) for part in parts)
         return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
+
+    def events(self) -> list[int]:
+        """The numbers of the events that are kept, ascending."""
+        return sorted(event for pushes in self._clocks.values() for push in pushes.values() for event in push.events)
 
     def parts(self) -> Iterator[CheckedGradients]:
         """Iterate over the gradients of all clocks and workers that are kept."""

@@ -1,21 +1,22 @@
 """The clock that the workers of a job share: who takes part, which clock is open, and what its pushes become.
 
-A clock closes once every member that does not rest has pushed it. A member keeps its place by a lease, which every
-request of it renews; one whose lease runs out is dropped, and the clock goes on without it. What was pushed of a clock
-to the end counts, also where its worker has left since. docs/consistency.md says what this promises.
+A clock closes once every member that does not rest has pushed it. A member whose lease runs out is dropped, and the
+clock goes on without it; leases.py says when. What was pushed of a clock to the end counts, also where its worker has
+left since. docs/consistency.md says what this promises.
 
-Times are seconds of a clock that only moves on, given by the caller: when a request arrived.
+Nothing here knows the time: the same calls in the same order give the same state.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from embershard.proto.errors import (
-    ClockAhead,
     EmbershardError,
     InvalidRequest,
     LeaseLost,
@@ -25,7 +26,7 @@ from embershard.proto.errors import (
     UpdateFailed,
     clipped,
 )
-from embershard.proto.messages import Heartbeat, HeartbeatAck, Join, Joined, Leave, LeaveAck, MemberStatus, Push, Pushed
+from embershard.proto.messages import Join, Joined, Leave, LeaveAck, Push, Pushed
 from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_clock
 from embershard.ps.coordination.dedup import MAX_WORKERS
 from embershard.ps.memory import MemoryBudget
@@ -38,9 +39,19 @@ MAX_LEASE_MS = 40 * 24 * 3600 * 1000  # about what 32 bits hold
 # Gradients that wait for the other workers' of their clock. A worker sends a clock's as it computes them, so this many
 # are there when a clock closes: about those of 16 workers with the largest messages.
 GATHER_BYTES = 2**30
-_NAMED = 8  # workers in an error
+
+Plain = dict[str, Any]  # what msgpack can say
+_PLAIN = ("open", "staleness", "staleness_aware_lr", "started", "expired", "job", "run", "workers", "_serial")
 
 _log = logging.getLogger(__name__)
+
+
+class MustWait(Exception):
+    """A request cannot be answered before these members have moved, or those came that have not joined yet."""
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        super().__init__()
+        self.workers = tuple(sorted(member.worker for member in members))
 
 
 @dataclass(slots=True)
@@ -51,8 +62,8 @@ class Member:
     epoch: int
     clock: int  # the next that it will push
     lease_ms: int
-    last_seen: float  # when a request of it arrived last
     run: int  # that it takes part in
+    serial: int  # of all members that this shard has had: another one after each time that it was gone
     paused: bool = False
     lost: bool = False  # its lease ran out, or a later run began
 
@@ -60,11 +71,6 @@ class Member:
     def sender(self) -> Sender:
         """Whose pushes are its own."""
         return Sender(self.worker, self.epoch)
-
-    @property
-    def end(self) -> float:
-        """When its lease runs out."""
-        return self.last_seen + self.lease_ms / 1000
 
 
 class Updates:
@@ -101,19 +107,14 @@ class Clock:
         self.job = 0  # counts the jobs that this shard has served
         self.run = 0  # the highest that was named
         self.generation = 0  # grows with whatever may let a request be answered that had to wait
-        self.now = -math.inf
-        self.closed_at = -math.inf  # when the last clock was closed
-        # when anything of a worker's incarnation arrived last, a part of a request included
-        self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
         self._pushes = PendingUpdates(MemoryBudget() if budget is None else budget)
         self._left: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
+        self._serial = 0  # of the newest member
         self.workers = 1  # that are expected
-        self._began = 0.0
-        self._next_end = math.inf  # no lease ends before
 
-    def join(self, request: Join, now: float) -> Joined:
+    def join(self, request: Join) -> Joined:
         """Take a worker in from `request.clock` on, end its rest, or tell it that this clock is closed."""
         _check_join(request)
         worker, epoch = request.worker, request.epoch
@@ -134,27 +135,28 @@ class Clock:
             and (self.staleness, self.staleness_aware_lr) == (request.staleness, request.staleness_aware_lr)
         )
         if not self.members and not may_rejoin:
-            self._begin(request, now)
+            self._begin(request)
         # a clock that it has pushed before it was gone is not pushed a second time
         first = max(self.open, gone.clock) if gone else self.open
         if request.clock < first:
-            return Joined(member=False, clock=first, started=self.started, members=self._workers_here())
+            return Joined(member=False, clock=first, started=self.started, members=self.workers_here())
         if member is None:
-            member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now, self.run)
-        member.clock, member.last_seen = max(member.clock, request.clock), max(member.last_seen, now)
+            self._serial += 1
+            member = Member(worker, epoch, request.clock, request.lease_ms, self.run, self._serial)
+            self.members[worker] = member
+        member.clock = max(member.clock, request.clock)
         member.lease_ms, member.paused = request.lease_ms, False
         self._left.pop(worker, None)
         self._joined.add(worker)
         self.started = self.started or len(self._joined) >= self.workers
-        self._next_end = min(self._next_end, member.end)
         self.generation += 1
         self._close()
-        return Joined(member=True, clock=self.open, started=self.started, members=self._workers_here())
+        return Joined(member=True, clock=self.open, started=self.started, members=self.workers_here())
 
-    def leave(self, request: Leave, now: float) -> LeaveAck:
+    def leave(self, request: Leave) -> LeaveAck:
         """Wait for a worker no longer; a second time, as after a lost reply, this changes nothing."""
         self.fence(request.worker, request.epoch)
-        member = self.renew_lease(request.worker, request.epoch, now)
+        member = self.find_member(request.worker, request.epoch)
         if member is None:
             return LeaveAck()
         if request.pause:
@@ -166,10 +168,15 @@ class Clock:
         self._close()
         return LeaveAck()
 
-    def heartbeat(self, request: Heartbeat, now: float) -> HeartbeatAck:
-        """Renew the worker's lease; return the open clock and the live members."""
-        self.member(request.worker, request.epoch, now)
-        return HeartbeatAck(clock=self.open, members=self._workers_here())
+    def expire(self, worker: int, epoch: int) -> bool:
+        """Evict a member whose lease ran out; whether it was one."""
+        member = self.members.get(worker)
+        if member is None or member.epoch != epoch:
+            return False
+        self.expired += 1
+        self._remove(member, lost=True)
+        self._close()
+        return True
 
     def fence(self, worker: int, epoch: int) -> None:
         """StaleWorker for an earlier incarnation than the one that joined last."""
@@ -177,24 +184,23 @@ class Clock:
         if epoch < newest:
             raise StaleWorker(worker=worker, got=epoch, want=newest, by="")
 
-    def renew_lease(self, worker: int, epoch: int, now: float) -> Member | None:
-        """The member whose request arrived, its lease renewed; None for one that takes no part.
+    def find_member(self, worker: int, epoch: int) -> Member | None:
+        """The member that a worker's incarnation is; None for one that takes no part.
 
         LeaseLost where it did until its lease ran out.
         """
         member = self.members.get(worker)
         if member is not None and member.epoch == epoch:
-            member.last_seen = max(member.last_seen, now)
             return member
         gone = self._left.get(worker)
         if gone is not None and gone.lost and gone.epoch == epoch:
             raise LeaseLost(worker=worker, lease_ms=gone.lease_ms)
         return None
 
-    def member(self, worker: int, epoch: int, now: float) -> Member:
-        """The member whose request arrived; StaleWorker, LeaseLost, InvalidRequest where it is none."""
+    def member(self, worker: int, epoch: int) -> Member:
+        """The member that a worker's incarnation is; StaleWorker, LeaseLost, InvalidRequest where it is none."""
         self.fence(worker, epoch)
-        member = self.renew_lease(worker, epoch, now)
+        member = self.find_member(worker, epoch)
         if member is None:
             raise InvalidRequest(reason=f"worker {worker} is no member here; it has to join first")
         return member
@@ -202,7 +208,7 @@ class Clock:
     def check_push(self, member: Member, request: Push) -> None:
         """Whether a member's push can be taken now.
 
-        InvalidRequest for a clock that is closed or a weight without sense, ClockAhead while too much waits for other
+        InvalidRequest for a clock that is closed or a weight without sense, MustWait while too much waits for other
         workers; what the open clock waits for is taken in any case, since nothing is freed before it closes.
         """
         first = max(self.open, member.clock) if self.staleness == 0 else 0
@@ -229,9 +235,9 @@ class Clock:
         """The gradients that wait for those of other workers."""
         return self._pushes
 
-    def gather(self, member: Member, request: Push, parts: list[CheckedGradients]) -> Pushed:
-        """Keep a push until its clock closes."""
-        return self._pushes.add(member.sender, request, parts)
+    def gather(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int) -> Pushed:
+        """Keep a push, which is event number `event`, until its clock closes."""
+        return self._pushes.add(sender, request, parts, event)
 
     def pushed(self, member: Member, clock: int) -> None:
         """Note that a member has pushed a clock to the end, and close the clocks that waited for it."""
@@ -243,60 +249,52 @@ class Clock:
         return float(max(1, self.updates.missed(version))) if self.staleness_aware_lr else 1.0
 
     def await_closed(self, clocks: int) -> None:
-        """Raise ClockAhead unless so many clocks are closed, UpdateFailed where the update of one of them failed."""
+        """Raise MustWait unless so many clocks are closed, UpdateFailed where the update of one of them failed."""
         if clocks > self.open:
             raise self.ahead(clocks)
         if self.failed is not None and clocks > self.failed.clock:
             raise clipped(self.failed)  # as another exception: it is raised more than once
 
-    def ahead(self, clock: int) -> ClockAhead:
-        """The error of a request that waits for `clock` clocks to be closed."""
-        return self.waits_for(m for m in self.members.values() if not m.paused and m.clock < clock)
+    def ahead(self, clock: int) -> MustWait:
+        """What a request is told that waits for `clock` clocks to be closed."""
+        return MustWait(m for m in self.members.values() if not m.paused and m.clock < clock)
 
-    def waits_for(self, members: Iterable[Member]) -> ClockAhead:
-        """The error of a request that waits for these members, or for those that have not joined yet."""
-        waited = sorted(members, key=lambda member: member.worker)
-        names = [str(member.worker) for member in waited]
-        seconds = max((self.now - member.last_seen for member in waited), default=0.0)
-        if self.members and not self.started:
-            names += [f"{worker} (not here yet)" for worker in range(self.workers) if worker not in self._joined]
-            seconds = max(seconds, self.now - self._began)
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        workers = (", ".join(names[:_NAMED]) or "(none has joined)") + more
-        return ClockAhead(clock=self.open, workers=workers, seconds=max(0.0, seconds))
+    def absent(self) -> list[int]:
+        """The workers that are expected, and have not joined yet."""
+        if not self.members or self.started:
+            return []
+        return [worker for worker in range(self.workers) if worker not in self._joined]
 
-    def expire(self, now: float) -> None:
-        """Evict the members without a request within their lease."""
-        self.now = max(self.now, now)
-        if self.now <= self._next_end:
-            return
-        for member in list(self.members.values()):
-            if member.end < self.now:
-                member.last_seen = max(member.last_seen, self.last_sign(member.worker, member.epoch))
-            if member.end >= self.now:
-                continue
-            self.expired += 1
-            self._remove(member, lost=True)
-        self._next_end = min((member.end for member in self.members.values()), default=math.inf)
-        self._close()
+    def control(self) -> Plain:
+        """All of it in plain values; of gradients that wait, the numbers of their events."""
+        return {
+            "plain": {name: getattr(self, name) for name in _PLAIN},
+            "version": self.updates.version,
+            "seen": list(self.updates.seen),
+            "failed": self.failed and [self.failed.fields["clock"], self.failed.fields["reason"]],
+            "members": [list(dataclasses.astuple(member)) for member in self.members.values()],
+            "left": [list(dataclasses.astuple(member)) for member in self._left.values()],
+            "epochs": [list(pair) for pair in self._epochs.items()],
+            "joined": sorted(self._joined),
+            "pending": self._pushes.events(),
+        }
 
-    def extend_leases(self, seconds: float) -> None:
-        """Extend all leases by `seconds`, in which this process received nothing."""
-        for member in self.members.values():
-            member.last_seen += seconds
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said, but for the gradients that wait."""
+        for name in _PLAIN:
+            setattr(self, name, control["plain"][name])
+        self.updates.version, self.updates.seen = control["version"], list(control["seen"])
+        failed = control["failed"]
+        self.failed = None if failed is None else UpdateFailed(clock=failed[0], reason=failed[1])
+        self.members = {fields[0]: Member(*fields) for fields in control["members"]}
+        self._left = {fields[0]: Member(*fields) for fields in control["left"]}
+        self._epochs, self._joined = dict(control["epochs"]), set(control["joined"])
 
-    def status(self) -> tuple[MemberStatus, ...]:
-        """The members in order; may be read by any thread."""
-        members = sorted(tuple(self.members.values()), key=lambda member: member.worker)
-        return tuple(
-            MemberStatus(worker=m.worker, clock=m.clock, paused=m.paused, lease_seconds=max(0.0, m.end - self.now))
-            for m in members
-        )
-
-    def _workers_here(self) -> tuple[int, ...]:
+    def workers_here(self) -> tuple[int, ...]:
+        """The members, ascending."""
         return tuple(sorted(self.members))
 
-    def _begin(self, request: Join, now: float) -> None:
+    def _begin(self, request: Join) -> None:
         """Nobody is left of the last job: this worker is the first of another."""
         self.job += 1
         self.open, self.staleness, self.staleness_aware_lr = (
@@ -304,10 +302,9 @@ class Clock:
             request.staleness,
             request.staleness_aware_lr,
         )
-        self.started, self.workers, self._began = False, request.workers, now
+        self.started, self.workers = False, request.workers
         self.failed = None
         self._joined.clear()
-        self._next_end = math.inf
         for gone in self._left.values():
             gone.clock = 0
 
@@ -337,7 +334,7 @@ class Clock:
         end = min(active) if active else self._pushes.end
         if end <= self.open:
             return
-        self.open, self.closed_at = end, self.now
+        self.open = end
         self.generation += 1
         for clock, pushes in self._pushes.take(before=end):
             try:

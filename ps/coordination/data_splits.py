@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from embershard.proto.errors import InvalidRequest, ModeMismatch
 from embershard.proto.messages import Split, TakeSplit
-from embershard.ps.coordination.clock import Clock, Member
+from embershard.ps.coordination.clock import Clock, MustWait, Plain
+from embershard.ps.coordination.outcome import Outcome
 
 MAX_SPLITS = 2**31 - 1
 
@@ -16,7 +17,7 @@ MAX_SPLITS = 2**31 - 1
 class _Assignment:
     """What a worker works on, until its lease runs out."""
 
-    member: Member
+    serial: int  # of the member
     split: int
 
 
@@ -34,29 +35,31 @@ class Splits:
         self._assignments: dict[int, _Assignment] = {}
         self._returned = 0
 
-    def take(self, request: TakeSplit, now: float) -> Split:
-        """The next part, or -1 where all are finished. ClockAhead while the last ones are in other workers' hands.
+    def take(self, request: TakeSplit) -> Outcome:
+        """The next part, or -1 where all are finished; it waits while the last ones are in other workers' hands.
 
         A worker that asks again without having finished what it has, as after a lost reply, is given the same.
         """
         if not 1 <= request.num_splits <= MAX_SPLITS:
             raise InvalidRequest(reason=f"num_splits must be 1..{MAX_SPLITS}, got {request.num_splits}")
-        member = self._clock.member(request.worker, request.epoch, now)
+        member = self._clock.member(request.worker, request.epoch)
         if request.data_epoch < self._data_epoch:
-            return Split(index=-1, returned=0)
-        if request.data_epoch > self._data_epoch:
-            self._begin(request.data_epoch, request.num_splits)
-            self._clock.generation += 1
-        if request.num_splits != self._num_splits:
+            return Outcome(Split(index=-1, returned=0), changed=False)
+        if request.data_epoch == self._data_epoch and request.num_splits != self._num_splits:
             what = f"num_splits of pass {request.data_epoch}"
             raise ModeMismatch(worker=request.worker, what=what, got=request.num_splits, want=self._num_splits)
-        self._take_back()
+        changed = request.data_epoch > self._data_epoch
+        if changed:
+            self._begin(request.data_epoch, request.num_splits)
+            self._clock.generation += 1
+        changed |= self._take_back()
         assigned = self._assignments.get(member.worker)
         if assigned is not None and assigned.split != request.done:
-            return Split(index=assigned.split, returned=self._returned)
+            return Outcome(Split(index=assigned.split, returned=self._returned), changed)
         if assigned is not None:
             del self._assignments[member.worker]
             self._clock.generation += 1
+            changed = True
         if self._back:
             split = self._back.popleft()
             self._returned += 1
@@ -64,16 +67,35 @@ class Splits:
             split = self._next
             self._next += 1
         elif self._assignments:
-            raise self._clock.waits_for(self._clock.members[worker] for worker in self._assignments)
+            waiting = MustWait(self._clock.members[worker] for worker in self._assignments)
+            return Outcome(changed=changed, waiting=waiting)
         else:
-            return Split(index=-1, returned=self._returned)
-        self._assignments[member.worker] = _Assignment(member, split)
-        return Split(index=split, returned=self._returned)
+            return Outcome(Split(index=-1, returned=self._returned), changed)
+        self._assignments[member.worker] = _Assignment(member.serial, split)
+        return Outcome(Split(index=split, returned=self._returned))
 
-    def _take_back(self) -> None:
-        """What members had that are gone."""
-        for worker, assigned in list(self._assignments.items()):
+    def control(self) -> Plain:
+        """All of it in plain values."""
+        return {
+            "pass": [self._data_epoch, self._num_splits, self._next, self._returned],
+            "back": list(self._back),
+            "assignments": [[worker, one.serial, one.split] for worker, one in self._assignments.items()],
+        }
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self._data_epoch, self._num_splits, self._next, self._returned = control["pass"]
+        self._back = deque(control["back"])
+        self._assignments = {worker: _Assignment(serial, split) for worker, serial, split in control["assignments"]}
+
+    def _take_back(self) -> bool:
+        """Take back what members had that are gone; whether there was something."""
+        gone = []
+        for worker, assigned in self._assignments.items():
             # one whose lease ran out is another member when it joins again: it has dropped a part of its work
-            if self._clock.members.get(worker) is not assigned.member:
-                self._back.append(assigned.split)
-                del self._assignments[worker]
+            member = self._clock.members.get(worker)
+            if member is None or member.serial != assigned.serial:
+                gone.append(worker)
+        for worker in gone:
+            self._back.append(self._assignments.pop(worker).split)
+        return bool(gone)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
 from embershard.proto.messages import Pushed, PushToken
@@ -24,11 +25,12 @@ class _Window:
 
     epoch: int
     first_incomplete: int = 0
+    settled: int = 0  # the highest seq that was applied or refused
     replies: dict[int, Pushed] = field(default_factory=dict)  # seq >= first_incomplete -> what was answered
 
 
 class Dedup:
-    """The completion records of every worker. `find`, apply, `record`: a push that raised leaves no record.
+    """The completion records of every worker. `find`, then apply and `record`, or `settle` a push that was refused.
 
     An incarnation is known from its first push on, whatever became of that one. So an unknown incarnation with
     acknowledged pushes had them from a shard that has lost its memory since: it must not go on as if nothing happened.
@@ -42,7 +44,7 @@ class Dedup:
         return sum(len(window.replies) for window in self._windows.values())
 
     def find(self, token: PushToken) -> Pushed | None:
-        """The reply for a push that was applied before, None for one to apply.
+        """The reply for a push that was applied before, None for one to apply; changes nothing.
 
         StaleWorker for an earlier incarnation, MemoryLost for one whose acknowledged pushes are not known here,
         InvalidRequest for numbers that no client sends.
@@ -52,7 +54,6 @@ class Dedup:
         if window is None or window.epoch < token.epoch:
             if token.first_incomplete > 1:
                 raise MemoryLost(worker=token.worker, first_incomplete=token.first_incomplete)
-            self._windows[token.worker] = _Window(token.epoch)
             return None
         if token.seq < window.first_incomplete:
             # Its sender had the reply long ago: this copy was late in the network, and nobody waits for the counts.
@@ -66,7 +67,24 @@ class Dedup:
         dedup = cls()
         for one in windows:
             replies = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in one.replies}
-            dedup._windows[one.worker] = _Window(one.epoch, one.first_incomplete, replies)
+            dedup._windows[one.worker] = _Window(one.epoch, one.first_incomplete, max(replies, default=0), replies)
+        return dedup
+
+    def control(self) -> list[list[Any]]:
+        """All windows, in plain values."""
+        return [
+            [worker, one.epoch, one.first_incomplete, one.settled,
+             [[seq, reply.applied, reply.skipped] for seq, reply in one.replies.items()]]
+            for worker, one in self._windows.items()
+        ]  # fmt: skip
+
+    @classmethod
+    def of_control(cls, control: Sequence[Sequence[Any]]) -> Dedup:
+        """The records that `control` said."""
+        dedup = cls()
+        for worker, epoch, first_incomplete, settled, replies in control:
+            kept = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in replies}
+            dedup._windows[worker] = _Window(epoch, first_incomplete, settled, kept)
         return dedup
 
     def windows(self) -> tuple[WorkerWindow, ...]:
@@ -87,14 +105,36 @@ class Dedup:
         if window is not None and epoch < window.epoch:
             raise StaleWorker(worker=worker, got=epoch, want=window.epoch, by="")
 
+    def settle(self, worker: int, epoch: int, seq: int) -> bool:
+        """Note that push `seq` was refused, from which its incarnation is known; whether that is new.
+
+        The worker counts on, so that a later push says that this one needs no reply any more.
+        """
+        window = self._window(worker, epoch)
+        known, window.settled = window.settled, max(window.settled, seq)
+        return seq > known
+
+    def knows(self, worker: int, epoch: int, seq: int) -> bool:
+        """Whether push `seq`, or a later one, of this incarnation was applied or refused."""
+        window = self._windows.get(worker)
+        return window is not None and window.epoch == epoch and seq <= window.settled
+
     def record(self, token: PushToken, reply: Pushed) -> None:
         """Keep the reply of a push that `find` did not know and that is applied now."""
-        window = self._windows[token.worker]
+        window = self._window(token.worker, token.epoch)
         window.replies[token.seq] = reply
+        window.settled = max(window.settled, token.seq)
         if token.first_incomplete > window.first_incomplete:
             window.first_incomplete = token.first_incomplete
             for seq in [seq for seq in window.replies if seq < token.first_incomplete]:
                 del window.replies[seq]
+
+    def _window(self, worker: int, epoch: int) -> _Window:
+        """The window of an incarnation, which may be its first; it ends that of an earlier one."""
+        window = self._windows.get(worker)
+        if window is None or window.epoch < epoch:
+            window = self._windows[worker] = _Window(epoch)
+        return window
 
     def _check(self, token: PushToken, window: _Window | None) -> None:
         if window is None and (token.worker >= MAX_WORKERS or len(self._windows) >= MAX_WORKERS):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from embershard.proto.arrays import Ids
-from embershard.proto.errors import LeaseLost, UnknownRoute
-from embershard.proto.messages import Load, Loaded, Push, Pushed, TableGradients
-from embershard.ps.coordination.clock import Clock, Member
+from embershard.proto.errors import BadOptimizer
+from embershard.proto.messages import Load, Push, Pushed, PushToken
+from embershard.ps.coordination.aggregate import Sender
+from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.table.tables import CheckedGradients, Tables, apply_parts, check_room
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
@@ -26,85 +29,80 @@ class Pushes:
 
     def __init__(self, tables: Tables, clock: Clock, max_bytes: int) -> None:
         self.dedup = Dedup()
-        self.routes = RouteCache()
         self.rows = 0
-        self.duplicates = 0
         self.skipped_rows = 0
         self._tables, self._clock, self._max_bytes = tables, clock, max_bytes
 
-    def begin_again(self, dedup: Dedup) -> None:
-        """Go on as a snapshot says; what pulls left here is of rows that are gone."""
-        self.dedup, self.routes = dedup, RouteCache()
-
-    def duplicate_of(self, request: Push | Load, now: float) -> Pushed | None:
+    def find(self, token: PushToken) -> Pushed | None:
         """The reply to a push or load that was recorded before, as it was answered then; None for one to take.
 
         StaleWorker, MemoryLost, InvalidRequest. A load that was sent again must not undo the pushes that came since.
         """
-        token = request.token
-        if token is None:
-            return None
         self._clock.fence(token.worker, token.epoch)
-        found = self.dedup.find(token)
-        if found is not None:
-            self.duplicates += 1
-            with suppress(LeaseLost):  # it was applied in time
-                self._clock.renew_lease(token.worker, token.epoch, now)
-        return found
+        return self.dedup.find(token)
 
-    def take(self, request: Push, now: float) -> Pushed:
+    def take(self, request: Push, known_ids: Sequence[Ids | None] = (), event: int = 0) -> Outcome:
         """Apply a push that is no duplicate, or keep it for its clock.
 
+        known_ids: of each part, the checked ids that its route number stands for; None where the part has its own.
+        event: its number among the shard's.
         The reply says what became of this push alone: an update of its clock that fails is the clock's error.
         """
         token = request.token
-        member = self._clock.renew_lease(token.worker, token.epoch, now)
+        member = self._clock.find_member(token.worker, token.epoch)
         if member is not None:
             self._clock.check_push(member, request)
         gathers = member is not None and self._clock.gathers(member, request)
-        parts = self._check(request, kept=gathers)
+        parts = self._check(request, known_ids, kept=gathers)
         if member is not None and gathers:
-            reply = self._clock.gather(member, request, parts)
+            reply = self._clock.gather(member.sender, request, parts, event)
         else:
-            reply = self._apply(member, request, parts)
+            try:
+                reply = self._apply(member, request, parts)
+            except BadOptimizer as error:  # it has left new rows with their first values
+                self.dedup.settle(token.worker, token.epoch, token.seq)
+                return Outcome(error=error)
         self.dedup.record(token, reply)
-        for part in request.tables:
-            self.routes.forget(token.worker, token.epoch, part.route)
         self.rows += reply.applied
         self.skipped_rows += reply.skipped
         if member is not None and request.last:
             self._clock.pushed(member, request.clock)
-        return reply
+        return Outcome(reply)
 
-    def load(self, request: Load, now: float) -> Loaded:
+    def gather_again(self, request: Push, known_ids: Sequence[Ids | None], event: int) -> None:
+        """Keep a push for its clock that was kept, as `event`, when the state was written."""
+        parts = self._check(request, known_ids, kept=True)
+        self._clock.gather(Sender(request.token.worker, request.token.epoch), request, parts, event)
+
+    def control(self) -> Plain:
+        """The windows and the counts in plain values."""
+        return {"windows": self.dedup.control(), "rows": self.rows, "skipped_rows": self.skipped_rows}
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self.dedup = Dedup.of_control(control["windows"])
+        self.rows, self.skipped_rows = control["rows"], control["skipped_rows"]
+
+    def load(self, request: Load) -> Outcome:
         """Assign the rows of a load that is no duplicate."""
         token = request.token
         if token is not None:
-            self._clock.renew_lease(token.worker, token.epoch, now)
+            self._clock.find_member(token.worker, token.epoch)
         reply = self._tables.load(request)
         if token is not None:
             self.dedup.record(token, Pushed(duplicate=False, applied=reply.rows, skipped=0))
-        return reply
+        return Outcome(reply)
 
-    def _check(self, request: Push, *, kept: bool) -> list[CheckedGradients]:
+    def _check(self, request: Push, known_ids: Sequence[Ids | None], *, kept: bool) -> list[CheckedGradients]:
         parts: list[CheckedGradients] = []
         room = self._max_bytes
-        for part in request.tables:
-            parts.append(self._check_part(part, request, room))
+        for part, known in zip(request.tables, known_ids or repeat(None), strict=False):
+            parts.append(self._tables.check_gradients(part, known, room))
             room -= parts[-1].gradients.nbytes
         pending = self._clock.pending
         kept_bytes = sum(part.nbytes for part in parts) if kept else 0
         check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
-
-    def _check_part(self, part: TableGradients, request: Push, room: int) -> CheckedGradients:
-        if not part.route:
-            return self._tables.check_gradients(part, None, room)
-        self._tables.open_entry(part.table)
-        kept = self.routes.find(request.token.worker, request.token.epoch, part.route, part.table)
-        if kept is None:
-            raise UnknownRoute(worker=request.token.worker, route=part.route, table=part.table)
-        return self._tables.check_gradients(part, kept, room)
 
     def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Pushed:
         divisor = 1.0 if member is None else self._clock.divisor(request.version)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from embershard.proto.arrays import Bytes
 from embershard.proto.errors import InvalidRequest, MessageTooLarge, RendezvousOver, ShardBusy
 from embershard.proto.messages import Rendezvous, RendezvousResult
-from embershard.ps.coordination.clock import Clock, Member
+from embershard.ps.coordination.clock import Clock, Member, MustWait, Plain
+from embershard.ps.coordination.outcome import Outcome
 
 MAX_PAYLOAD_BYTES = 16 * 2**20  # of a worker
 MAX_NAME = 200  # characters
@@ -44,30 +47,59 @@ class RendezvousRegistry:
         self._by_name: dict[str, _Rendezvous] = {}  # in the order of their begin
         self._over: dict[str, None] = {}  # the names of those that are forgotten, the oldest first
 
-    def join(self, request: Rendezvous, now: float) -> RendezvousResult:
-        """Return who came, with payloads. ClockAhead while a live member that is expected has not come.
+    def join(self, request: Rendezvous) -> Outcome:
+        """Return who came, with payloads; it waits while a live member that is expected has not come.
 
         A worker that comes again, as after a lost reply, and one that comes after the others are through, read what
         they read.
         """
-        member = self._clock.member(request.worker, request.epoch, now)
+        member = self._clock.member(request.worker, request.epoch)
         rendezvous = self._find(request)
+        came = False
         if rendezvous.result is None:
             self._check_room(rendezvous, request)
-            rendezvous.payloads[member.worker] = request.payload
+            self._by_name.setdefault(request.name, rendezvous)
+            known = rendezvous.payloads.get(member.worker)
+            came = known is None or not np.array_equal(known, request.payload)
+            if came:
+                rendezvous.payloads[member.worker] = request.payload
             missing = list(self._missing(rendezvous, request))
             if missing or not self._clock.started:
-                raise self._clock.waits_for(missing)
+                return Outcome(changed=came, waiting=MustWait(missing))
             self._complete(request.name, rendezvous)
+            came = True
         assert rendezvous.result is not None
         if request.want_payloads and (size := rendezvous.nbytes) > self._max_message_bytes:
-            raise MessageTooLarge(got=size, limit=self._max_message_bytes)
+            error = MessageTooLarge(got=size, limit=self._max_message_bytes)
+            return Outcome(changed=came, error=error)
+        changed = came or member.worker not in rendezvous.answered
         rendezvous.answered.add(member.worker)
-        self._forget()
-        return rendezvous.result if request.want_payloads else RendezvousResult(rendezvous.result.workers, ())
+        forgot = self._forget()
+        result = rendezvous.result if request.want_payloads else RendezvousResult(rendezvous.result.workers, ())
+        return Outcome(result, changed or forgot)
+
+    def control(self, *, payloads: bool) -> Plain:
+        """All of them in plain values; without `payloads` only the names of those that are forgotten."""
+        return {
+            "last": self.last,
+            "over": list(self._over),
+            "open": [
+                [name, [[worker, payload.tobytes()] for worker, payload in one.payloads.items()],
+                 one.result is not None, sorted(one.answered)]
+                for name, one in (self._by_name.items() if payloads else ())
+            ],
+        }  # fmt: skip
+
+    def restore(self, control: Plain) -> None:
+        """Be as `control` said."""
+        self.last, self._over = control["last"], dict.fromkeys(control["over"])
+        for name, payloads, is_complete, answered in control["open"]:
+            found = {worker: np.frombuffer(payload, np.uint8) for worker, payload in payloads}
+            result = _result(found) if is_complete else None
+            self._by_name[name] = _Rendezvous(found, result, set(answered))
 
     def _find(self, request: Rendezvous) -> _Rendezvous:
-        """The rendezvous of a request, which may be its first."""
+        """The rendezvous of a request, or a new one for its first."""
         name, size = request.name, request.payload.nbytes
         if not 0 < len(name) <= MAX_NAME:
             raise InvalidRequest(reason=f"the name of a rendezvous has 1 to {MAX_NAME} characters, not {len(name)}")
@@ -77,7 +109,7 @@ class RendezvousRegistry:
             raise RendezvousOver(name=name)
         if name not in self._by_name and len(self._by_name) >= MAX_OPEN:
             raise ShardBusy(queued_bytes=self._nbytes, retry_after_ms=_RETRY_MS)
-        return self._by_name.setdefault(name, _Rendezvous())
+        return self._by_name.get(name) or _Rendezvous()
 
     @property
     def _nbytes(self) -> int:
@@ -93,13 +125,15 @@ class RendezvousRegistry:
                 yield member
 
     def _complete(self, name: str, rendezvous: _Rendezvous) -> None:
-        workers = tuple(sorted(rendezvous.payloads))
-        rendezvous.result = RendezvousResult(workers, tuple(rendezvous.payloads[worker] for worker in workers))
+        rendezvous.result = _result(rendezvous.payloads)
         self.last = name
         self._clock.generation += 1
 
-    def _forget(self) -> None:
-        """Forget rendezvous that no worker will ask for again: completed ones, and those whose workers are gone."""
+    def _forget(self) -> bool:
+        """Forget rendezvous that no worker will ask for again: completed ones, and those whose workers are gone.
+
+        Whether there were any.
+        """
         live = self._clock.members.keys()
         done = [
             name
@@ -107,11 +141,19 @@ class RendezvousRegistry:
             if not (it.payloads.keys() - it.answered if it.result else it.payloads.keys()) & live
         ]
         nbytes = sum(self._by_name[name].nbytes for name in done)
+        forgot = False
         while done and (len(done) > KEPT or nbytes > KEPT_BYTES):
             name = done.pop(0)
             rendezvous = self._by_name.pop(name)
             nbytes -= rendezvous.nbytes
             if rendezvous.result is not None:
                 self._over[name] = None
+            forgot = True
         while len(self._over) > KEPT_NAMES:
             del self._over[next(iter(self._over))]
+        return forgot
+
+
+def _result(payloads: dict[int, Bytes]) -> RendezvousResult:
+    workers = tuple(sorted(payloads))
+    return RendezvousResult(workers, tuple(payloads[worker] for worker in workers))

@@ -131,42 +131,52 @@ class Table:
         kernels.gather(self._store, flat, out)
         return out
 
-    def apply(self, ids: Ids, gradients: Floats, lr_scale: float = 1.0, ages: Floats | None = None) -> Applied:
+    def apply(
+        self,
+        ids: Ids,
+        gradients: Floats,
+        lr_scale: float = 1.0,
+        ages: Floats | None = None,
+        *,
+        has_room: bool = False,
+    ) -> Applied:
         """Update the rows of ids ((U,) int64) with gradients ((U, dim) float32), creating those that do not exist.
 
         Equal ids are applied one after the other. lr_scale multiplies the learning rate of this call. ages, (U,)
         float32, are whole numbers: the pushes whose gradients are summed in each row; without them, one. A row whose
         gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
-        the budget has no room for the new rows; nothing is applied then.
+        the budget has no room for the new rows; nothing is applied then. With `has_room` the caller has seen to it.
         """
         self._hyper[0], self._hyper[-1] = self._lr * lr_scale, 1.0
         ages = _NO_AGES if ages is None else ages
-        return self._update_rows(ids, gradients, "the gradients", self._clips, self._update_address, ages)
+        update = self._clips, self._update_address
+        return self._update_rows(ids, gradients, "the gradients", update, ages, has_room=has_room)
 
-    def add(self, ids: Ids, differences: Floats) -> Applied:
+    def add(self, ids: Ids, differences: Floats, *, has_room: bool = False) -> Applied:
         """Add differences ((U, dim) float32) to the rows of ids ((U,) int64), past the optimizer and its state.
 
         Rows that do not exist are created. NaN, Inf and errors as in `apply`.
         """
-        return self._update_rows(ids, differences, "the differences", _NO_CLIPS, _ADD_ADDRESS)
+        return self._update_rows(ids, differences, "the differences", (_NO_CLIPS, _ADD_ADDRESS), has_room=has_room)
 
     def _update_rows(
         self,
         ids: Ids,
         rows: Floats,
         what: str,
-        clips: npt.NDArray[np.float64],
-        update: int,
+        update: tuple[npt.NDArray[np.float64], int],
         ages: Floats = _NO_AGES,
+        *,
+        has_room: bool,
     ) -> Applied:
         flat = _array(ids, np.int64, self.spec.name, "the ids")
         rows = _array(rows, np.float32, self.spec.name, what)
         self._check(flat, rows, what)
-        self._before_write(flat)
+        self._before_write(flat, has_room=has_room)
         before = None if self.changes is None else self.gather(flat)
         skipped = np.zeros(1, np.int64)
         pushed = rows, rows.view(np.int32), ages
-        end = kernels.apply(self._store, flat, pushed, self._hyper, clips, update, skipped)
+        end = kernels.apply(self._store, flat, pushed, self._hyper, *update, skipped)
         self.charge()
         self._record(flat, before)
         if end == kernels.OPTIMIZER_RAISED:
@@ -233,12 +243,13 @@ class Table:
             dim = self.spec.dim
             raise WrongDim(table=self.spec.name, what=what, got=rows.size, ids=ids.size, dim=dim, want=ids.size * dim)
 
-    def _before_write(self, ids: Ids) -> None:
+    def _before_write(self, ids: Ids, *, has_room: bool = False) -> None:
         """Make room for ids, as far as they are new; rows that a snapshot has yet to read are copied aside.
 
-        TableFull, NoAddressSpace.
+        TableFull, unless the caller has seen that the budget `has_room`; NoAddressSpace.
         """
-        if self.growth(len(ids)) > self.budget.limit - self.budget.used:  # quick: as if all were new
+        # quick: as if all were new
+        if not has_room and self.growth(len(ids)) > self.budget.limit - self.budget.used:
             self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
         self.reserve(len(ids))
         frozen = self._frozen

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,6 @@ from embershard.proto.errors import (
     NonFiniteValue,
     TableLoading,
     TableMismatch,
-    TooManyDeclares,
     TooManyTables,
     UnknownTable,
     WrongDim,
@@ -44,13 +45,11 @@ from embershard.proto.messages import (
 from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64, sum_rows
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import PLAIN, CheckedRead, Stopwatch
+from embershard.ps.table.reads import PLAIN, CheckedRead
 from embershard.ps.table.table import Applied, Table
 
 # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
 MAX_TABLES = 20_000
-DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
-_DECLARE_RETRY_MS = 100
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
 
 
@@ -80,10 +79,13 @@ class CheckedGradients(NamedTuple):
         return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
 
     def apply(self, difference: bool, divisor: float = 1.0) -> Applied:
-        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows."""
+        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows.
+
+        Whether there is memory was decided when they came (check_room): what was accepted is applied, in a replay too.
+        """
         if difference:
-            return self.table.add(self.ids, self.gradients)
-        return self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages)
+            return self.table.add(self.ids, self.gradients, has_room=True)
+        return self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages, has_room=True)
 
 
 @compiled(
@@ -110,12 +112,11 @@ class Tables:
         shard: int,
         placement: Placement,
         optimizers: OptimizerRegistry,
-        coding: Stopwatch,
+        coding: AbstractContextManager[None],
         codecs: CodecRegistry | None = None,
         budget: MemoryBudget | None = None,
     ) -> None:
         self.budget = MemoryBudget() if budget is None else budget
-        self._allowed, self._refilled = float(DECLARES_PER_SECOND), 0.0  # new tables, and when they were counted
         self._shard = shard
         self._placement = placement
         self._optimizers = optimizers
@@ -131,6 +132,10 @@ class Tables:
         """Return the names of all tables."""
         return list(self._entries)
 
+    def all(self) -> tuple[Table, ...]:
+        """All tables, those that are loading too."""
+        return tuple(entry.table for entry in self._entries.values())
+
     def have_rows(self) -> bool:
         """Whether any table has a row."""
         return any(entry.table.num_rows for entry in self._entries.values())
@@ -139,12 +144,34 @@ class Tables:
         """All tables; TableLoading while one has not all of its first values."""
         return tuple(self.open_entry(name).table for name in self._entries)
 
-    def replace(self, tables: Sequence[Table]) -> None:
-        """Have these tables, and no others."""
-        self._entries = {table.spec.name: Entry(table, np.uint64(table.spec.space_key), None) for table in tables}
+    def flags(self) -> list[list[Any]]:
+        """What is known of the tables beside their rows, in plain values."""
+        return [[name, one.loader, one.dense, list(one.codecs)] for name, one in self._entries.items()]
 
-    def declare(self, request: Declare, now: float) -> Declared:
-        """Create the table or compare it. TooManyTables, TooManyDeclares, TableFull.
+    def restore(self, tables: Sequence[Table], flags: Sequence[Sequence[Any]]) -> None:
+        """Have these tables and no others, with these flags."""
+        found = {table.spec.name: table for table in tables}
+        self._entries = {
+            name: Entry(found[name], np.uint64(found[name].spec.space_key), loader, dense, (codecs[0], codecs[1]))
+            for name, loader, dense, codecs in flags
+        }
+
+    def replace(
+        self, tables: Sequence[Table], flags: Mapping[str, tuple[bool, tuple[str, str]]] = MappingProxyType({})
+    ) -> None:
+        """Have these tables, and no others. flags: by table, whether it is dense, and its codecs, where it is known."""
+        self._entries = {
+            table.spec.name: Entry(
+                table, np.uint64(table.spec.space_key), None, *flags.get(table.spec.name, (False, ("", "")))
+            )
+            for table in tables
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def declare(self, request: Declare) -> tuple[Declared, bool]:
+        """Create the table or compare it; and whether anything changed. TooManyTables, TableFull.
 
         A table created with `load` is closed to pulls and pushes until its loader sends the last Load. If the loader
         dies, it stays closed, for half of its first values may be missing: the same worker declares again with `load`
@@ -157,27 +184,19 @@ class Tables:
         entry = self._entries.get(spec.name)
         if entry is None:
             optimizer = self._optimizers.find(spec.optimizer)
-            self._check_new(spec.name, now)
+            if len(self._entries) >= MAX_TABLES:
+                raise TooManyTables(table=spec.name, limit=MAX_TABLES)
             table = Table(spec, optimizer, self.budget)
             self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader, request.dense, codecs)
-            return Declared(created=True, loading=request.load)
+            return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
+        before = entry.dense, entry.codecs
         entry.dense = entry.dense or request.dense
         if request.worker != READ_ONLY_WORKER:
             entry.codecs = codecs
         again = loader is not None and entry.loader == loader
-        return Declared(created=again, loading=entry.loader is not None)
-
-    def _check_new(self, name: str, now: float) -> None:
-        if len(self._entries) >= MAX_TABLES:
-            raise TooManyTables(table=name, limit=MAX_TABLES)
-        passed = max(0.0, now - self._refilled)
-        self._refilled = max(self._refilled, now)
-        self._allowed = min(self._allowed + passed * DECLARES_PER_SECOND, DECLARES_PER_SECOND)
-        if self._allowed < 1:
-            raise TooManyDeclares(per_second=DECLARES_PER_SECOND, retry_after_ms=_DECLARE_RETRY_MS)
-        self._allowed -= 1
+        return Declared(created=again, loading=entry.loader is not None), before != (entry.dense, entry.codecs)
 
     def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""

@@ -80,7 +80,8 @@ def test_a_base_port_without_room_for_the_shards_is_wrong_usage(run, port, shard
 def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_starts(run, monkeypatch, caplog):
     monkeypatch.setattr(connections, "_SILENT_WAIT", timedelta(0))
     connect = Client.connect
-    monkeypatch.setattr(Client, "connect", lambda addresses: connect(addresses, timeout=timedelta(seconds=0.2)))
+    soon = timedelta(seconds=0.2)
+    monkeypatch.setattr(Client, "connect", lambda addresses, **_: connect(addresses, timeout=soon))
     monkeypatch.setattr(train, "LocalWorkers", None)
     with caplog.at_level(logging.WARNING):
         error = run("train", "job.yaml", "--ps", "127.0.0.1:1", "--output", "out").exception

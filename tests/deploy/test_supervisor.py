@@ -33,7 +33,7 @@ def alive(pids):
 
 def test_pauses_grow_to_the_longest_and_a_shard_is_given_up_after_the_last_quick_death():
     policy = RestartPolicy(first_pause=timedelta(seconds=1), longest_pause=timedelta(seconds=5), max_quick_deaths=3)
-    assert [policy.pause(n).total_seconds() for n in range(1, 6)] == [1, 2, 4, 5, 5]
+    assert [policy.pause(n).total_seconds() for n in range(1, 6)] == [0, 1, 2, 4, 5]
     assert [policy.gives_up(n) for n in range(1, 5)] == [False, False, True, True]
 
 

@@ -76,9 +76,9 @@ def test_elastic_training_goes_on_without_a_worker_that_a_signal_ended(start, li
 @pytest.mark.parametrize(
     ("lines", "elastic", "error"),
     [
-        ((WORK, KILL), False, {"worker": 1, "how": "SIGKILL"}),
+        ((WORK, KILL), False, {"worker": 1, "how": "SIGKILL", "code": -9}),
         ((KILL, KILL), True, {"how": "SIGKILL"}),
-        (("time.sleep(60)", FAIL), True, {"worker": 1, "how": "exit code 1", "lines": "it broke"}),
+        (("time.sleep(60)", FAIL), True, {"worker": 1, "how": "exit code 1", "code": 1, "lines": "it broke"}),
         ((LOST, f"await_starts(0, 1); time.sleep(0.5); {FAIL}"), False, {"worker": 1, "lines": "it broke"}),
     ],
     ids=["lost", "nobody left", "an error of its own", "whom the others lost, though it ends after them"],

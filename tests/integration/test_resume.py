@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import signal
-from datetime import timedelta
 
 import numpy as np
 import psutil
@@ -40,6 +39,12 @@ def _one_thread_elsewhere(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The last checkpoint of a run that nothing has interrupted."""
+    return uninterrupted(tmp_path_factory.mktemp("uninterrupted") / "whole")
+
+
 def await_checkpoint(process, folder):
     assert eventually(lambda: (folder / "checkpoint.json").exists() or process.poll() is not None)
     assert process.poll() is None, process.communicate()[0]
@@ -68,7 +73,7 @@ def uninterrupted(folder):
     return folder / "step-000000160"
 
 
-def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp_path):
+def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp_path, whole):
     first, log = start(JOB), tmp_path / "out" / "log.jsonl"
     await_checkpoint(first, tmp_path / "checkpoints" / "step-000000040")
     for process in [*psutil.Process(first.pid).children(recursive=True), first]:  # children would end without it
@@ -80,7 +85,7 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
     text = said(start(JOB, "--set", "train.batch_size=64", "--resume", "latest"), 1)
     assert "is of another job: train.batch_size is 64 here and 128 there; use the job" in text
     text = said(start(JOB, "--resume", "latest"))
-    last = [tmp_path / "checkpoints" / "step-000000160", uninterrupted(tmp_path / "whole")]
+    last = [tmp_path / "checkpoints" / "step-000000160", whole]
     one, other = map(tables, last)
     assert one.keys() == {"embedding", "dense"}
     assert_same(one, other)
@@ -97,6 +102,28 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
     assert json.loads(lines[-1])["steps"] == 160
 
 
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_a_job_whose_shard_or_worker_is_killed_ends_by_itself_with_the_bits_of_one_that_was_not(
+    start, tmp_path, whole, role
+):
+    training, log = start(JOB), tmp_path / "out" / "log.jsonl"
+    await_checkpoint(training, tmp_path / "checkpoints" / "step-000000040")
+    (victim,) = [child for child in psutil.Process(training.pid).children() if role in child.cmdline()]
+    victim.kill()
+    text = said(training)
+    assert_same(*map(tables, (tmp_path / "checkpoints" / "step-000000160", whole)))
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    configs = [record["resumed_step"] for record in records if record["record"] == "config"]
+    (recovery,) = [record for record in records if record["record"] == "recovery"]
+    assert configs == [None, recovery["step"]]
+    assert recovery["step"] >= 40
+    assert recovery["checkpoint"].endswith(f"step-{recovery['step']:09d}")
+    assert recovery["seconds"] > 0
+    assert f"{recovery['lost_steps']} steps were trained twice" in text
+    assert records[-1]["record"] == "result"
+    assert records[-1]["steps"] == 160
+
+
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_bits(start, tmp_path, mode):
     sets = (f"dense.mode={mode}", "train.staleness=0", "checkpoint.keep=9", "train.steps=40", "data.loader_processes=0")
@@ -108,9 +135,22 @@ def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_
     assert_same(*(Checkpoint.open(str(path)).shared()["local_weights"] for path in last))
 
 
-def test_after_a_shard_died_resuming_restores_the_checkpoint_onto_the_running_shards(start, tmp_path):
-    with LocalShards(2, restart=RestartPolicy(first_pause=timedelta(seconds=0.1))) as shards:
-        training = start(JOB, "--ps", ",".join(shards.addresses), "--set", "train.steps=4000")
+def test_a_job_on_shards_that_run_already_restores_its_checkpoint_once_a_shard_that_died_is_back(start, tmp_path):
+    with LocalShards(2, restart=RestartPolicy()) as shards:
+        training = start(JOB, "--ps", ",".join(shards.addresses), "--set", "train.staleness=0")
+        await_checkpoint(training, tmp_path / "checkpoints" / "step-000000020")
+        os.kill(shards.pids[1], signal.SIGKILL)
+        text = said(training)
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [record["record"] for record in records].count("recovery") == 1
+    assert "waiting up to 300 s" in text
+    assert (tmp_path / "checkpoints" / "step-000000160").exists()
+
+
+def test_a_job_that_does_not_recover_by_itself_says_how_to_go_on_from_its_checkpoint(start, tmp_path):
+    never = ("--set", "train.recover=false")
+    with LocalShards(2, restart=RestartPolicy()) as shards:
+        training = start(JOB, "--ps", ",".join(shards.addresses), *never, "--set", "train.steps=4000")
         await_checkpoint(training, tmp_path / "checkpoints" / "step-000000020")
         os.kill(shards.pids[1], signal.SIGKILL)
         (command,) = [line for line in said(training, 1).splitlines() if line.endswith("--resume latest")]

@@ -28,6 +28,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
+from embershard.ps import shard as shard_module
 from embershard.ps.shard import Shard
 from embershard.ps.table import tables as tables_module
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -181,7 +182,7 @@ def test_a_push_is_applied_whole_or_not_at_all(shard, bad):
 
 def test_a_push_for_which_there_is_no_memory_is_applied_to_no_table(shard):
     shard.handle(Declare(table("full")))
-    shard._budget.limit = shard._budget.used + 10_000
+    shard.core.budget.limit = shard.core.budget.used + 10_000
     status = shard.status()
     with raises(errors.TableFull, table="full", used_bytes=status.used_bytes, budget_bytes=status.budget_bytes):
         shard.handle(push(gradients([7]), gradients(range(1000), name="full")))
@@ -212,7 +213,7 @@ def test_a_shard_takes_so_many_tables_and_no_more(monkeypatch):
 
 
 def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(monkeypatch):
-    monkeypatch.setattr(tables_module, "DECLARES_PER_SECOND", 5)
+    monkeypatch.setattr(shard_module, "DECLARES_PER_SECOND", 5)
     shard = make_shard(*[table(f"t{number}") for number in range(5)], now=100.0)
     for now in (100.0, 100.1):
         with pytest.raises(errors.TooManyDeclares) as busy:

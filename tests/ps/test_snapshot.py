@@ -1,5 +1,6 @@
 """A shard's part of a snapshot, and a shard made of parts, without a transport."""
 
+import dataclasses
 import hashlib
 import os
 import stat
@@ -7,11 +8,13 @@ import threading
 import time
 from functools import partial
 
+import msgpack
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from embershard.proto import errors, spec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.messages import Declare, Leave, Load, Pull, Restore, Snapshot, TableGradients, TableIds, replace
 from embershard.proto.reference import mix64
 from embershard.proto.routing import Placement
@@ -167,6 +170,17 @@ def test_rows_and_states_come_back_onto_any_number_of_shards(before, now, tmp_pa
     for shard in (*group, *others):  # the same gradients whatever the number of shards
         push(shard, gradient=1.0, worker=5)
     assert pulled(*others) == pulled(*group)  # the accumulators were there
+
+
+def test_what_is_known_of_a_table_comes_back_and_the_state_beside_the_rows_is_in_the_part(tmp_path):
+    codecs = {name: CodecName.parse("int8") for name in ("push_codec", "pull_codec")}
+    old, now = empty(), empty()
+    old.handle(Declare(dataclasses.replace(ITEMS, **codecs), dense=True))
+    (part,) = take([old], tmp_path).shards
+    restore(now, tmp_path)
+    entries = [shard.core.tables.entry(ITEMS.name) for shard in (old, now)]
+    assert [(one.dense, one.codecs) for one in entries] == [(True, ("int8", "int8"))] * 2
+    assert part.control == msgpack.unpackb(msgpack.packb(old.core.control()))
 
 
 def test_files_are_safetensors_by_bucket_and_a_shard_reads_only_those_that_it_needs(tmp_path, monkeypatch):

@@ -229,7 +229,7 @@ class RunningSnapshot:
         """Cancel until no shard has a file open: what is removed under a writer would come back."""
         pause, longest = _PAUSES
         request = replace(self._request, step="cancel")
-        waited_for = list(range(self._client.num_shards))
+        waited_for = list(self._client.placement.shards)
         while deadline.seconds > 0:
             # one that is lost holds nobody up
             outcomes = self._client.connections.call(dict.fromkeys(waited_for, request), timeout=deadline.remaining)
@@ -245,7 +245,8 @@ class RunningSnapshot:
 
     def _finish(self, extra: Mapping[str, object], keep: int) -> SnapshotInfo:
         replies = _await(self._client, self._request, Snapshotted, "done", self._wait_timeout)
-        parts = tuple(self._part(shard, reply) for shard, reply in enumerate(replies))
+        shards = self._client.placement.shards
+        parts = tuple(self._part(shard, reply) for shard, reply in zip(shards, replies, strict=True))
         manifest = Manifest(self.name, time.time(), _version(), parts, extra)
         self._storage.replace(f"{self.name}/{MANIFEST}", pack_manifest(manifest))
         self._storage.replace(LATEST, f"{self.name}\n".encode())
@@ -327,8 +328,9 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
         client.ask_all(request)
         check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
         client.ask_all(replace(request, step="install"))
+        client.lineage.check()  # the shards have another one now
     except BaseException:
-        cancel = dict.fromkeys(range(client.num_shards), replace(request, step="cancel"))
+        cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
         client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
         raise
 

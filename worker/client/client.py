@@ -25,6 +25,7 @@ from embershard.worker.client.connections import ClientStats, Outcome, Places, S
 from embershard.worker.client.lineage import Lineage
 from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
+from embershard.worker.client.placement import Directory, placed
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
 from embershard.worker.client.push import LrScale as LrScale
@@ -52,15 +53,16 @@ class Client:
         self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
         self.connections = ShardConnections(handshake(transports, worker, Deadline(timeout)), worker, timeout)
         greetings = [connection.greeting for connection in self.connections]
-        self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
-        # bytes of a message to each shard; replies are read up to our own limit, whatever the shard would take
-        self.limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
+        self.directory = Directory(Placement.even(len(greetings), greetings[0].placement_epoch))
+        # shard -> bytes of a message to it; replies are read up to our own limit, whatever the shard would take
+        self.limits = {one.shard: min(one.max_message_bytes, MAX_MESSAGE_BYTES) for one in greetings}
         self.lineage = Lineage(self.connections, worker)
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
         self.compressor = Compressor(worker, self.placement)
-        self._pushes = PushQueue(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
-        self._puller = Puller(self.connections, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self.directory.subscribe(self.compressor.follow)
+        self._pushes = PushQueue(worker, self.epoch, self.limits, self.compressor)
+        self._puller = Puller(self.connections, worker, self.epoch, self.limits, self.compressor)
         self._push_lock = threading.Lock()
 
     @classmethod
@@ -94,6 +96,17 @@ class Client:
     @timeout.setter
     def timeout(self, timeout: timedelta) -> None:
         self.connections.timeout = timeout
+
+    @property
+    def placement(self) -> Placement:
+        """Which shard has which ids now."""
+        return self.directory.current
+
+    def use_placement(self, placement: Placement) -> None:
+        """Go by a newer placement of the same shards: what waits here for one of them moves with its ids."""
+        assert set(placement.shards) <= set(self.connections.shards)
+        with self._push_lock:
+            self.directory.move(placement)
 
     @property
     def num_shards(self) -> int:
@@ -153,7 +166,7 @@ class Client:
         replies = self.lineage.declare(Declare(spec, self.worker, load, dense))
         self.compressor.add(spec, dense=dense)
         self._specs[spec.name] = spec
-        return frozenset(s for s, reply in enumerate(replies) if reply.created)
+        return frozenset(shard for shard, reply in zip(self.connections.shards, replies, strict=True) if reply.created)
 
     def load(
         self,
@@ -172,19 +185,21 @@ class Client:
         its pushes are: it is of rows that the others have changed since.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
-        whole = Load(table, self.placement.epoch, route.ids, rows, self.worker, last=last, keep_state=keep_state)
         with self._push_lock:  # loads and pushes are numbered together
+            mine = placed(route, self.placement)
+            rows = _in_order(rows, route, mine)
+            whole = Load(table, mine.epoch, mine.ids, rows, self.worker, last=last, keep_state=keep_state)
             loaded = load_rows(
                 self.connections,
                 self.limits,
                 whole,
-                route,
+                mine,
                 shards=shards,
                 member=self.membership,
                 next_token=self._pushes.next_token,
             )
             if loaded and not keep_state:
-                self.compressor.forget(table, route)
+                self.compressor.forget(table, mine)
 
     def pull(
         self,
@@ -216,8 +231,16 @@ class Client:
                 return self.connections.call(pulls, into)
             return self._call_as_member(self.membership, pulls, into, clock)
 
+        placement = self.placement
+        mine = [(table, placed(route, placement)) for table, route in reads]
+        moved = [one is not route for (_, one), (_, route) in zip(mine, reads, strict=True)]
+        into = [np.empty_like(rows) if other else rows for rows, other in zip(out, moved, strict=True)]
+        keep = keep and not any(moved)  # a push makes another route of the same ids
         with span("pull"):
-            self._puller.pull(reads, out, send, required_clock, keep=keep, versions=versions, exact=exact)
+            self._puller.pull(mine, into, placement, send, required_clock, keep=keep, versions=versions, exact=exact)
+        for rows, pulled, (_, route) in zip(out, into, mine, strict=True):
+            if pulled is not rows:
+                rows[...] = pulled[route.index]
         with self.connections.lock:
             self.connections.stats.pulled_rows += sum(len(route.ids) for _, route in reads)
         return list(out)
@@ -275,18 +298,27 @@ class Client:
         """
         for table, route, rows in gradients:
             _check_rows(table, "gradients", rows, len(route.ids), self.spec(table).dim)
-        update = Update(
-            gradients=gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions, difference=difference
-        )
         with self._push_lock, span("push"):
-            member = self.membership
+            placement, member = self.placement, self.membership
+            routes = [placed(route, placement) for _, route, _ in gradients]
+            update = Update(
+                gradients=[
+                    (table, mine, _in_order(rows, route, mine))
+                    for (table, route, rows), mine in zip(gradients, routes, strict=True)
+                ],
+                clock=clock,
+                lr_scale=lr_scale,
+                weight=weight,
+                versions=versions,
+                difference=difference,
+            )
             if member is None:
-                self._pushes.put(update, to_all=False)
+                self._pushes.put(update, placement, to_all=False)
                 return self._pushes.deliver(self._call_push)
             if clock < member.first:  # of the time before its lease was lost
                 return Pushed(duplicate=False, applied=0, skipped=0)
             member.pushed(clock)
-            self._pushes.put(update, to_all=True)
+            self._pushes.put(update, placement, to_all=True)
             return self._deliver(member)
 
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
@@ -301,7 +333,7 @@ class Client:
         return outcomes
 
     def status(self) -> tuple[ShardStatus, ...]:
-        """Health, sizes and counters of every shard, by index."""
+        """Health, sizes and counters of every shard, in the order of their ids."""
         return tuple(reply for reply in self.ask_all(GetStatus()) if isinstance(reply, ShardStatus))
 
     def close(self) -> None:
@@ -320,8 +352,17 @@ class Client:
         return spec
 
     def ask_all(self, request: Request) -> list[Outcome]:
-        """Send one request to every shard; the replies by index. Raises the first error."""
+        """Send one request to every shard; the replies in the order of their ids. Raises the first error."""
         return self.connections.call_all(request)
+
+
+def _in_order(rows: Floats, route: Route, mine: Route) -> Floats:
+    """Rows of a route, (U, dim), in the order of `mine`, the route of the same ids under another placement."""
+    if mine is route:
+        return rows
+    ordered = np.empty_like(rows)
+    ordered[mine.index] = rows
+    return ordered
 
 
 def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:

@@ -50,7 +50,7 @@ class ShardConnection:
     """One shard as a worker knows it."""
 
     transport: Transport
-    greeting: Greeting
+    greeting: Greeting  # of the process that answered last
     suspect: bool = False  # the connection broke: another process may answer now
     heartbeat: PendingReply | None = None  # on its way; held because gRPC cancels a call that is forgotten
 
@@ -166,7 +166,9 @@ class ShardConnections:
         self.settings_revision = 0  # of the compression settings that the shards were given, as replies show it
         self.watch: Watch | None = None  # called after every call that is counted
         self.heartbeat: Request | None = None  # sent over a new connection: it tells the shard which member this is
-        self._connections = connections
+        self.lineage = 0  # of the rows of all shards, once this client has declared a table or compared them
+        self.recoveries = 0  # times that a shard came back with its rows in a new process
+        self._connections = {connection.greeting.shard: connection for connection in connections}
         self._worker = worker
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
@@ -174,16 +176,21 @@ class ShardConnections:
         return len(self._connections)
 
     def __iter__(self) -> Iterator[ShardConnection]:
-        return iter(self._connections)
+        return iter(self._connections.values())
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Ids of all shards, ascending."""
+        return tuple(self._connections)
 
     def __getitem__(self, shard: int) -> ShardConnection:
         return self._connections[shard]
 
     def call_all(self, request: Request) -> list[Outcome]:
-        """Send one request to every shard; the replies by index. Raises the first error."""
-        outcomes = self.call(dict.fromkeys(range(len(self)), request))
+        """Send one request to every shard; the replies in the order of `shards`. Raises the first error."""
+        outcomes = self.call(dict.fromkeys(self.shards, request))
         raise_first(outcomes)
-        return [outcomes[shard] for shard in range(len(self))]
+        return [outcomes[shard] for shard in self.shards]
 
     def call(
         self,
@@ -252,7 +259,7 @@ class ShardConnections:
                 transport = self._connections[shard].transport
                 pending[shard] = _submit(transport, request, left, into.get(shard, ()))
         for shard in suspects:  # after the others were asked: a shard that is unresponsive must not cost their leases
-            outcomes[shard] = self._verify_instance(shard, deadline) or _Retry("it answers again")
+            outcomes[shard] = self._verify_rows(shard, deadline) or _Retry("it answers again")
             if isinstance(outcomes[shard], ClientClosed):
                 del waiting[shard]
         for shard, answer in pending.items():
@@ -281,12 +288,16 @@ class ShardConnections:
             return _Retry(error.reason)
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
-            return self._verify_instance(shard, deadline) or _labelled(error, connection.name)
+            return self._verify_rows(shard, deadline) or _labelled(error, connection.name)
         except EmbershardError as error:
             return _labelled(error, connection.name)
 
-    def _verify_instance(self, shard: int, deadline: Deadline) -> EmbershardError | None:
-        """Ask a shard behind a broken connection who it is: None if it is the process that has our rows."""
+    def _verify_rows(self, shard: int, deadline: Deadline) -> EmbershardError | None:
+        """Ask a shard behind a broken connection who it is: None if it has our rows, else ShardRestarted.
+
+        The process of before has them, and one that recovered our lineage. Where this one does not know all pushes that
+        were acknowledged, it refuses the next one itself (MemoryLost).
+        """
         connection = self._connections[shard]
         try:
             reply = _submit(connection.transport, Hello(worker=self._worker), deadline.remaining).result()
@@ -296,8 +307,11 @@ class ShardConnections:
             return _Retry(error.reason)
         except EmbershardError as error:
             return _Retry(str(error))
-        if isinstance(reply, Greeting) and reply.instance == connection.greeting.instance:
-            connection.suspect = False
+        if isinstance(reply, Greeting) and self._has_our_rows(connection.greeting, reply):
+            if reply.instance != connection.greeting.instance:
+                _log.warning("%s is back, with its rows (term %d)", connection.name, reply.term)
+                self.recoveries += 1
+            connection.greeting, connection.suspect = reply, False
             if self.heartbeat is not None:  # first: the bytes of what comes now keep the lease
                 connection.heartbeat = _submit(connection.transport, self.heartbeat, deadline.remaining)
             return None
@@ -306,6 +320,12 @@ class ShardConnections:
             shard=connection.name, address=connection.transport.address, got=got, want=connection.greeting.instance
         )
         return self._lost
+
+    def _has_our_rows(self, known: Greeting, reply: Greeting) -> bool:
+        if reply.instance == known.instance:
+            return True
+        lineage = self.lineage or known.lineage
+        return bool(lineage) and (reply.shard, reply.lineage) == (known.shard, lineage)
 
 
 class _Retry(EmbershardError):

@@ -16,7 +16,6 @@ class Lineage:
 
     def __init__(self, connections: ShardConnections, worker: int) -> None:
         self._connections, self._worker = connections, worker
-        self._common = 0  # that all shards have; 0: not known, or they have none yet
 
     def check(self) -> None:
         """Compare the shards; RowsLost where one does not have the rows that belong to those of the others."""
@@ -24,7 +23,7 @@ class Lineage:
         for _ in range(2):
             greetings = self._connections.call_all(Hello(worker=self._worker))
             lineages = {greeting.lineage for greeting in greetings if isinstance(greeting, Greeting)}
-            self._common = min(lineages) if len(lineages) == 1 else 0
+            self._connections.lineage = min(lineages) if len(lineages) == 1 else 0
             if len(lineages) == 1:
                 return
             replies = self._connections.call_all(GetStatus())
@@ -40,8 +39,8 @@ class Lineage:
         )
 
     def declare(self, request: Declare) -> list[Declared]:
-        """Declare a table on all shards; the replies by index. Their first table gives them a lineage. RowsLost."""
-        if not self._common:
+        """Declare a table on all shards; the replies in order. Their first table gives them a lineage. RowsLost."""
+        if not self._connections.lineage:
             self.check()
         try:
             return self._declare(request)
@@ -50,14 +49,14 @@ class Lineage:
             return self._declare(request)
 
     def _declare(self, request: Declare) -> list[Declared]:
-        if self._common:
-            return self._call(range(len(self._connections)), replace(request, lineage=self._common))
+        if self._connections.lineage:
+            return self._call(self._connections.shards, replace(request, lineage=self._connections.lineage))
         # first shard 0: its lineage is that of all, also where several workers begin at once
         request = replace(request, lineage=new_lineage(), begins_lineage=True)
         first = self._call([0], request)
         request = replace(request, lineage=first[0].lineage)
-        replies = first + self._call(range(1, len(self._connections)), request)
-        self._common = request.lineage
+        replies = first + self._call(self._connections.shards[1:], request)
+        self._connections.lineage = request.lineage
         return replies
 
     def _call(self, shards: Iterable[int], request: Declare) -> list[Declared]:

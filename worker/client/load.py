@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from embershard.worker.client.membership import Membership
 
 def load_rows(
     connections: ShardConnections,
-    limits: Sequence[int],
+    limits: Mapping[int, int],
     whole: Load,
     route: Route,
     *,
@@ -31,7 +31,7 @@ def load_rows(
     """
     queues: dict[int, deque[Load]] = {}
     row_bytes = 8 + whole.rows.itemsize * whole.rows.shape[1]
-    for shard in range(len(limits)) if shards is None else shards:
+    for shard in limits if shards is None else shards:
         messages = split_into_messages([(whole.table, route)], shard, [row_bytes], limits[shard])
         rows = [chunk.rows for (chunk,) in messages]
         if whole.last and not rows:

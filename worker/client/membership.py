@@ -291,7 +291,7 @@ class Membership:
         return outcomes
 
     def _call_all(self, request: Request, timeout: timedelta) -> list[Outcome]:
-        shards = range(len(self._connections))
+        shards = self._connections.shards
         outcomes = self._connections.call(dict.fromkeys(shards, request), timeout=timeout, counted=False)
         return [outcomes[shard] for shard in shards]
 

@@ -124,7 +124,7 @@ def _factor_bytes(codec: CodecName, counted: ByteCount, client: Client, table: s
     route = make_route(layout.ids, spec.space_key, client.placement)
     parts = [
         route.ids[chunk.rows]
-        for shard, limit in enumerate(client.limits)
+        for shard, limit in client.limits.items()
         for (chunk,) in split_into_messages([(table, route)], shard, [16 + _FLOAT_BYTES * spec.dim], limit)
     ]
     values = client.compressor.find(codec.values)

@@ -12,7 +12,7 @@ from embershard.proto.arrays import Array, Floats
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
 from embershard.proto.messages import DELTA, Pull, Rows, TableIds
-from embershard.proto.routing import Route
+from embershard.proto.routing import Placement, Route
 from embershard.proto.timing import span
 from embershard.worker.client.connections import (
     Chunk,
@@ -38,21 +38,22 @@ class Puller:
         connections: ShardConnections,
         worker: int,
         epoch: int,
-        placement_epoch: int,
-        limits: Sequence[int],
+        limits: Mapping[int, int],
         compressor: Compressor,
     ) -> None:
         self._connections = connections
         self._compressor = compressor
-        self._deltas = Deltas(len(limits))
-        self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
-        self._limits = limits  # bytes of a message to each shard
+        self._deltas = Deltas()
+        self._worker, self._epoch = worker, epoch
+        self._limits = limits  # shard -> bytes of a message to it
         self._route_numbers = count(1)
+        self._recoveries = 0  # of shards, until the last pull
 
     def pull(
         self,
         reads: Reads,
         out: Sequence[Floats],
+        placement: Placement,
         send: Callable[[Mapping[int, Pull], Places], Mapping[int, Outcome]],
         required_clock: Callable[[], int],
         *,
@@ -62,9 +63,13 @@ class Puller:
     ) -> None:
         """Fill `out` with the rows of `reads`, a message per shard at a time; `exact`: past codecs that would round.
 
+        The routes are of this placement.
         `send` gives the outcome of each shard's pull, whose rows may come straight into the places that it is given.
         `required_clock` is how many clocks must be closed before a shard answers.
         """
+        if self._recoveries != self._connections.recoveries:  # a recovered shard does not know what it sent when
+            self._recoveries = self._connections.recoveries
+            self._deltas.tables.clear()
         codecs = [self._compressor.coded_pulls.get(table) for table, _ in reads]  # None: as float32
         if exact:
             codecs = [codec if codec is not None and codec.is_lossless else None for codec in codecs]
@@ -75,7 +80,7 @@ class Puller:
         # a pull is limited by its ids on the way there and by its rows on the way back
         sizes = [max(8, 4 * rows.shape[1]) for rows in out]
         queues = {
-            shard: deque(split_into_messages(reads, shard, sizes, limit)) for shard, limit in enumerate(self._limits)
+            shard: deque(split_into_messages(reads, shard, sizes, self._limits[shard])) for shard in placement.shards
         }
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             places = {shard: [out[chunk.part][chunk.rows] for chunk in chunks] for shard, chunks in batch.items()}
@@ -83,7 +88,13 @@ class Puller:
             kept_routes: list[_KeptRoute] = []
             clock = required_clock()
             pulls = {
-                shard: self._request(shard, reads, chunks, codecs, bases, kept_routes if keep else None, clock)
+                shard: Pull(
+                    placement.epoch,
+                    self._tables(shard, reads, chunks, codecs, bases, kept_routes if keep else None),
+                    self._worker,
+                    self._epoch,
+                    clock,
+                )
                 for shard, chunks in batch.items()
             }
             outcomes = send(pulls, into)
@@ -98,7 +109,7 @@ class Puller:
                 lowest = [] if versions is None else [versions]
                 lowest += [base.read for chunk in chunks if (base := bases[chunk.part]) is not None]
                 for known in lowest:
-                    known[shard] = min(known[shard], reply.version)
+                    known[shard] = min(known.get(shard, reply.version), reply.version)
         for (table, route), rows, base in zip(reads, out, bases, strict=True):
             if base is not None:
                 self._deltas.end(table, route, rows, base)
@@ -111,7 +122,7 @@ class Puller:
             self._deltas.forget(table)
         return None
 
-    def _request(
+    def _tables(
         self,
         shard: int,
         reads: Reads,
@@ -119,8 +130,7 @@ class Puller:
         codecs: Sequence[CodecName | None],
         bases: Sequence[CachedPull | None],
         kept_routes: list[_KeptRoute] | None,
-        required_clock: int,
-    ) -> Pull:
+    ) -> tuple[TableIds, ...]:
         tables = []
         for chunk in chunks:
             table, route = reads[chunk.part]
@@ -134,10 +144,10 @@ class Puller:
             else:
                 base = bases[chunk.part]
                 with span("encode"):
-                    since = 0 if base is None else int(base.versions[shard])
+                    since = 0 if base is None else base.versions.get(shard, 0)
                     packed = self._compressor.packed_ids(table, ids)
                     tables.append(TableIds(table, ids, number, str(codec), since, packed))
-        return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, required_clock)
+        return tuple(tables)
 
     def _receivers(
         self, codecs: Sequence[CodecName | None], chunks: list[Chunk], places: Sequence[Floats]

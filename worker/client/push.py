@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
-import numpy.typing as npt
 
 from embershard.proto.arrays import Floats
 from embershard.proto.errors import (
@@ -19,16 +16,14 @@ from embershard.proto.errors import (
     UnknownRoute,
 )
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
-from embershard.proto.routing import Route
+from embershard.proto.routing import Placement, Route
 from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Chunk, Outcome, split_into_messages
 from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
 
 Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
-Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read from each shard
-
-NOT_READ = np.iinfo(np.int64).max  # the version of a shard from which nothing was read
+Versions = dict[int, int]  # shard -> the lowest Rows.version of what was read from it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +31,8 @@ class Update:
     """The gradients that one step pushes.
 
     `weight` is what a member's gradients count among those of its clock: its number of samples. `versions` are the
-    lowest of the rows that they were computed on. A `difference` is added to the rows, past their optimizer.
+    lowest of the rows that they were computed on, of each shard that some were read from. A `difference` is added to
+    the rows, past their optimizer.
     """
 
     gradients: Gradients
@@ -50,25 +46,26 @@ class Update:
 class PushQueue:
     """The pushes of one incarnation of a worker, in order, per shard. Its owner sees to it that one thread uses it."""
 
-    def __init__(
-        self, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int], compressor: Compressor
-    ) -> None:
-        self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
+    def __init__(self, worker: int, epoch: int, limits: Mapping[int, int], compressor: Compressor) -> None:
+        self._worker, self._epoch = worker, epoch
         self._compressor = compressor
-        self._limits = limits  # bytes of a message to each shard
-        self._waiting: list[deque[Push]] = [deque() for _ in limits]
+        self._limits = limits  # shard -> bytes of a message to it
+        self._waiting: defaultdict[int, deque[Push]] = defaultdict(deque)  # by shard
         # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
-        self._unconfirmed: list[list[Push]] = [[] for _ in limits]
-        self._next_seq = [1] * len(limits)
+        self._unconfirmed: defaultdict[int, list[Push]] = defaultdict(list)
+        self._next_seq: defaultdict[int, int] = defaultdict(lambda: 1)
         self._refused: EmbershardError | None = None  # that nobody was told of
 
     @property
     def is_empty(self) -> bool:
         """Whether every push was answered."""
-        return not any(self._waiting)
+        return not any(self._waiting.values())
 
-    def put(self, update: Update, *, to_all: bool) -> None:
-        """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
+    def put(self, update: Update, placement: Placement, *, to_all: bool) -> None:
+        """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock.
+
+        Its routes are of this placement.
+        """
         parts = [(table, route) for table, route, _ in update.gradients]
         dims = {table: rows.shape[1] for table, _, rows in update.gradients}
         self._compressor.also_changed = []
@@ -79,25 +76,25 @@ class PushQueue:
             (16 if table in self._compressor.coded_pushes else 8) + 4 * rows.shape[1]
             for table, _, rows in update.gradients
         ]
-        made: list[list[tuple[TableGradients, ...]]] = []
+        made: dict[int, list[tuple[TableGradients, ...]]] = {}
         try:
-            for shard, limit in enumerate(self._limits):
-                made.append([])
+            for shard in placement.shards:
+                limit, messages = self._limits[shard], made.setdefault(shard, [])
                 for chunks in split_into_messages(parts, shard, sizes, limit):
-                    made[-1] += _fit(self._parts(update, chunks, shard), limit, dims)
+                    messages += _fit(self._parts(update, chunks, shard), limit, dims)
                 if update.weight > 0 and self._compressor.has_feedback:  # else shards that gather drop it
                     drain = self._compressor.drain(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
-                    made[-1] += _fit(drain, limit, dims)
+                    messages += _fit(drain, limit, dims)
         except BaseException:  # of a user's codec: the push is sent to all shards or to none
-            for shard, messages in enumerate(made):
+            for shard, messages in made.items():
                 for tables in messages:
                     self._compressor.restore_residual(tables, shard)
             raise
-        for shard, messages in enumerate(made):
+        for shard, messages in made.items():
             if to_all and not messages:
                 messages = [()]
             for number, tables in enumerate(messages, start=1):
-                self._append(shard, update, tables, last=number == len(messages))
+                self._append(shard, update, tables, placement.epoch, last=number == len(messages))
 
     def _parts(self, update: Update, chunks: Sequence[Chunk], shard: int) -> list[TableGradients]:
         """What is sent for some rows of some tables; those that weigh nothing go as they are."""
@@ -119,18 +116,19 @@ class PushQueue:
         # pushes leave in order: the head is the first that is not acknowledged
         return PushToken(self._worker, self._epoch, seq, waiting[0].token.seq if waiting else seq)
 
-    def _append(self, shard: int, update: Update, tables: tuple[TableGradients, ...], *, last: bool) -> None:
+    def _append(
+        self, shard: int, update: Update, tables: tuple[TableGradients, ...], placement_epoch: int, *, last: bool
+    ) -> None:
         token = self.next_token(shard)
-        version = NOT_READ if update.versions is None else int(update.versions[shard])
         self._waiting[shard].append(
             Push(
                 token,
                 update.clock,
-                self._placement_epoch,
+                placement_epoch,
                 tables,
                 last=last,
                 weight=update.weight,
-                version=0 if version == NOT_READ else version,
+                version=(update.versions or {}).get(shard, 0),
                 difference=update.difference,
             )
         )
@@ -146,7 +144,7 @@ class PushQueue:
         gathers = member is not None and member.terms.staleness == 0
         applied = skipped = 0
         duplicate = False
-        while batch := {shard: waiting[0] for shard, waiting in enumerate(self._waiting) if waiting}:
+        while batch := {shard: waiting[0] for shard, waiting in sorted(self._waiting.items()) if waiting}:
             silent: EmbershardError | None = None
             for shard, outcome in call(batch).items():
                 if isinstance(outcome, EmbershardError) and _may_be_unhandled(outcome):

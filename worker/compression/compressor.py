@@ -79,6 +79,12 @@ class Compressor:
         way = self._tables.get(table)
         return way is None or (dense and not way.is_dense)
 
+    def follow(self, placement: Placement) -> None:
+        """Keep each residual for the shard that has its id from here on."""
+        self._placement = placement
+        for way in self._tables.values():
+            way.follow(placement)
+
     def lay_out(self, table: str, layout: DenseLayout) -> None:
         """Say what the blocks of a dense table are: some codecs ask for it."""
         self._tables[table].lay_out(layout)

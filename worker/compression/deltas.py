@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.payload import decode_elements
 from embershard.proto.routing import Route
 
-Versions = npt.NDArray[np.int64]
+Versions = dict[int, int]  # by shard
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPull:
     """The rows that a delta pull starts from, their versions, and those of its replies."""
 
-    versions: Versions  # (num_shards,) of the rows that are there; 0: none
-    read: Versions  # (num_shards,) the lowest of the replies
+    versions: Versions  # of the rows that are there
+    read: Versions  # the lowest of the replies
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +29,17 @@ class _Held:
 class Deltas:
     """The rows of the last pull of each table. Any number of threads may use it: nothing that is held changes."""
 
-    def __init__(self, num_shards: int) -> None:
-        self._num_shards = num_shards
+    def __init__(self) -> None:
         self.tables: dict[str, _Held] = {}
 
     def begin(self, table: str, route: Route, out: Floats) -> CachedPull:
         """Fill `out` ((U, dim), in route order) with what is held of these very ids."""
         held = self.tables.get(table)
-        versions = np.zeros(self._num_shards, np.int64)
+        versions: Versions = {}
         if held is not None and held.ids is route.ids:
             out[...] = held.rows
             versions = held.versions
-        return CachedPull(versions, np.full(self._num_shards, np.iinfo(np.int64).max, np.int64))
+        return CachedPull(versions, {})
 
     def end(self, table: str, route: Route, out: Floats, base: CachedPull) -> None:
         """Keep the pulled rows as the next base."""

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from embershard.proto.arrays import Bytes, Floats, Ids
+from embershard.proto.arrays import Bytes, Floats, Ids, mix64
 from embershard.proto.codec.ids import encode_even_ids, encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.messages import PACKED, TableGradients
-from embershard.proto.routing import Placement, Route, even_ids, make_route
+from embershard.proto.routing import BUCKET_SHIFT, Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, SentAverages, ShardGradients
 from embershard.worker.compression.low_rank import DenseLayout, LowRank
@@ -85,10 +85,23 @@ class TableCompressor:
             rows / pushes, sum(feedback.sent_ages for feedback in self._feedbacks.values()) / rows if aged else None
         )
 
+    def follow(self, placement: Placement) -> None:
+        """Keep each residual for the shard that has its id under this placement; one that moves loses its momentum."""
+        self._placement = placement
+        self._capacity = self._capacity_of(self._settings)
+        for shard, feedback in list(self._feedbacks.items()):
+            residual = feedback.residuals.rows_by_id()
+            buckets = mix64(residual.ids, self.spec.space_key) >> np.uint64(BUCKET_SHIFT)
+            moved = residual.some(placement.shard_of[buckets] != shard)
+            feedback.residuals.forget(moved.ids)
+            if shard not in placement.shards:
+                del self._feedbacks[shard]
+            self._hold(moved)
+
     def use(self, directions: Directions, settings: Compression) -> None:
         """Travel so from here on; a residual passes to the next codec, or goes with the next push."""
         self.directions, self._settings = directions, settings
-        self._capacity = None if self.is_dense else max(1, settings.residual_rows // self._placement.num_shards)
+        self._capacity = self._capacity_of(settings)
         if directions.push.select != "powersgd":
             self._low_rank = None
 
@@ -130,9 +143,9 @@ class TableCompressor:
             ids = ids if positions is None else ids[positions]
         finite = np.isfinite(rows).all(axis=1)
         ages = None if ages is None else ages[finite]
-        self._feedback(shard).restore_residual(
-            ShardGradients(ids[finite], cast(Floats, rows[finite]), part.lr_scale), ages
-        )
+        rates = np.full(len(ids), part.lr_scale, np.float32)[finite]
+        ages = np.ones(len(rates), np.float32) if ages is None else ages
+        self._hold(ResidualRows(ids[finite], cast(Floats, rows[finite]), ages, rates))
 
     def drain(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
         """Take out the residuals for a shard that would not be sent otherwise, in parts of at most `limit` bytes."""
@@ -183,17 +196,21 @@ class TableCompressor:
                 former = Residuals(self.spec.dim, None)
                 former.load_state_dict(feedback["residuals"])
                 former.scale_rates(factor)
-                self._add_residual(former.rows_by_id())
+                self._hold(former.rows_by_id())
 
     def clear_residuals(self) -> None:
         """Drop the gradients that error feedback keeps for later pushes, of all shards."""
         self._feedbacks = {}
 
-    def _add_residual(self, residual: ResidualRows) -> None:
+    def _capacity_of(self, settings: Compression) -> int | None:
+        return None if self.is_dense else max(1, settings.residual_rows // self._placement.num_shards)
+
+    def _hold(self, residual: ResidualRows) -> None:
+        """Add rows to the residuals of the shards that have their ids now."""
         route = make_route(residual.ids, self.spec.space_key, self._placement)
         order = np.empty(len(residual.ids), np.int64)
         order[route.index] = np.arange(len(residual.ids))
-        for shard in range(self._placement.num_shards):
+        for shard in self._placement.shards:
             some = order[route.slice_of(shard)]
             for rate in np.unique(residual.rates[some]):
                 alike = some[residual.rates[some] == rate]
@@ -213,7 +230,7 @@ class TableCompressor:
                 self._low_rank.load_state_dict(self._factors)
             self._factors = None
         corrected = np.empty_like(rows)
-        for shard in range(self._placement.num_shards):
+        for shard in self._placement.shards:
             part, feedback = route.slice_of(shard), self._feedback(shard)
             corrected[part] = rows[part]
             if feedback.takes(rate):

@@ -455,6 +455,8 @@ def _unjudged(job: Job, remedy: str) -> Problems:
 
 def _checkpoints(job: Job) -> Problems:
     section = job.checkpoint
+    if section.folder is None and job.train.recover:
+        yield ("train", "recover"), "goes on from checkpoints: name a checkpoint.folder, or remove it"
     for name in ("every", "keep"):
         if section.folder is None and _given(job, "checkpoint", name):
             yield ("checkpoint", name), "has no meaning without checkpoint.folder; name one, or remove it"

@@ -103,6 +103,11 @@ class Job(Section):
         return self.data.splits if isinstance(self.data.splits, int) else 8 * workers
 
     @property
+    def recovers(self) -> bool:
+        """Whether `embershard train` goes on by itself from the latest checkpoint after a shard or worker was lost."""
+        return self.checkpoint.folder is not None and self.train.recover is not False
+
+    @property
     def changes_codecs(self) -> bool:
         """Whether codecs may change while it runs: by measurement, or by a schedule."""
         section = self.compression

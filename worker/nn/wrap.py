@@ -404,6 +404,7 @@ def _dense_table(
         if "seed" not in str(error.fields.get("difference", "")):
             raise
         raise OtherParameters(table=name) from error
+    session.client.directory.subscribe(dense.place)
     return dense
 
 

@@ -2,8 +2,9 @@
 
 Every line of log.jsonl has `record` and `time` (seconds since 1970, UTC). The other keys are the fields of
 worker/reporting/records.py: `config` holds a RunPlan and versions, `train` an Interval, `eval` an Evaluation, `result`
-a RunResult. Where another worker goes on for one that was lost, `takeover` holds the RunPlan again. A number that is
-not defined (the AUC of one class, say) is null. A run that ends without a `result` line did not end well. Runs into one
+a RunResult. Where another worker goes on for one that was lost, `takeover` holds the RunPlan again. `recovery` (its
+fields are in src/embershard/cli/recovery.py) says that `embershard train` started the job again. A number that is not
+defined (the AUC of one class, say) is null. A run that ends without a `result` line did not end well. Runs into one
 folder follow one another in the file; each begins with its `config`.
 """
 

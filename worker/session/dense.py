@@ -11,7 +11,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -70,6 +70,13 @@ class _ParameterSlice:
         return flat.view(self.parameter.shape)
 
 
+class _Part(NamedTuple):
+    """The blocks of some parameters, as a route has them."""
+
+    route: Route
+    order: Ids | None  # (U,) the rank of each block's number among these; None where they ascend
+
+
 def layout_seed(named: Sequence[tuple[str, nn.Parameter]]) -> int:
     """A number that two workers share only if their dense parameters have the same names and shapes."""
     return name_key(";".join(f"{name}{tuple(parameter.shape)}" for name, parameter in named)) >> 1
@@ -93,9 +100,8 @@ class DenseWeights:
             start = stop
         self.num_blocks = start
         self.ids = even_ids(start, spec.space_key)  # (num_blocks,) int64
-        self._all = make_route(self.ids, spec.space_key, placement)
-        self._in_order = np.array_equal(self._all.ids, self.ids)
-        self._parts: dict[tuple[bool, ...], Route] = {}
+        self._by_id = np.argsort(self.ids)  # blocks in the order of their ids
+        self.place(placement)
         self._clock: int | None = None  # when the parameters were last pulled
         self._expired = False  # some parameters are StaleParameters
         self._erased = False  # and have lost their old values
@@ -106,6 +112,12 @@ class DenseWeights:
             place.parameter.__class__ = RemoteParameter
             place.parameter.weights = self  # type: ignore[attr-defined]
         self._bind()
+
+    def place(self, placement: Placement) -> None:
+        """Route the blocks by this placement from here on."""
+        self._all = make_route(self.ids, self.spec.space_key, placement)
+        self._in_order = np.array_equal(self._all.ids, self.ids)
+        self._parts: dict[tuple[bool, ...], _Part] = {}
 
     def _bind(self) -> None:
         """Make every parameter a view of one buffer on its device."""
@@ -178,7 +190,7 @@ class DenseWeights:
             return self._all
         return self._part(
             tuple(isinstance(its := place.parameter, StaleParameter) or its.requires_grad for place in self._slices)
-        )
+        ).route
 
     def follow(self) -> None:
         """Go where the model went: to another device, for instance."""
@@ -242,7 +254,7 @@ class DenseWeights:
         self._check_unchanged()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
-        if self._in_order and len(rows) == self.num_blocks:
+        if route is self._all and self._in_order:
             self._host.numpy()[:] = rows
         else:
             self._host.numpy()[self._blocks_of(route)] = rows
@@ -267,33 +279,32 @@ class DenseWeights:
             if gradient is not None:
                 flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
                 pieces += [flat, self._padding[: -flat.numel() % BLOCK]]
-        route = self._part(present)
+        part = self._part(present)
         # a new buffer each time: the last one may still be on its way
         rows = torch.cat(pieces).reshape(-1, BLOCK)
-        if not self._in_order:
-            rows = rows[torch.from_numpy(self._blocks_of(route).argsort().argsort()).to(rows.device)]
-        return RowGradients(self.spec, route, rows)
+        if part.order is not None:
+            rows = rows[torch.from_numpy(part.order).to(rows.device)]
+        return RowGradients(self.spec, part.route, rows)
 
     def clear(self) -> None:
         """Drop the gradients of the dense weights."""
         for place in self._slices:
             place.parameter.grad = None
 
-    def _part(self, wanted: tuple[bool, ...]) -> Route:
-        if all(wanted):
-            return self._all
-        route = self._parts.get(wanted)
-        if route is None:
+    def _part(self, wanted: tuple[bool, ...]) -> _Part:
+        part = self._parts.get(wanted)
+        if part is None:
             keep = np.zeros(self.num_blocks, bool)
             for place, want in zip(self._slices, wanted, strict=True):
                 keep[place.start : place.stop] = want
-            route = self._parts[wanted] = self._all.select(keep[self._blocks_of(self._all)])
-        return route
+            route = self._all if all(wanted) else self._all.select(keep[self._blocks_of(self._all)])
+            order = None if self._in_order else self._blocks_of(route).argsort().argsort()
+            part = self._parts[wanted] = _Part(route, order)
+        return part
 
     def _blocks_of(self, route: Route) -> Ids:
         """The number of each block of a route."""
-        order = np.argsort(self.ids)
-        return order[np.searchsorted(self.ids, route.ids, sorter=order)]
+        return self._by_id[np.searchsorted(self.ids, route.ids, sorter=self._by_id)]
 
 
 class RemoteParameter(nn.Parameter):

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from embershard.proto.arrays import Ids
-from embershard.proto.routing import Route
 from embershard.proto.timing import span
 from embershard.worker.device import with_current_gpu
 from embershard.worker.session.dense import DenseWeights
@@ -77,7 +74,7 @@ class Prefetcher(Generic[B]):
         self._taken = self._finished = 0  # batches
         self._ready: deque[Ready[B] | BaseException | None] = deque()  # None: the loader came to its end
         self._pushes: deque[_Push] = deque()  # in flight, in order; the first one is being sent
-        self._touched: list[tuple[str, Route]] = []  # pushed or loaded since the last batch was taken
+        self._touched: list[tuple[str, Ids]] = []  # pushed or loaded since the last batch was taken
         self._failure: BaseException | None = None  # of a push, until the training thread was told
         self._failed = False  # whether there was one: it may be applied later than it should, with another push
         self._closing = False
@@ -128,7 +125,7 @@ class Prefetcher(Generic[B]):
         with self._changed:
             self._raise_failure()
 
-    def submit(self, send: Callable[[], object], touched: list[tuple[str, Route]]) -> None:
+    def submit(self, send: Callable[[], object], touched: list[tuple[str, Ids]]) -> None:
         """Have rows pushed by `send`; waits while staleness + 1 pushes are in flight."""
         with self._changed, span("wait"):
             self._changed.wait_for(lambda: len(self._pushes) <= self._staleness)
@@ -138,15 +135,14 @@ class Prefetcher(Generic[B]):
 
     def mark_changed(self, rows: Iterable[tuple[str, Ids]]) -> None:
         """The push that is being sent changes these rows, too."""
-        nowhere = np.empty(0, np.int64)
         with self._changed:
-            self._touched += [(table, Route(ids, nowhere, nowhere)) for table, ids in rows]
+            self._touched += rows
 
-    def touch(self, table: str, route: Route) -> None:
+    def touch(self, table: str, ids: Ids) -> None:
         """Rows were changed in another way than by a push."""
         self.forget_copies()
         with self._changed:
-            self._touched.append((table, route))
+            self._touched.append((table, ids))
 
     def forget_copies(self) -> None:
         """Let what is pulled from here on come from the shards."""
@@ -195,11 +191,11 @@ class Prefetcher(Generic[B]):
                     break
                 clock, touched = bound
                 if previous is not None:
-                    for table, route in touched:
-                        if not previous.reads(table, route):
-                            current.invalidate(table, route)
+                    for table, ids in touched:
+                        if not previous.reads(table, ids):
+                            current.invalidate(table, ids)
                             if self._cache is not None:
-                                self._cache.drop(table, route.ids)
+                                self._cache.drop(table, ids)
                 if self._source.lost_leases != self._lost_leases:
                     self._lost_leases = self._source.lost_leases
                     self.forget_copies()  # they go by batches: no clock says that they are of before
@@ -224,7 +220,7 @@ class Prefetcher(Generic[B]):
                 self._loading = self.loading_seconds, None
             yield batch
 
-    def _await_bound(self, batch: int) -> tuple[int, list[tuple[str, Route]]] | None:
+    def _await_bound(self, batch: int) -> tuple[int, list[tuple[str, Ids]]] | None:
         """Wait until a batch may be pulled; None at the end.
 
         The clock of its step, if every batch before it makes one, and what changed since the last batch was taken.

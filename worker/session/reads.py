@@ -13,7 +13,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.routing import Route, ascending, make_routes
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
-from embershard.worker.client.push import NOT_READ, Versions
+from embershard.worker.client.push import Versions
 from embershard.worker.device import pinned, to_device
 from embershard.worker.kernels import Mask, overlap
 from embershard.worker.session.dense import DenseWeights
@@ -103,7 +103,7 @@ class PullBatch:
 
     def __init__(self, source: RowSource, lookups: Sequence[Lookup]) -> None:
         self.lost_leases = 0  # when its rows were pulled
-        self.versions: Versions | None = None  # the lowest of its rows; 0 where a cache may have given some
+        self.versions: Versions | None = None  # the lowest of its rows, by shard; 0 where a cache may have given some
         self._source = source
         self._dense: list[tuple[DenseWeights, Route, Floats]] = []
         self._groups: list[_Group] = []
@@ -148,7 +148,7 @@ class PullBatch:
         source = self._source
         self.lost_leases = source.lost_leases
         if self.versions is None:
-            self.versions = np.full(source.placement.num_shards, NOT_READ)
+            self.versions = {}
         parts: list[tuple[str, Route]] = []
         out: list[Floats] = []
         partial: list[tuple[torch.Tensor, Mask, Floats]] = []
@@ -184,15 +184,15 @@ class PullBatch:
                 shared |= overlap(group.route.ids, mine.route.ids)
         return shared
 
-    def reads(self, table: str, route: Route) -> bool:
-        """Whether the rows of this very route are among those that it reads."""
-        return any(table in group.rows and group.route.ids is route.ids for group in self._groups)
+    def reads(self, table: str, ids: Ids) -> bool:
+        """Whether the rows of this very array of a route are among those that it reads."""
+        return any(table in group.rows and group.route.ids is ids for group in self._groups)
 
-    def invalidate(self, table: str, route: Route) -> None:
+    def invalidate(self, table: str, ids: Ids) -> None:
         """Have the next `pull` bring these rows, pulled before or not: they changed on the shards."""
         for group in self._groups:
             if table in group.rows and not group.missing.all():
-                group.missing |= overlap(group.route.ids, route.ids)
+                group.missing |= overlap(group.route.ids, ids)
 
     def accept(self, clock: int) -> LookupResults:
         """Send rows to their devices and put dense weights in place; the training thread alone may do that."""

@@ -182,7 +182,7 @@ class CachedRows:
             missing.append((table, route))
             places.append(pulled)
         if versions is not None:
-            versions[:] = 0
+            versions.update(dict.fromkeys(self.placement.shards, 0))
         if missing:
             # a copy is as far from what a later step wants to see as its own clock
             self._source.pull(missing, places, clock=None if clock is None else clock + self.staleness)

@@ -12,7 +12,6 @@ from itertools import count
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-import numpy as np
 import torch
 
 from embershard.proto.arrays import Floats
@@ -23,7 +22,7 @@ from embershard.proto.timing import span
 from embershard.worker.client.client import Client, LrScale
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.membership import Membership
-from embershard.worker.client.push import NOT_READ
+from embershard.worker.client.push import Versions
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
 from embershard.worker.session.dense import DenseWeights, untraced
@@ -86,9 +85,7 @@ class Session:
         self._waited_for_workers = self._waited_for_data = 0.0  # parts of these
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._exact = False  # inside `exact`, where a codec would round what is read
-        self._versions = np.full(
-            client.placement.num_shards, NOT_READ
-        )  # the lowest of the rows that this step has read
+        self._versions: Versions = {}  # the lowest of the rows that this step has read
         self._lost_leases: int | None = None  # when the first rows of the step were pulled
 
     @property
@@ -273,7 +270,7 @@ class Session:
         for whole in self._whole_tables:
             whole.forget()
         if self._prefetcher is not None:
-            self._prefetcher.touch(table, route)
+            self._prefetcher.touch(table, route.ids)
 
     def collect(self, gradients: RowGradients) -> None:
         """Keep gradients until the next step, which a loop may forget: the log says so then."""
@@ -357,7 +354,7 @@ class Session:
                 send()
             else:
                 sends = partial(self._send, send, self._prefetcher)
-                self._prefetcher.submit(sends, [(table, route) for table, route, _ in gradients])
+                self._prefetcher.submit(sends, [(table, route.ids) for table, route, _ in gradients])
 
     def _send(self, send: Callable[[], object], prefetcher: Prefetcher[Any]) -> None:
         """Push, and note which other rows it changed: a codec may add rows of its residual."""
@@ -388,7 +385,8 @@ class Session:
     def _accept(self, batch: PullBatch) -> LookupResults:
         """Hand rows to the model; they decide how old the gradients of the next step are."""
         if batch.versions is not None:
-            self._versions = np.minimum(self._versions, batch.versions)
+            for shard, version in batch.versions.items():
+                self._versions[shard] = min(self._versions.get(shard, version), version)
         if self._lost_leases is None:
             self._lost_leases = batch.lost_leases
         return batch.accept(self.clock)
@@ -530,7 +528,7 @@ class Session:
 
     def reset_read_versions(self) -> None:
         """Have the next step be as old as what is read from here on, as after an evaluation between two steps."""
-        self._versions, self._lost_leases = np.full_like(self._versions, NOT_READ), None
+        self._versions, self._lost_leases = {}, None
 
     @contextmanager
     def _past_codecs(self, dense: Sequence[DenseWeights]) -> Iterator[None]:

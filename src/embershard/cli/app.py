@@ -32,6 +32,7 @@ COMMANDS = {
     "snapshot": "Write all shards to a folder, or to remote storage, while they train.",
     "restore": "Read a snapshot into running shards, of any number.",
     "inspect": "Show what a snapshot holds; --verify checks every file.",
+    "log": "Show what a shard's log holds, or cut it.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
@@ -98,11 +99,11 @@ def run() -> None:
     try:
         app()
     except EmbershardError as error:
-        _fail(str(error))
+        fail(str(error))
     except OSError as error:
         if error.errno not in _NOT_OURS:
             raise
-        _fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
+        fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
     finally:
         _end_children()
 
@@ -114,8 +115,9 @@ def _end_children() -> None:
         child.terminate()
 
 
-def _fail(text: str) -> NoReturn:
+def fail(text: str, code: int = 1) -> NoReturn:
+    """End the command with an error message."""
     # what a file holds must not steer the terminal
     shown = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
     typer.echo(f"error: {shown}", err=True)
-    sys.exit(1)
+    sys.exit(code)

@@ -8,18 +8,34 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.user_code import check_user_code, try_job
+from embershard.deploy.attempts import (
+    AttemptPolicy,
+    Attempts,
+    AttemptStarted,
+    CheckpointSeen,
+    ErrorKind,
+    Event,
+    GiveUp,
+    Interrupted,
+    Restart,
+    ShardEnded,
+    WorkerEnded,
+)
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
-from embershard.proto.errors import CannotWrite, EmbershardError
+from embershard.proto.errors import CannotWrite, EmbershardError, ShardFailed, ShardUnavailable
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -30,6 +46,8 @@ from embershard.worker.reporting.log import make_folder
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
 
+_START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
+_RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
 _LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than the logs of a run take
 
 
@@ -87,7 +105,10 @@ def train(
     ] = False,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
-    """Train a job: start shards and workers here, show how it goes, end them all."""
+    """Train a job: start shards and workers here, show how it goes, end them all.
+
+    A job with checkpoints goes on from the latest one where a shard or a worker is lost (train.recover).
+    """
     if parent_pid:
         end_with_parent(parent_pid)
     given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
@@ -115,7 +136,8 @@ def train(
         _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
     except (EmbershardError, OSError) as error:
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
-        if isinstance(error, WorkerFailed) and ps is not None and settings.checkpoint.folder is not None:
+        stopped = isinstance(error, WorkerFailed | ShardUnavailable)
+        if stopped and ps is not None and settings.checkpoint.folder is not None:
             typer.echo(
                 f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True
             )
@@ -190,54 +212,147 @@ def _run(
     *,
     replace: bool,
 ) -> None:
-    """Start shards, unless there are some, and workers; wait for them, and end them all."""
-    with ended_by_signals(), contextlib.ExitStack() as stack:
-        watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
-        local = LocalShards(job.shards, imports=imports) if job.has_shards and ps is None else None
-        if ps is not None:
-            _meet_shards(ps, checkpoint, replace)
-        if local is not None:
-            stack.callback(local.close)
-            local.start()
-            watch = lambda: local.failure  # noqa: E731
-        # shards that outlive a run must not take the next one's workers for late ones of the last
-        command += ["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else []
-        command += ["--started-here"] if ps is None else []
-        if checkpoint is not None:
-            command += ["--resume", checkpoint.url]
-        running = LocalWorkers(
-            job.workers,
-            command,
-            folder,
-            elastic=job.elastic(job.workers),
-            restarts=job.train.restart_workers,
-            say=typer.echo,
-        )
-        stack.enter_context(running)
-        if local is not None:  # they start while the workers import torch
-            local.wait_until_serving()
-            ps = ",".join(local.addresses)
+    """Train the job to its end, and end all that was started for it."""
+    recoveries = Recoveries(folder, typer.echo)
+    started = _LocalJob(
+        job=job, command=command, folder=folder, ps=ps, imports=imports, replace=replace, recoveries=recoveries
+    )
+    with ended_by_signals():
+        started.train(checkpoint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LocalJob:
+    """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already."""
+
+    job: Job
+    command: Sequence[str]
+    folder: Path
+    ps: str | None
+    imports: Sequence[str]
+    replace: bool
+    recoveries: Recoveries
+
+    def train(self, checkpoint: Checkpoint | None) -> None:
+        """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
+        began = time.time()
+        attempts = Attempts(AttemptPolicy(recovers=self.job.recovers, owns_shards=self.ps is None))
+        timeout = _START_TIMEOUT
+        while True:
+            attempts.on(AttemptStarted(time.monotonic()))
+            try:
+                self._attempt(checkpoint, timeout)
+                return
+            except (ShardFailed, WorkerFailed, KeyboardInterrupt, SystemExit) as error:
+                event = _end_of(error)
+                if self.job.recovers and not isinstance(event, Interrupted):
+                    checkpoint = self._latest(began) or checkpoint
+                    if checkpoint is not None:
+                        attempts.on(CheckpointSeen(checkpoint.url, checkpoint.manifest.step))
+                decision = attempts.on(event)
+                if not isinstance(decision, Restart):
+                    if decision in (GiveUp.NO_PROGRESS, GiveUp.NO_CHECKPOINT):
+                        typer.echo(f"the job is not started again: {decision.value}", err=True)
+                    raise
+                url, step = (None, 0) if (seen := decision.checkpoint) is None else (seen.url, seen.step)
+                self.recoveries.begin(_first_line(error), url, step)
+            if self.ps is not None:
+                timeout = _RETURN_TIMEOUT
+                typer.echo(f"waiting up to {timeout.total_seconds():.0f} s for the shards at {self.ps}")
+            time.sleep(decision.pause.total_seconds())
+
+    def _attempt(self, checkpoint: Checkpoint | None, timeout: timedelta) -> None:
+        """Start shards, unless there are some, and workers; wait for them, and end them all."""
+        job, ps = self.job, self.ps
+        with contextlib.ExitStack() as stack:
+            local = LocalShards(job.shards, imports=self.imports) if job.has_shards and ps is None else None
+            if ps is not None:
+                _meet_shards(ps, checkpoint, self.replace, timeout)
+            if local is not None:
+                stack.callback(local.close)
+                local.start()
+            # shards that outlive a run must not take the next one's workers for late ones of the last
+            command = [*self.command, *(["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else [])]
+            command += ["--started-here"] if ps is None else []
             if checkpoint is not None:
-                _meet_shards(ps, checkpoint, replace)
-        if ps is not None:
-            running.connect(ps)
-        running.wait(watch)
-    if running.lost:
-        lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
-        typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
-    typer.echo(f"log: {folder / 'log.jsonl'}")
+                command += ["--resume", checkpoint.url]
+            running = LocalWorkers(
+                job.workers,
+                command,
+                self.folder,
+                elastic=job.elastic(job.workers),
+                restarts=job.train.restart_workers,
+                say=typer.echo,
+            )
+            stack.enter_context(running)
+            stack.callback(self.recoveries.stop)  # before the processes are ended, which may take a while
+            if local is not None:  # they start while the workers import torch
+                local.wait_until_serving()
+                ps = ",".join(local.addresses)
+                if checkpoint is not None:
+                    _restore_onto(local, checkpoint, self.replace)
+            if ps is not None:
+                running.connect(ps)
+            running.wait(lambda: self._look(local))
+        if running.lost:
+            lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
+            typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
+        if self.recoveries.made:
+            typer.echo(self.recoveries.summary())
+        typer.echo(f"log: {self.folder / 'log.jsonl'}")
+
+    def _look(self, local: LocalShards | None) -> EmbershardError | None:
+        """What is looked at while the workers train; the failure of a shard ends the wait for them."""
+        self.recoveries.look()
+        return None if local is None else local.failure
+
+    def _latest(self, began: float) -> Checkpoint | None:
+        """The latest checkpoint that this job has made; a folder may hold later steps of a run before it."""
+        from embershard.worker.checkpoint.checkpoint import checkpoint_at
+
+        assert self.job.checkpoint.folder is not None
+        found = checkpoint_at(self.job.checkpoint.folder)
+        return found if found is not None and found.manifest.time >= began else None
 
 
-def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool) -> None:
+def _end_of(error: BaseException) -> Event:
+    """What ended an attempt."""
+    now = time.monotonic()
+    match error:
+        case WorkerFailed(fields={"code": int() as code}):
+            return WorkerEnded(now, ErrorKind.of(code))
+        case ShardFailed(fields={"code": int() as code, "served": served}):
+            return ShardEnded(now, ErrorKind.KILLED if served else ErrorKind.of(code))
+    return Interrupted()
+
+
+def _first_line(error: BaseException) -> str:
+    """How an attempt ended, in short: a shard's or a worker's last lines follow in its log."""
+    what = str(error.fields["what"]) if isinstance(error, ShardFailed) else str(error).partition(";")[0]
+    return what.partition("\n")[0]
+
+
+def _restore_onto(local: LocalShards, checkpoint: Checkpoint, replace: bool) -> None:
+    """Restore shards that were just started; ShardFailed where one of them ends meanwhile."""
+    try:
+        _meet_shards(",".join(local.addresses), checkpoint, replace)
+    except EmbershardError as error:
+        if local.failure is not None:
+            raise local.failure from error
+        raise
+
+
+def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool, timeout: timedelta = _START_TIMEOUT) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
 
     Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them.
-    TablesInTheWay where the shards hold tables of another name, dim or optimizer, unless `replace` is true. RowsLost
-    where one shard lost its rows, and no checkpoint gives them back.
+    ShardUnavailable where one does not answer by the timeout. TablesInTheWay where the shards hold tables of another
+    name, dim or optimizer, unless `replace` is true. RowsLost where one shard lost its rows, and no checkpoint gives
+    them back.
     """
     from embershard.worker.client.client import Client
 
-    with contextlib.closing(Client.connect(parse_addresses(ps))) as client:
+    with contextlib.closing(Client.connect(parse_addresses(ps), timeout=timeout)) as client:
         if checkpoint is not None and checkpoint.manifest.snapshot:
             from embershard.worker.checkpoint.checkpoint import SNAPSHOT
             from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot

@@ -17,8 +17,10 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.app import fail
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.deploy import sessions
+from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
@@ -104,7 +106,8 @@ def worker(
 ) -> None:
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
 
-    Several workers connect at MASTER_ADDR and MASTER_PORT. Without any variable it is the only worker.
+    Several workers connect at MASTER_ADDR and MASTER_PORT. Without any variable it is the only worker. The exit code is
+    75 where a shard or another worker was lost, which a start from the last checkpoint may cure.
     """
     if parent_pid:
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
@@ -127,9 +130,19 @@ def worker(
     place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here)
     _prepare(settings, place)
     profile = profile and rank == 0
-    _train(
-        settings, job.parent, ps, place, imports=imports or (), output=folder, checkpoint=checkpoint, profile=profile
-    )
+    try:
+        _train(
+            settings,
+            job.parent,
+            ps,
+            place,
+            imports=imports or (),
+            output=folder,
+            checkpoint=checkpoint,
+            profile=profile,
+        )
+    except LOST_ERRORS as error:
+        fail(str(error), LOST_EXIT_CODE)
 
 
 @dataclass(frozen=True, slots=True)

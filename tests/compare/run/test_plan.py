@@ -82,6 +82,12 @@ def test_the_words_of_a_run_are_a_job_that_can_be_trained(job):
         assert not read.has_shards or read.network.bandwidth == task.bandwidth
 
 
+def test_runs_have_no_checkpoints_whatever_the_job_says_of_going_on_from_them(job):
+    job.write_text(JOB.replace("train: {", "train: {recover: true, "))
+    (task, *_) = plan_of(job, "none,fp16s", **THREE).judged()
+    assert job_of(job, task).recovers is False
+
+
 def test_speed_runs_are_short_steady_and_not_judged(plan, job):
     read = job_of(job, next(task for task in plan.judged() if (task.kind, task.arm) == ("speed", "dgc:0.01")))
     assert read.train.budget == ("steps", 50)

@@ -12,6 +12,7 @@ from embershard.proto.snapshot import manifest as module
 from embershard.proto.spec import SGD, Custom, Normal, TableSpec, Uniform
 
 GOLDEN = "dadbc712d5e3264d4d92e80af0ac390e71974baf47cf178d122d27ebfeccfa23"
+GOLDEN_2 = "a7d0b9c823ff7255317dfe800f737f671d52f86d1e262cf18e6d355de4deab61"
 FILE = "shard-{}-00000000000000ff/0-0.safetensors"
 SPEC = TableSpec(name="a/b", dim=3, optimizer=SGD(lr=0.5, momentum=0.9, nesterov=True), initializer=Uniform(), seed=7)
 OWN = TableSpec(
@@ -76,6 +77,17 @@ def test_the_bytes_of_a_manifest_stay_what_version_1_wrote():
     assert hashlib.sha256(GOOD).hexdigest() == GOLDEN
 
 
+def test_the_bytes_of_a_manifest_with_control_are_those_of_version_2():
+    tables = [["a/b", None, True, ["int8", "none"]]]
+    control = {"tables": tables, "lsn": 7, "nested": {"payload": b"\0", "seen": [1, 2]}}
+    parts = tuple(dataclasses.replace(part(shard), control=control) for shard in range(2))
+    data = module.pack_manifest(manifest(shards=parts))
+    assert hashlib.sha256(data).hexdigest() == GOLDEN_2
+    assert module.unpack_manifest(data, "m") == manifest(shards=parts)
+    assert parts[0].table_flags() == {"a/b": (True, ("int8", "none"))}
+    assert (msgpack.unpackb(data)["version"], msgpack.unpackb(GOOD)["version"]) == (2, 1)
+
+
 @pytest.mark.parametrize("codecs", [{}, {"push_codec": "topk:0.01+fp16s", "pull_codec": "mine:half"}])
 def test_a_part_survives_its_file(codecs):
     spec = dataclasses.replace(SPEC, **{name: CodecName.parse(text) for name, text in codecs.items()})
@@ -108,8 +120,8 @@ def test_other_peoples_files_are_no_manifest(foreign):
 
 
 def test_a_newer_version_says_upgrade_whatever_its_body_is():
-    with pytest.raises(SnapshotTooNew, match=r"version 2 .* reads up to 1; upgrade"):
-        module.unpack_manifest(sealed(version=2, body=b"\xc1"), "m")
+    with pytest.raises(SnapshotTooNew, match=r"version 3 .* reads up to 2; upgrade"):
+        module.unpack_manifest(sealed(version=3, body=b"\xc1"), "m")
 
 
 PATHS = ["../other/0-0.safetensors", "/etc/passwd", "shard-0-00000000000000ff/../../x.safetensors", ""]
@@ -144,6 +156,9 @@ def test_a_part_with_a_path_or_a_table_that_cannot_be_is_damaged(data, words):
         ({"created": "now"}, "float was expected"),
         ({"extra": None}, "dict was expected"),
         ({"shards": [plain(clock=True)]}, "'clock': int was expected, not bool"),
+        ({"shards": [plain(control=7)]}, "'control': dict was expected"),
+        ({"shards": [plain(control={})]}, "'control'"),
+        ({"shards": [plain(control={"tables": [["t"]]})]}, "'control'"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_names_the_field(fields, words):

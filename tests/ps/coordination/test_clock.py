@@ -268,19 +268,28 @@ class TestGathering:
 
     def test_what_waits_counts_for_the_memory_of_a_shard(self, job):
         job.together(3)
-        budget = job.shard._budget
+        budget = job.shard.core.budget
         empty = budget.used
         job.push(2, 0, last=False)
         job.leave(2)  # what it left behind takes no memory
         job.push(0, 0, ids=range(1000))
         assert job.status.used_bytes == empty + 1000 * (8 + 4 * DIM)  # ids and gradients
-        table = job.shard._tables.entry("items").table
+        table = job.shard.core.tables.entry("items").table
         budget.limit = budget.used + table.growth(1010) + 1000  # for its rows, and not for another thousand
         with pytest.raises(errors.TableFull):
             job.push(1, 0, ids=range(1000, 2000))
         job.push(1, 0, ids=(1, 2))
         assert job.status.tables[0].rows == 1000
         assert job.status.used_bytes == job.status.tables[0].bytes  # what was gathered has left the account
+
+    def test_what_was_accepted_is_applied_though_the_memory_is_needed_for_something_else_since(self, job):
+        job.together(2)
+        job.push(0, 0, ids=range(1000))
+        job.shard.core.budget.limit = 0
+        job.leave(1)
+        assert (job.status.failed_update, job.row(999)) == ("", [-1, -1])
+        with pytest.raises(errors.TableFull):
+            job.push(0, 1, ids=range(1000, 2000))
 
     def test_a_worker_too_far_ahead_waits_while_much_is_gathered(self, job, monkeypatch):
         monkeypatch.setattr(clock_module, "GATHER_BYTES", 10)
@@ -347,7 +356,7 @@ class TestFailedUpdates:
         apply = Table.apply
 
         def broken(error):
-            def once(*_):
+            def once(*_, **__):
                 monkeypatch.setattr(Table, "apply", apply)
                 raise error
 

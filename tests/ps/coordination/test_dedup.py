@@ -42,8 +42,13 @@ def test_a_shard_that_lost_its_memory_says_so_and_an_earlier_incarnation_is_fenc
 
 def test_an_incarnation_whose_first_push_was_refused_goes_on():
     dedup = Dedup()
-    for number in (1, 2):  # what the first asked for made no sense: nothing was recorded
-        assert dedup.find(PushToken(0, 1, number, number)) is None
+    assert dedup.find(PushToken(0, 1, 1, 1)) is None
+    with pytest.raises(MemoryLost):  # to ask changes nothing
+        dedup.find(PushToken(0, 1, 2, 2))
+    assert not dedup.knows(0, 1, 0)
+    assert [dedup.settle(0, 1, 1) for _ in range(2)] == [True, False]
+    assert dedup.find(PushToken(0, 1, 2, 2)) is None
+    assert [dedup.knows(0, epoch, seq) for epoch, seq in ((1, 1), (1, 2), (2, 1))] == [True, False, False]
 
 
 @pytest.mark.parametrize(

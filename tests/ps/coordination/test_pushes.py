@@ -47,7 +47,7 @@ class TestWholeOrNotAtAll:
 
     def records(self, shard):
         """The rows of both tables with their states."""
-        found = {table.spec.name: np.concatenate(table.records(IDS), axis=1) for table in shard._tables.opened()}
+        found = {table.spec.name: np.concatenate(table.records(IDS), axis=1) for table in shard.core.tables.opened()}
         return [found[name].tolist() for name in ("plain", "picky")]
 
     @pytest.mark.parametrize("order", [("plain", "picky"), ("picky", "plain"), ("picky", "picky")])

@@ -58,7 +58,7 @@ class Workers:
 
     @property
     def kept(self):
-        return list(self.shard._rendezvous._by_name)
+        return list(self.shard.core.rendezvous._by_name)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_what_is_remembered_and_what_waits_is_bounded(workers, monkeypatch):
     monkeypatch.setattr(module, "KEPT_NAMES", 2)
     for name in "de":
         workers.all_meet(name, workers=(0, 1, 2, 0, 1))
-    assert list(workers.shard._rendezvous._over) == ["c", "d"]
+    assert list(workers.shard.core.rendezvous._over) == ["c", "d"]
     monkeypatch.setattr(module, "MAX_BYTES", 9)
     monkeypatch.setattr(module, "MAX_OPEN", 3)
     assert [workers.meet(0, "x"), workers.meet(0, "y", 1), workers.meet(0, "x")] == ["1, 2"] * 3  # again is not more

@@ -131,7 +131,7 @@ def test_rows_for_which_there_is_no_room_come_whole(shard, reader, pusher, monke
 
 def test_what_nobody_asks_for_is_not_watched(shard, reader, pusher, monkeypatch):
     monkeypatch.setattr(changes, "IDLE_UPDATES", 5)
-    watched = shard._tables.entry("t").table
+    watched = shard.core.tables.entry("t").table
     for pushes in (5, 6, 5, 12):
         reader.read()
         assert watched.changes is not None
@@ -149,7 +149,7 @@ def test_where_a_version_is_of_another_life_or_before_a_restore_all_rows_come(sh
     other = make()
     Pusher(other).push(IDS, np.full((len(IDS), DIM), 3, np.float32))
     held = reader.rows.copy()
-    shard._install(Contents([other._tables.entry("t").table]))
+    shard._install(Contents([other.core.tables.entry("t").table]))
     Reader(shard).read()  # from here on the restored rows are watched
     assert reader.read() == reader.rows.size
     assert not np.array_equal(reader.rows, held)

@@ -320,13 +320,14 @@ def test_the_format_is_what_the_page_says(tmp_path):
     take_snapshot(client, str(tmp_path), "one", extra={"a": 1})
     name = (tmp_path / "LATEST").read_text().rstrip("\n")
     envelope = msgpack.unpackb((tmp_path / name / "manifest.msgpack").read_bytes())
-    assert (envelope["format"], envelope["version"]) == ("embershard snapshot", 1)
+    assert (envelope["format"], envelope["version"]) == ("embershard snapshot", 2)
     assert hashlib.sha256(envelope["body"]).digest() == envelope["sha256"]
     body = msgpack.unpackb(envelope["body"])
     assert set(body) == {"name", "created", "package", "shards", "extra"}
     found = {}
     for index, part in enumerate(body["shards"]):
-        assert set(part) == {"shard", "num_shards", "placement_epoch", "clock", "workers", "tables"}
+        assert set(part) == {"shard", "num_shards", "placement_epoch", "clock", "workers", "tables", "control"}
+        assert [flags[0] for flags in part["control"]["tables"]] == [table["spec"]["name"] for table in part["tables"]]
         assert part["shard"] == index
         for table in part["tables"]:
             for file in table["files"]:

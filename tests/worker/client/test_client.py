@@ -239,7 +239,10 @@ def test_large_calls_are_split_into_messages_the_shard_takes(make_wires):
 def test_messages_cover_every_row_once_in_order_and_within_the_limit(tables, limit):
     counts, sizes = [n for n, _ in tables], [size for _, size in tables]
     nothing, before = np.empty(0, np.int64), 3  # rows of shard 0
-    parts = [(f"{k}", Route(nothing, np.array([0, before, before + n]), nothing)) for k, n in enumerate(counts)]
+    parts = [
+        (f"{k}", Route(nothing, np.array([0, before, before + n]), nothing, space_key=0, epoch=1))
+        for k, n in enumerate(counts)
+    ]
     messages = split_into_messages(parts, 1, sizes, limit)
     assert all(messages)
     for message in messages:

@@ -1,19 +1,22 @@
 """Shards of which one has lost its rows do not go on as one job."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import embershard as es
-from embershard.proto.errors import InvalidRequest, OtherLineage, RowsLost
-from embershard.proto.messages import Declare, Hello, Restore
+from embershard.proto.codec.name import CodecName
+from embershard.proto.errors import InvalidRequest, MemoryLost, OtherLineage, RowsLost, ShardRestarted
+from embershard.proto.messages import Declare, Hello, Pull, Push, Restore, replace
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.spec import TableSpec
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.worker.checkpoint.snapshots import restore_snapshot, take_snapshot
+from embershard.worker.checkpoint.snapshots import restore_rows, restore_snapshot, take_snapshot
 from embershard.worker.client.membership import Terms
 from harness.raises import raises
-from harness.wires import Wires
+from harness.wires import Wires, lost
 
 SPEC = TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant())
 OTHER = TableSpec(name="other", dim=3, optimizer=es.SGD(lr=1.0))
@@ -192,3 +195,93 @@ def test_a_shard_refuses_a_declaration_for_another_lineage(job):
         assert OTHER.name not in [table.name for table in shard.status().tables]
     with pytest.raises(OtherLineage):  # with rows it takes no other
         job.wires[1].shard.handle(Declare(OTHER, lineage=7, begins_lineage=True))
+
+
+def recover(wire, **changes):
+    """Have the shard answer as the process that recovered its rows, or what `changes` say of them."""
+    greeting = wire.shard.greeting
+    wire.shard.greeting = replace(greeting, **{"instance": "another", "term": greeting.term + 1, **changes})
+
+
+def dies_once(wire, kind, **changes):
+    """A hook: the shard dies after it handled a request of this kind, and comes back before it is asked again."""
+    died = []
+
+    def die(request):
+        if isinstance(request, kind) and not died:
+            died.append(request)
+            recover(wire, **changes)
+            lost()
+
+    return die
+
+
+def rows_of(client):
+    route = make_route(IDS, SPEC.space_key, client.placement)
+    return client.pull([("t", route)])[0]
+
+
+def test_a_shard_that_recovered_our_rows_is_asked_again_with_the_same_tokens(job):
+    client = job.trained()
+    wire = job.wires[1]
+    wire.after = dies_once(wire, Push)
+    push(client, clock=1)
+    sent = [request for request in wire.seen if isinstance(request, Push)]
+    assert [request.token.seq for request in sent] == [1, 2, 2]
+    assert sent[1] is sent[2]
+    np.testing.assert_array_equal(rows_of(client), -2.0)
+    assert client.connections.recoveries == 1
+    push(client, clock=2)
+    np.testing.assert_array_equal(rows_of(client), -3.0)
+
+
+def test_a_shard_that_recovered_while_nothing_was_under_way_goes_on(job):
+    client = job.trained()
+    wire = job.wires[0]
+    wire.before = dies_once(wire, Pull)
+    np.testing.assert_array_equal(rows_of(client), -1.0)
+    assert client.connections.recoveries == 1
+
+
+def test_a_process_of_another_lineage_is_not_the_shard(job):
+    client = job.trained()
+    wire = job.wires[1]
+    wire.before = dies_once(wire, Pull, lineage=7)
+    with raises(ShardRestarted, shard="shard 1 at wire/1"):
+        rows_of(client)
+    assert client.connections.recoveries == 0
+
+
+def test_a_recovered_shard_that_lost_acknowledged_pushes_refuses_the_next_one(job):
+    client = job.trained()
+    push(client, clock=1)
+    wire = job.wires[1]
+    lineage, wire.shard = wire.shard.greeting.lineage, empty(1)
+    wire.shard.handle(Declare(SPEC, lineage=lineage, begins_lineage=True))
+    with raises(MemoryLost, worker=0):
+        push(client, clock=2)
+
+
+def test_what_a_restore_gave_the_shards_is_theirs_when_one_comes_back(job, tmp_path):
+    client = job.trained()
+    take_snapshot(client, str(tmp_path))
+    push(client, clock=1)
+    restore_rows(client, str(tmp_path), replace_tables=True)
+    wire = job.wires[0]
+    wire.before = dies_once(wire, Pull)
+    np.testing.assert_array_equal(rows_of(client), -1.0)
+
+
+def test_rows_that_are_pulled_as_changes_are_pulled_whole_after_a_recovery(job):
+    client = job.client()
+    client.declare(dataclasses.replace(SPEC, pull_codec=CodecName.parse("delta")), dense=True)
+    push(client)
+    route = make_route(IDS, SPEC.space_key, client.placement)
+    for _ in range(2):
+        client.pull([("t", route)])
+    wire = job.wires[1]
+    wire.before = dies_once(wire, Push)
+    push(client, clock=1)
+    client.pull([("t", route)])
+    since = [[r.tables[0].since for r in one.seen if isinstance(r, Pull)] for one in job.wires]
+    assert [(told[0], told[1] > 0, told[2]) for told in since] == [(0, True, 0)] * 2

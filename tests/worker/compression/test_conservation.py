@@ -379,7 +379,9 @@ def test_local_steps_push_differences_of_which_nothing_is_lost(codec, connect):
 
 def test_a_plain_push_sends_the_very_array_that_it_was_given(connect):
     pusher, rows = connect("none", shards=1), gradients(0, 3)
-    pusher.client.push([("t", Route(np.arange(3), np.array([0, 3]), np.arange(3)), rows)], clock=0)
+    pusher.client.push(
+        [("t", Route(np.arange(3), np.array([0, 3]), np.arange(3), space_key=0, epoch=1), rows)], clock=0
+    )
     (part,) = pusher.shards[0].pushes[0].tables
     assert part.gradients.base is rows
     assert (part.codec, part.packed) == ("", None)

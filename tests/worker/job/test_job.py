@@ -99,6 +99,11 @@ SAID = [
     (SPLITS, "data.splits=3", "workers", 3),
     (SPLITS, "workers=2; train.restart_workers=1", "workers", 2),
     (SPLITS, "workers=1", "workers", 1),
+    # a job goes on by itself from its checkpoints, where it has some
+    (GOOD, "", "recovers", False),
+    (GOOD, "checkpoint.folder=here", "recovers", True),
+    (GOOD, "checkpoint.folder=here; train.recover=true", "recovers", True),
+    (GOOD, "checkpoint.folder=here; train.recover=false", "recovers", False),
     (SPLITS, "dense.mode=ddp; data.splits=null", "workers", 3),
     (SPLITS, "data.splits=null; train.steps=10", "workers", 3),
     (CODECS, "", "compression", None),
@@ -435,6 +440,7 @@ model={name: deepfm, batch_norm: true}; train.batch_size=1 -> train.batch_size: 
 data.valid=walid.csv -> data.valid: no file
 data.stream=true; train.lr_schedule={name: cosine} -> train.lr_schedule.name: cosine needs the number of steps
 checkpoint.every=1; checkpoint.keep=3 -> checkpoint.every: has no meaning without -> checkpoint.keep: has no meaning
+train.recover=true -> train.recover: goes on from checkpoints: name a checkpoint.folder
 checkpoint={best: false, restore_best: true} -> checkpoint.restore_best: the best weights are not kept
 data.valid=null; train.early_stop=null; train.lr_schedule={name: constant}; checkpoint.best=true -> checkpoint.best:
 """

@@ -12,14 +12,18 @@ from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
 from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 
 SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), initializer=Constant(), id_space="dense")
-SCATTERED = Placement(1, 3, np.random.default_rng(0).integers(0, 3, NUM_BUCKETS).astype(np.uint16))
+SCATTERED = Placement(1, (0, 1, 2), np.random.default_rng(0).integers(0, 3, NUM_BUCKETS).astype(np.uint16))
 PLACEMENTS = [Placement.even(1), Placement.even(2), Placement.even(4), SCATTERED]
 
 
-def make(placement):
+def make(placement, before=None):
+    """A model whose weights are routed by a placement, which takes the place of another one where one is given."""
     model = nn.Sequential(nn.Linear(70, 50), nn.Linear(50, 3, bias=False), nn.Conv2d(3, 5, 2))
     model[2].to(memory_format=torch.channels_last)
-    return model, DenseWeights(SPEC, list(model.named_parameters()), placement)
+    dense = DenseWeights(SPEC, list(model.named_parameters()), before or placement)
+    dense.gradients()
+    dense.place(placement)
+    return model, dense
 
 
 def on_shards(dense, values, route):
@@ -28,11 +32,12 @@ def on_shards(dense, values, route):
     return np.array([found[int(id_)] for id_ in route.ids])
 
 
+@pytest.mark.parametrize("before", [None, Placement.even(3), SCATTERED], ids=["first", "even", "scattered"])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: f"{p.num_shards}")
 @pytest.mark.parametrize("trained", [(True,) * 5, (True, False, True, False, True), (False,) * 4 + (True,)])
-def test_gradients_and_pulled_rows_find_their_parameters(placement, trained):
-    model, dense = make(placement)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+def test_gradients_and_pulled_rows_find_their_parameters(placement, before, trained):
+    model, dense = make(placement, before)
+    first = [parameter.detach().clone() for parameter in model.parameters()]
     values = dense.values().copy()
     dense.accept(dense.reads(), on_shards(dense, values, dense.reads()), clock=0)
     steps = []
@@ -49,7 +54,7 @@ def test_gradients_and_pulled_rows_find_their_parameters(placement, trained):
         values[row_of[int(id_)]] -= gradient
     assert len(route.ids) == len(dense.reads().ids)
     dense.accept(dense.reads(), on_shards(dense, values, dense.reads()), clock=1)
-    for parameter, start, step in zip(model.parameters(), before, steps, strict=True):
+    for parameter, start, step in zip(model.parameters(), first, steps, strict=True):
         assert torch.equal(parameter.detach(), start - step)
 
 

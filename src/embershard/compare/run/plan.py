@@ -175,6 +175,7 @@ class ComparisonPlan:
         found, job = self.arms[arm]
         settings = [*self.experiment.overrides, *found.settings, f"train.seed={seed}"]
         settings += ["checkpoint={best: false}"]  # its folder would be that of all runs, and writing takes time
+        settings += ["train.recover=null"] if job.train.recover else []
         if can_be_limited(job):
             emulated = self.experiment.link == "token bucket"
             settings.append(f"network.bandwidth={bandwidth if emulated else UNLIMITED}")

@@ -1,0 +1,160 @@
+"""The state of a shard: one event after the other changes it, and nothing else does.
+
+It knows no time, no thread, no socket, no file, and no random number that would show. So the same events in the same
+order give the same rows, bit for bit, in another process and on another machine: what a replay, a recovery and a
+replica rely on. How much memory there is, and whose lease ran out, is decided before an event is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
+from embershard.proto.codec.user_defined import CodecRegistry
+from embershard.proto.errors import OtherLineage
+from embershard.proto.messages import Compress, Declare, Join, Leave, Load, Rendezvous, TakeSplit, replace
+from embershard.proto.routing import Placement
+from embershard.ps.compression_settings import CompressionSettings
+from embershard.ps.coordination.clock import Clock, Plain
+from embershard.ps.coordination.data_splits import Splits
+from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.outcome import Outcome
+from embershard.ps.coordination.pushes import Pushes
+from embershard.ps.coordination.rendezvous import RendezvousRegistry
+from embershard.ps.events import Event, Expired, PushEvent, Settled, TablesRestored
+from embershard.ps.memory import MemoryBudget
+from embershard.ps.restore import Contents
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
+from embershard.ps.table.tables import Tables
+
+
+class Core:
+    """The state of shard `shard` of a placement, for one thread.
+
+    `decoding` runs while payloads are decoded, for whoever measures it.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        placement: Placement,
+        optimizers: OptimizerRegistry,
+        *,
+        codecs: CodecRegistry | None = None,
+        budget: MemoryBudget | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        decoding: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self.shard = shard
+        self.lineage = 0
+        self.lsn = 0  # events that have changed the state
+        self.budget = MemoryBudget() if budget is None else budget
+        self.tables = Tables(shard, placement, optimizers, decoding or nullcontext(), codecs, self.budget)
+        self.compression = CompressionSettings(self.tables, self.tables.check_codec)
+        self.clock = Clock(self.budget)
+        self.pushes = Pushes(self.tables, self.clock, max_message_bytes)
+        self.rendezvous = RendezvousRegistry(self.clock, max_message_bytes)
+        self.splits = Splits(self.clock)
+        self._max_message_bytes = max_message_bytes
+
+    def apply(self, event: Event) -> Outcome:
+        """What an event makes of the state; EmbershardError or MustWait where it is refused and changes nothing."""
+        reply, changed, error, waiting, _, _ = self._apply(event)
+        self.lsn += changed
+        return Outcome(reply, changed, error, waiting, self.clock.updates.version, self.clock.open)
+
+    def control(self, *, payloads: bool = True) -> Plain:
+        """All of the state but the rows, in values that msgpack can say.
+
+        Of gradients that wait for their clock there are only the numbers of their events ("clock", "pending"): see
+        `gather_again`. Without `payloads` rendezvous are left out that workers still ask for, which may be large.
+        """
+        return {
+            "lsn": self.lsn,
+            "lineage": self.lineage,
+            "tables": self.tables.flags(),
+            "clock": self.clock.control(),
+            "pushes": self.pushes.control(),
+            "rendezvous": self.rendezvous.control(payloads=payloads),
+            "splits": self.splits.control(),
+            "compression": self.compression.control(),
+        }
+
+    def restore(self, control: Plain, tables: Sequence[Table]) -> None:
+        """Be, as a new one, in the state that `control` and the rows of these tables say."""
+        self.lsn, self.lineage = control["lsn"], control["lineage"]
+        self.tables.restore(tables, control["tables"])
+        for name in ("clock", "pushes", "rendezvous", "splits", "compression"):
+            getattr(self, name).restore(control[name])
+
+    def gather_again(self, lsn: int, event: PushEvent) -> None:
+        """Keep event number `lsn` for its clock, as `control` says that it was; after `restore`, in their order."""
+        self.pushes.gather_again(event.push, event.ids, lsn)
+
+    def _apply(self, event: Event) -> Outcome:
+        match event:
+            case PushEvent():
+                return self.pushes.take(event.push, event.ids, self.lsn + 1)
+            case Load():
+                return self.pushes.load(event)
+            case Declare():
+                return self._declare(event)
+            case Join():
+                return self._join(event)
+            case Leave():
+                return self._leave(event)
+            case Expired():
+                return Outcome(changed=self.clock.expire(event.worker, event.epoch))
+            case Settled():
+                return Outcome(changed=self.pushes.dedup.settle(event.worker, event.epoch, event.seq))
+            case Rendezvous():
+                return self.rendezvous.join(event)
+            case TakeSplit():
+                return self.splits.take(event)
+            case Compress():
+                return self.compression.answer(event, job_goes_on=bool(self.clock.members))
+            case TablesRestored():
+                self._restore(event.contents)
+                return Outcome()
+
+    def _declare(self, request: Declare) -> Outcome:
+        lineage, before = self._lineage_after(request), self.lineage
+        reply, changed = self.tables.declare(request)
+        self.lineage = lineage
+        return Outcome(replace(reply, lineage=lineage), changed or lineage != before)
+
+    def _lineage_after(self, request: Declare) -> int:
+        """The lineage once a table is declared; OtherLineage. Shard 0 keeps what it has: the others take that of it."""
+        own, first = self.lineage, self.shard == 0
+        if request.lineage in (0, own):
+            return own
+        if request.begins_lineage and (not own or (not first and not self.tables.have_rows())):
+            return request.lineage
+        if request.begins_lineage and first:
+            return own
+        raise OtherLineage(got=own, want=request.lineage)
+
+    def _join(self, request: Join) -> Outcome:
+        self.pushes.dedup.fence(request.worker, request.epoch)
+        job = self.clock.job
+        reply = self.clock.join(request)
+        if self.clock.job != job:  # what the last one left behind
+            self.rendezvous = RendezvousRegistry(self.clock, self._max_message_bytes)
+            self.splits = Splits(self.clock)
+            self.compression.forget()
+        return Outcome(reply)
+
+    def _leave(self, request: Leave) -> Outcome:
+        generation = self.clock.generation
+        reply = self.clock.leave(request)
+        return Outcome(reply, self.clock.generation != generation)
+
+    def _restore(self, contents: Contents) -> None:
+        self.tables.replace(contents.tables, contents.flags)
+        self.lineage = contents.lineage
+        self.pushes.dedup = Dedup.of(contents.workers)
+        self.compression.forget()
+        self.clock.failed = None  # the rows that it left half changed are gone
+        self.clock.updates.version += 1  # what anybody read before is of another version

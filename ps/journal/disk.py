@@ -1,0 +1,224 @@
+"""What a log needs of a disk, and the disk of this machine; a simulated one takes its place in tests."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_MAX_PIECES = 1024  # IOV_MAX of Linux: what one pwritev takes
+
+
+class DiskFile(Protocol):
+    """An open file."""
+
+    def size(self) -> int:
+        """Bytes of it."""
+        ...
+
+    def pread(self, num_bytes: int, offset: int) -> bytes:
+        """The bytes at an offset; fewer only at the end of the file."""
+        ...
+
+    def pwritev(self, pieces: Sequence[ReadableBuffer], offset: int) -> None:
+        """Write all pieces, one behind the other. After an error, any part of them may be written."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk, and what is needed to read it."""
+        ...
+
+    def truncate(self, num_bytes: int) -> None:
+        """Set its size; new bytes are 0."""
+        ...
+
+    def close(self) -> None:
+        """Give it back."""
+        ...
+
+
+class DiskLock(Protocol):
+    """The lock of a folder, until it is closed or its process ends."""
+
+    def is_held(self) -> bool:
+        """Whether it is still this process's: a network drive may lose a lock without a word."""
+        ...
+
+    def close(self) -> None:
+        """Give it back."""
+        ...
+
+
+class Disk(Protocol):
+    """The files of a machine. All methods raise OSError."""
+
+    def list(self, folder: Path) -> list[str]:
+        """Names in a folder."""
+        ...
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it, where they are missing."""
+        ...
+
+    def open(self, path: Path, *, write: bool = False, create: bool = False) -> DiskFile:
+        """Open a file; one that `create` makes must be new."""
+        ...
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file another name, in place of the file that has it."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        ...
+
+    def sync_folder(self, folder: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+        ...
+
+    def lock(self, path: Path) -> DiskLock:
+        """Lock by this file; BlockingIOError, with its holder, while another process does."""
+        ...
+
+    def free_bytes(self, folder: Path) -> int:
+        """Bytes that this process may still write there."""
+        ...
+
+    def boot_id(self) -> int:
+        """A number that the machine gets anew with each start; 0 where it is not known."""
+        ...
+
+
+class LocalDisk:
+    """The file systems of this machine."""
+
+    def list(self, folder: Path) -> list[str]:
+        """Names in a folder."""
+        return os.listdir(folder)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it, where they are missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def open(self, path: Path, *, write: bool = False, create: bool = False) -> DiskFile:
+        """Open a file; one that `create` makes must be new."""
+        flags = os.O_RDWR if write else os.O_RDONLY
+        return _LocalFile(os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | os.O_CLOEXEC, 0o644))
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file another name, in place of the file that has it."""
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def sync_folder(self, folder: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def lock(self, path: Path) -> DiskLock:
+        """Lock by this file; BlockingIOError, with its holder, while another process does."""
+        return _LocalLock(path)
+
+    def free_bytes(self, folder: Path) -> int:
+        """Bytes that this process may still write there."""
+        return shutil.disk_usage(folder).free
+
+    def boot_id(self) -> int:
+        """A number that the machine gets anew with each start; 0 where it is not known."""
+        with suppress(OSError):
+            return xxh3_64_intdigest(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+        return 0
+
+
+class _LocalFile:
+    """A file descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def pread(self, num_bytes: int, offset: int) -> bytes:
+        data = os.pread(self._descriptor, num_bytes, offset)
+        if len(data) == num_bytes or not data:
+            return data
+        return data + self.pread(num_bytes - len(data), offset + len(data))  # a signal, or 2 GiB: Linux's limit
+
+    def pwritev(self, pieces: Sequence[ReadableBuffer], offset: int) -> None:
+        for start in range(0, len(pieces), _MAX_PIECES):
+            batch = pieces[start : start + _MAX_PIECES]
+            want = sum(memoryview(piece).nbytes for piece in batch)
+            done = os.pwritev(self._descriptor, batch, offset)
+            if done < want:
+                self._write_rest(b"".join(batch), done, offset)
+            offset += want
+
+    def _write_rest(self, data: bytes, done: int, offset: int) -> None:
+        """Write what a short write left: where the disk is full, the next one says so."""
+        while done < len(data):
+            done += os.pwrite(self._descriptor, memoryview(data)[done:], offset + done)
+
+    def sync(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def truncate(self, num_bytes: int) -> None:
+        os.ftruncate(self._descriptor, num_bytes)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _LocalLock:
+    """A lock by flock(2); the file says whose it is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take()
+            self._words = f"{os.getpid()} {socket.gethostname()} {secrets.token_hex(8)}\n".encode()
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, self._words, 0)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            process, _, machine = os.pread(self._descriptor, 200, 0).decode(errors="replace").partition(" ")
+            holder = f"process {process} on {machine.partition(' ')[0]}" if machine else "another process"
+            raise BlockingIOError(errno.EWOULDBLOCK, holder) from None
+        with self._path.open() as other:  # some network drives grant every lock
+            with suppress(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                raise OSError(errno.ENOLCK, "its file system grants one lock to two")
+
+    def is_held(self) -> bool:
+        try:
+            return self._path.read_bytes() == self._words
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,257 @@
+"""The folder of a shard's log: locked, read, cut where it ends, and continued."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Self
+
+from embershard.proto.errors import LogDamaged, LogLocked, LogUnusable
+from embershard.ps.journal.disk import Disk, DiskLock, LocalDisk
+from embershard.ps.journal.journal import Journal
+from embershard.ps.journal.manifest import MANIFEST, LogBase, LogManifest, read_manifest, write_manifest
+from embershard.ps.journal.reader import LoggedRecord, LogPosition, LogReader
+from embershard.ps.journal.record import HEADER_BYTES
+from embershard.ps.journal.segments import LOCK, SEGMENT_BYTES, SegmentName, SegmentWriter, is_spare, random_id
+
+DurabilityMode = Literal["log", "fsync"]
+
+_log = logging.getLogger(__name__)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def log_folder(log_dir: Path, shard: int) -> Path:
+    """The folder of a shard in the folder of all logs."""
+    return log_dir / f"shard-{shard}"
+
+
+@dataclass(frozen=True, slots=True)
+class LostRecords:
+    """The records that a cut takes: how many of each kind, their bytes, and the highest LSN (0: none)."""
+
+    kinds: Mapping[int, int]
+    num_bytes: int
+    last_lsn: int
+
+
+class LogFolder:
+    """A log that this process has locked. Close it after use.
+
+    Read its `records`, then `begin` to append; or `cut` it. LogLocked, LogUnusable, LogDamaged, LogTooNew.
+    """
+
+    def __init__(self, folder: Path, disk: Disk, lock: DiskLock, manifest: LogManifest, new_id: Callable[[], int]):
+        self.folder = folder
+        self.manifest = manifest
+        self._disk = disk
+        self._lock = lock
+        self._new_id = new_id
+        self._reader: LogReader | None = None
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        shard: int,
+        num_shards: int,
+        lineage: int = 0,
+        modules: Mapping[str, str] | None = None,
+        package: str = "",
+        disk: Disk | None = None,
+        new_id: Callable[[], int] = random_id,
+    ) -> Self:
+        """Lock the log of a shard, and begin one where there is none.
+
+        `modules` is the sha256 of each module with the user's row functions and codecs. LogMismatch where it is not the
+        log of this shard, lineage (0: any) and code.
+        """
+        disk = disk or LocalDisk()
+        modules = modules or {}
+        with _named(folder):
+            disk.make_folder(folder)
+        lock = _locked(disk, folder)
+        try:
+            with _named(folder):
+                manifest = read_manifest(disk, folder)
+                if manifest is None:
+                    _refuse_segments(disk, folder)
+                    manifest = LogManifest(lineage or new_id(), shard, num_shards, modules=modules, package=package)
+                    write_manifest(disk, folder, manifest)
+            manifest.check(folder, shard, num_shards, lineage, modules)
+            known = {**manifest.modules, **modules}
+            return cls(folder, disk, lock, replace(manifest, modules=known, package=package), new_id)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def existing(cls, folder: Path, *, disk: Disk | None = None) -> Self:
+        """Lock a log that is there, whosever it is. LogUnusable where none is."""
+        disk = disk or LocalDisk()
+        manifest = manifest_of(folder, disk)
+        return cls(folder, disk, _locked(disk, folder), manifest, random_id)
+
+    @property
+    def reader(self) -> LogReader:
+        """The reader of the log as it was when it was locked."""
+        if self._reader is None:
+            with _named(self.folder):
+                self._reader = LogReader(self._disk, self.folder, self.manifest)
+        return self._reader
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
+
+    def records(self, from_lsn: int = 0) -> Iterator[LoggedRecord]:
+        """The records from an LSN on. LogDamaged."""
+        with _named(self.folder):
+            yield from self.reader.records(from_lsn)
+
+    def begin(self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES) -> Journal:
+        """Go on behind the last record, in a new term. All records must have been read. LogUnusable without room."""
+        end = self.reader.end
+        assert end is not None, "read the records to their end first"
+        with _named(self.folder):
+            self._check_room(segment_bytes)
+            if end.state == "unsynced":
+                _log.warning(
+                    "%s: the machine was started anew before everything was written; the log ends before LSN %d, %d "
+                    "records behind it are given up", self.folder, end.position.lsn, end.lost_records
+                )  # fmt: skip
+            kept = self._cut(end.position)
+            if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
+                self._sync(kept)
+            self.write_manifest(replace(self.manifest, term=self.manifest.term + 1))
+            segments = SegmentWriter(
+                self._disk,
+                self.folder,
+                self._lock,
+                shard=self.manifest.shard,
+                lineage=self.manifest.lineage,
+                syncs=mode == "fsync",
+                segments=kept,
+                previous=self.reader.id_before(end.position),
+                segment_bytes=segment_bytes,
+                new_id=self._new_id,
+            )
+        return Journal(segments, next_lsn=end.position.lsn, term=self.manifest.term)
+
+    def recycle(self, journal: Journal, bases: tuple[LogBase, ...]) -> None:
+        """Give up the events below what the last of these bases needs, and all other bases. They must be on disk."""
+        redo_lsn = bases[-1].redo_lsn
+        self.write_manifest(replace(self.manifest, first_lsn=redo_lsn, bases=bases))
+        journal.segments.recycle(redo_lsn)
+
+    def write_manifest(self, manifest: LogManifest) -> None:
+        """Put another manifest in the place of the folder's."""
+        write_manifest(self._disk, self.folder, manifest)
+        self.manifest = manifest
+
+    def lost_by_cut(self, lsn: int) -> LostRecords:
+        """What `cut` at this LSN takes, intact records behind damage included. LogDamaged below it."""
+        kinds: Counter[int] = Counter()
+        num_bytes = last_lsn = 0
+        with _named(self.folder):
+            for record in self.reader.intact_behind(self.reader.find(lsn)):
+                kinds[record.header.kind] += 1
+                num_bytes += record.header.num_bytes
+                last_lsn = max(last_lsn, record.header.lsn)
+        return LostRecords(kinds, num_bytes, last_lsn)
+
+    def cut(self, lsn: int) -> None:
+        """Remove all records from this LSN on. LogDamaged below it; LogUnusable where a base needs it."""
+        needed = max((base.lsn for base in self.manifest.bases), default=self.manifest.first_lsn - 1)
+        if lsn <= needed:
+            reason = f"it cannot be cut at LSN {lsn}: the shard's image has all events up to {needed}"
+            raise LogUnusable(path=str(self.folder), reason=reason)
+        with _named(self.folder):
+            self._sync(self._cut(self.reader.find(lsn)))
+        self._reader = None
+
+    def _cut(self, position: LogPosition) -> list[SegmentName]:
+        """Remove what is behind a place, the last file first, so that at no time a gap is left; what is kept.
+
+        A segment without a record goes, too: the next one begins at its LSN.
+        """
+        kept = []
+        first_lsn = position.lsn if position.segment is None else position.segment.first_lsn
+        for segment in reversed(self.reader.segments):
+            is_here = segment.name == position.segment and position.offset > HEADER_BYTES
+            if segment.name.first_lsn >= first_lsn and not is_here:
+                self._disk.remove(segment.path)
+                continue
+            kept.append(segment.name)
+            if is_here and segment.size > position.offset:
+                file = self._disk.open(segment.path, write=True)
+                try:
+                    file.truncate(position.offset)
+                finally:
+                    file.close()
+        self._disk.sync_folder(self.folder)
+        return kept[::-1]
+
+    def _check_room(self, segment_bytes: int) -> None:
+        """LogUnusable where not one segment has room."""
+        free = self._disk.free_bytes(self.folder)
+        if free < segment_bytes and not any(map(is_spare, self._disk.list(self.folder))):
+            reason = f"a segment takes {segment_bytes} bytes and {free} are free; make room, or choose another folder"
+            raise LogUnusable(path=str(self.folder), reason=reason)
+
+    def _sync(self, names: list[SegmentName]) -> None:
+        for name in names:
+            file = self._disk.open(self.folder / str(name), write=True)
+            try:
+                file.sync()
+            finally:
+                file.close()
+
+
+def manifest_of(folder: Path, disk: Disk) -> LogManifest:
+    """The manifest of a log that is there. LogUnusable where none is, LogDamaged, LogTooNew."""
+    with _named(folder):
+        try:
+            manifest = read_manifest(disk, folder)
+        except (FileNotFoundError, NotADirectoryError):
+            manifest = None
+        if manifest is None:
+            raise LogUnusable(path=str(folder), reason=f"it has no {MANIFEST}; name the folder of one shard's log")
+    return manifest
+
+
+def _refuse_segments(disk: Disk, folder: Path) -> None:
+    """LogDamaged where segments are there although the manifest is not."""
+    names = sorted(filter(None, map(SegmentName.parse, disk.list(folder))))
+    if names:
+        remedy = "Restore it from a copy of the folder, or begin a new log in another folder"
+        path, lsn = str(folder / MANIFEST), names[0].first_lsn
+        raise LogDamaged(path=path, offset=0, lsn=lsn, reason="it is missing, but segments are here", remedy=remedy)
+
+
+def _locked(disk: Disk, folder: Path) -> DiskLock:
+    with _named(folder):
+        try:
+            return disk.lock(folder / LOCK)
+        except BlockingIOError as error:
+            raise LogLocked(path=str(folder), holder=error.strerror or "another process") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            reason = f"its file system has no locks that hold ({error.strerror}); choose a folder on a local disk"
+            raise LogUnusable(path=str(folder), reason=reason) from None
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Name the folder in what the system says about it."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror or error}; correct that, or choose another folder"
+        raise LogUnusable(path=error.filename or str(folder), reason=reason) from error

@@ -1,0 +1,297 @@
+"""The records of a log in their order, and how it ends: cleanly, torn, or damaged.
+
+A record counts if it is intact and its LSN is the next one. The first that does not ends the log, unless something
+intact behind it shows that it was written whole once. What that proves depends on how it was written:
+
+- synced: a group was on the disk before the next one was written. A record of the same group proves nothing: the disk
+  takes the pages of a group in any order. One of a later group, or a later segment, proves damage.
+- not synced, and the machine has not started anew since: the kernel has all that was written, in order. Any record
+  behind proves damage.
+- not synced, and the machine has started anew: it may have lost power before the kernel wrote everything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from embershard.proto.errors import LogDamaged, LogMismatch, LogTooNew
+from embershard.ps.journal.disk import Disk
+from embershard.ps.journal.manifest import LogManifest
+from embershard.ps.journal.record import (
+    HEADER_BYTES,
+    RECORD_MAGIC,
+    VERSION,
+    RecordHeader,
+    SegmentFlag,
+    SegmentHeader,
+    find_headers,
+    is_intact,
+    read_record_header,
+    read_segment_header,
+    tag_of,
+)
+from embershard.ps.journal.segments import SegmentName
+
+_WINDOW_BYTES = 4 * 2**20
+
+
+class LoggedRecord(NamedTuple):
+    """A record as it was found; `body` stays valid."""
+
+    header: RecordHeader
+    body: memoryview
+    segment: SegmentName
+    offset: int
+
+
+class LogPosition(NamedTuple):
+    """A place in a log, at which LSN `lsn` begins or is due. `segment` is None in a log without segments."""
+
+    lsn: int
+    segment: SegmentName | None
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogEnd:
+    """How a log ends. `torn`: within a record that was not written whole. `unsynced`: with the machine's power.
+
+    `lost_records` are those that are still intact behind the end of an unsynced log.
+    """
+
+    position: LogPosition
+    state: Literal["clean", "torn", "unsynced"]
+    lost_records: int = 0
+
+
+@dataclass(slots=True)
+class StoredSegment:
+    """A segment's file; `header` is None where it has none that is its own."""
+
+    name: SegmentName
+    path: Path
+    size: int = 0
+    header: SegmentHeader | None = None
+
+
+class LogReader:
+    """Reads the log in a folder, without changing it.
+
+    LogMismatch where a segment is another log's, LogTooNew.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, manifest: LogManifest) -> None:
+        self.folder = folder
+        self.end: LogEnd | None = None  # once all records were read
+        self._disk = disk
+        self._boot = disk.boot_id()
+        self._manifest = manifest
+        self._position = LogPosition(manifest.first_lsn, None, 0)
+        names = sorted(filter(None, map(SegmentName.parse, disk.list(folder))))
+        self.segments = [self._stored(name) for name in names]  # by LSN
+        self._by_first_lsn = defaultdict(list)
+        for segment in self.segments:
+            self._by_first_lsn[segment.name.first_lsn].append(segment)
+
+    def records(self, from_lsn: int = 0) -> Iterator[LoggedRecord]:
+        """The records from an LSN on, to the end of the log, which `end` describes then. LogDamaged."""
+        yield from self._walk(max(from_lsn, self._manifest.first_lsn))
+        self.end = self._end(self._position)
+
+    def find(self, lsn: int) -> LogPosition:
+        """The place of a record, or the end of the log where it has none of this LSN. LogDamaged before it."""
+        for _ in self._walk(self._manifest.first_lsn, stop_at=lsn):
+            pass
+        if self._position.lsn < lsn:
+            self._end(self._position)
+        return self._position
+
+    def id_before(self, position: LogPosition) -> int:
+        """The id of the last segment with a record before a place; 0 where there is none."""
+        if position.segment is None or position.offset > HEADER_BYTES:
+            return position.segment.id if position.segment else 0
+        here = next(segment for segment in self.segments if segment.name == position.segment)
+        return here.header.previous if here.header else 0
+
+    def intact_behind(self, position: LogPosition) -> Iterator[LoggedRecord]:
+        """All intact records at and behind a place, of this LSN or a higher one, whatever lies between them."""
+        for segment in self._from(position):
+            yield from self._intact(segment, position.offset if segment.name == position.segment else 0, position.lsn)
+
+    def _stored(self, name: SegmentName) -> StoredSegment:
+        segment = StoredSegment(name, self.folder / str(name))
+        with closing(self._disk.open(segment.path)) as file:
+            segment.size = file.size()
+            header = read_segment_header(file.pread(HEADER_BYTES, 0))
+        if header is None or (header.first_lsn, header.id) != name:  # of an earlier use of the file
+            return segment
+        if header.version > VERSION:
+            raise LogTooNew(path=str(segment.path), got=header.version, want=VERSION)
+        for what, got, want in (
+            ("shard", str(header.shard), str(self._manifest.shard)),
+            ("lineage", f"{header.lineage:016x}", f"{self._manifest.lineage:016x}"),
+        ):
+            if got != want:
+                raise LogMismatch(path=str(segment.path), what=what, got=got, want=want)
+        segment.header = header
+        return segment
+
+    def _walk(self, from_lsn: int, stop_at: int | None = None) -> Iterator[LoggedRecord]:
+        """The records from an LSN on; `_position` is the place of the first that is missing, or of `stop_at`."""
+        segment = self._first(from_lsn)
+        while segment is not None:
+            lsn, following = segment.name.first_lsn, None
+            with closing(_SegmentBytes(self._disk, segment)) as data:
+                offset = HEADER_BYTES if segment.header else 0
+                while offset and lsn != stop_at:
+                    if following := self._following(segment, lsn):
+                        break
+                    record = data.record(offset, lsn)
+                    if record is None:
+                        # damage below `from_lsn` does not matter
+                        start = self._offset_of(segment, offset, from_lsn) if lsn < from_lsn else 0
+                        if not start:
+                            break
+                        lsn, offset = from_lsn, start
+                        continue
+                    if lsn >= from_lsn:
+                        yield record
+                    lsn += 1
+                    offset += record.header.num_bytes
+            self._position = LogPosition(max(lsn, from_lsn), segment.name, offset)
+            segment = following
+
+    def _first(self, lsn: int) -> StoredSegment | None:
+        """The segment in which an LSN is; None in a log without segments."""
+        candidates = [segment for segment in self.segments if segment.name.first_lsn <= lsn]
+        # one without a header may be empty, and of the same first LSN as the next
+        if found := [segment for segment in candidates if segment.header] or candidates:
+            return found[-1]
+        return None
+
+    def _following(self, segment: StoredSegment, lsn: int) -> StoredSegment | None:
+        """The segment that continues this one at an LSN."""
+        for other in self._by_first_lsn.get(lsn, ()):
+            if other.header and other.header.previous == segment.name.id:
+                return other
+        return None
+
+    def _from(self, position: LogPosition) -> Iterator[StoredSegment]:
+        """The segment of a place, and those that may hold something behind it."""
+        for segment in self.segments:
+            if segment.name == position.segment:
+                yield segment
+        for segment in self.segments:
+            if segment.name.first_lsn >= position.lsn and segment.name != position.segment:
+                yield segment
+
+    def _end(self, position: LogPosition) -> LogEnd:
+        """How the log ends at the first place without a record. LogDamaged where something behind it proves damage."""
+        if position.segment is None:
+            if any(segment.header or any(self._intact(segment, 0, 0)) for segment in self.segments):
+                raise self._damaged(position, "the file with it is missing, but later ones are here")
+            return LogEnd(position, "clean")
+        here = next(segment for segment in self.segments if segment.name == position.segment)
+        restarted = here.header is not None and here.header.boot != self._boot
+        state: Literal["clean", "torn", "unsynced"] = "torn" if self._is_begun(here, position) else "clean"
+        lost = 0
+        for segment in self._from(position):
+            # what a synced segment holds was on the disk before a later one began
+            is_synced = _is_synced(here) or _is_synced(segment)
+            for lsn, first_lsn, what in self._proofs(segment, position):
+                if (first_lsn > position.lsn or lsn == position.lsn) if is_synced else not restarted:
+                    raise self._damaged(position, f"no intact record is there, but {what} behind it is intact")
+                state = "torn" if is_synced else "unsynced"
+                lost += lsn > 0 and not is_synced
+        return LogEnd(position, state, lost)
+
+    def _proofs(self, segment: StoredSegment, position: LogPosition) -> Iterator[tuple[int, int, str]]:
+        """What is intact in a segment behind a place: LSN (0: the header), first LSN of its group, name."""
+        is_here = segment.name == position.segment
+        if segment.header and not is_here and segment.name.first_lsn > position.lsn:
+            yield 0, segment.name.first_lsn, f"the header of {segment.name}"
+        for record in self._intact(segment, position.offset if is_here else 0, position.lsn):
+            header = record.header
+            yield header.lsn, header.lsn - header.in_group, f"LSN {header.lsn} ({segment.name}, byte {record.offset})"
+
+    def _intact(self, segment: StoredSegment, offset: int, lowest_lsn: int) -> Iterator[LoggedRecord]:
+        """The intact records of a segment at and behind an offset, of these LSNs."""
+        offset = max(offset, HEADER_BYTES)
+        with closing(_SegmentBytes(self._disk, segment)) as data:
+            while offset + HEADER_BYTES <= segment.size:
+                piece = data.bytes_at(offset, min(_WINDOW_BYTES, segment.size - offset))
+                if piece is None:
+                    return  # it became shorter
+                end = offset  # of the last intact record
+                for start in find_headers(piece, segment.name.id, lowest_lsn):
+                    if offset + start >= end and (record := data.record(offset + start)):
+                        yield record
+                        end = record.offset + record.header.num_bytes
+                # the next header may lie across the end of these bytes
+                offset = max(end, offset + max(len(piece) - HEADER_BYTES, 0) // 8 * 8 + 8)
+
+    def _offset_of(self, segment: StoredSegment, offset: int, lsn: int) -> int:
+        """Where an intact record of this LSN begins behind an offset; 0 where there is none."""
+        return next((one.offset for one in self._intact(segment, offset, lsn) if one.header.lsn == lsn), 0)
+
+    def _is_begun(self, segment: StoredSegment, position: LogPosition) -> bool:
+        """Whether a part of the record with the LSN of a place is there."""
+        with closing(self._disk.open(segment.path)) as file:
+            start = file.pread(HEADER_BYTES, position.offset)
+        if len(start) == HEADER_BYTES:
+            header = read_record_header(start)
+            return header is not None and (header.lsn, header.tag) == (position.lsn, tag_of(segment.name.id))
+        return bool(start) and start.startswith(RECORD_MAGIC[: len(start)])
+
+    def _damaged(self, position: LogPosition, reason: str) -> LogDamaged:
+        path = self.folder / str(position.segment or "")
+        remedy = (
+            f"Restore it from a copy of the folder; or cut the log there: `embershard log truncate {self.folder} --at "
+            f"{position.lsn}` says what would be lost, and asks"
+        )
+        return LogDamaged(path=str(path), offset=position.offset, lsn=position.lsn, reason=reason, remedy=remedy)
+
+
+class _SegmentBytes:
+    """A segment's bytes, read in large pieces."""
+
+    def __init__(self, disk: Disk, segment: StoredSegment) -> None:
+        self._segment = segment
+        self._file = disk.open(segment.path)
+        self._start = 0
+        self._data = b""
+
+    def close(self) -> None:
+        self._file.close()
+
+    def bytes_at(self, offset: int, num_bytes: int) -> memoryview | None:
+        """Bytes at an offset; None where the file has fewer."""
+        if offset < self._start or offset + num_bytes > self._start + len(self._data):
+            if offset + num_bytes > self._segment.size:
+                return None
+            self._start, self._data = offset, self._file.pread(max(num_bytes, _WINDOW_BYTES), offset)
+            if num_bytes > len(self._data):
+                return None
+        at = offset - self._start
+        return memoryview(self._data)[at : at + num_bytes]
+
+    def record(self, offset: int, lsn: int | None = None) -> LoggedRecord | None:
+        """The intact record at an offset, of this LSN if one is given; None where there is none."""
+        start = self.bytes_at(offset, HEADER_BYTES)
+        header = None if start is None else read_record_header(start)
+        if header is None or (lsn is not None and header.lsn != lsn):
+            return None
+        whole = self.bytes_at(offset, header.num_bytes)
+        if whole is None or not is_intact(header, whole, self._segment.name.id):
+            return None
+        body = whole[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
+        return LoggedRecord(header, body, self._segment.name, offset)
+
+
+def _is_synced(segment: StoredSegment) -> bool:
+    return segment.header is None or bool(segment.header.flags & SegmentFlag.SYNCED)

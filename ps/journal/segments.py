@@ -1,0 +1,267 @@
+"""The files that a log's records are in: the one that is written, the spares for those to come, those that are done."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from embershard.proto.errors import LogLocked
+from embershard.ps.journal.disk import Disk, DiskFile, DiskLock
+from embershard.ps.journal.record import HEADER_BYTES, VERSION, SegmentFlag, SegmentHeader, encode_segment_header
+
+if TYPE_CHECKING:
+    pass
+
+SEGMENT_BYTES = 256 * 2**20
+NUM_SPARES = 2
+LOCK = "LOCK"
+
+_NAME = re.compile(r"log-([0-9]{20})-([0-9a-f]{16})")
+_SPARE = re.compile(r"spare-[0-9a-f]{16}")
+_ZEROS = bytes(2**20)
+
+_log = logging.getLogger(__name__)
+
+
+class SegmentName(NamedTuple):
+    """The name of a segment: the LSN of its first record, and its random id."""
+
+    first_lsn: int
+    id: int
+
+    def __str__(self) -> str:
+        return f"log-{self.first_lsn:020}-{self.id:016x}"
+
+    @classmethod
+    def parse(cls, name: str) -> SegmentName | None:
+        """The name of a file; None where it is no segment's."""
+        match = _NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2], 16)) if match else None
+
+
+def is_spare(name: str) -> bool:
+    """Whether a file of this name is a spare segment."""
+    return _SPARE.fullmatch(name) is not None
+
+
+class SyncFailed(Exception):
+    """The disk did not take what was written to it, and what it holds now is not known (Rebello et al., ATC 2020)."""
+
+
+def random_id() -> int:
+    """An id of a segment."""
+    return secrets.randbits(64) or 1
+
+
+class SegmentWriter:
+    """The segment at the end of a log, and its spares.
+
+    `write`, `sync` and `rotate` belong to the thread that writes the log; `prepare_spare` and `recycle` to another one.
+    `segments` are those that the log has already, `previous` is the id of the last of them. `syncs`: what is written
+    counts only once it is on the disk.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        lock: DiskLock,
+        *,
+        shard: int,
+        lineage: int,
+        syncs: bool,
+        segments: Sequence[SegmentName],
+        previous: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        new_id: Callable[[], int] = random_id,
+    ) -> None:
+        self.folder = folder
+        self.syncs = syncs
+        self.no_room: OSError | None = None  # why the last spare could not be made
+        self.wants_spare = threading.Event()
+        self.wants_spare.set()
+        self._disk = disk
+        self._lock = lock
+        self._shard, self._lineage = shard, lineage
+        self._segment_bytes = segment_bytes
+        self._new_id = new_id
+        self._boot = disk.boot_id()
+        self._names_lock = threading.Lock()
+        self._names = sorted(segments)
+        self._previous = previous
+        self._spares: deque[Path] = deque()
+        self._file: DiskFile | None = None
+        self._name = SegmentName(0, 0)
+        self._size = self._end = 0
+        self._find_spares()
+
+    @property
+    def id(self) -> int:
+        """The id of the segment that is written."""
+        return self._name.id
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that still fit into the segment that is written."""
+        return self._size - self._end
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the log for which the disk has given room already."""
+        return self.left_bytes + len(self._spares) * (self._segment_bytes - HEADER_BYTES)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether the folder is still this process's."""
+        return self._lock.is_held()
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of the log."""
+        return len(self._names)
+
+    def write(self, pieces: list[bytes | memoryview], num_bytes: int) -> None:
+        """Write at the end of the segment, and with it, its header if it has none yet. Nothing moves on an OSError."""
+        assert self._file is not None
+        assert num_bytes <= self.left_bytes
+        if self._end > HEADER_BYTES:
+            self._file.pwritev(pieces, self._end)
+        else:
+            self._file.pwritev([self._header(), *pieces], 0)
+        self._end += num_bytes
+
+    def sync(self) -> None:
+        """Wait until the disk has what was written. SyncFailed."""
+        assert self._file is not None
+        _sync(self._file.sync, self.folder / str(self._name))
+
+    def rotate(self, first_lsn: int, num_bytes: int) -> None:
+        """Go on in a new segment, with room for a record of `num_bytes`. On an OSError the old one is still there.
+
+        SyncFailed, or LogLocked where the folder is another process's now.
+        """
+        if not self.is_locked:
+            raise LogLocked(path=str(self.folder), holder="another process: the lock was lost")
+        name = SegmentName(first_lsn, self._new_id())
+        size = max(self._segment_bytes, HEADER_BYTES + num_bytes)
+        path = self.folder / str(name)
+        file = self._open(path, size)
+        if self.syncs:
+            _sync(lambda: self._disk.sync_folder(self.folder), self.folder)
+        self._previous = self._name.id or self._previous
+        if self._file is not None:
+            self._file.close()
+        self._file, self._name, self._size, self._end = file, name, size, HEADER_BYTES
+        with self._names_lock:
+            insort(self._names, name)
+        self.wants_spare.set()
+
+    def prepare_spare(self) -> bool:
+        """Make a segment of zeros, which is faster to write to than a new file; whether one more is wanted.
+
+        An OSError is kept in `no_room` until a spare can be made.
+        """
+        if len(self._spares) >= NUM_SPARES:
+            self.no_room = None
+            return False
+        path = self._spare_path()
+        try:
+            file = self._disk.open(path, write=True, create=True)
+            try:
+                for offset in range(0, self._segment_bytes, len(_ZEROS)):
+                    file.pwritev([memoryview(_ZEROS)[: self._segment_bytes - offset]], offset)
+                if self.syncs:  # else the first fdatasync of a group would write all of them
+                    file.sync()
+            finally:
+                file.close()
+        except OSError as error:
+            self.no_room = error
+            with suppress(OSError):
+                self._disk.remove(path)
+            raise
+        self.no_room = None
+        self._spares.append(path)
+        return len(self._spares) < NUM_SPARES
+
+    def recycle(self, redo_lsn: int) -> None:
+        """Make spares of the segments that have only records below `redo_lsn`, or remove them."""
+        with self._names_lock:
+            keep = max(0, sum(name.first_lsn <= redo_lsn for name in self._names) - 1)
+            done = self._names[:keep]
+        for name in done:
+            path = self.folder / str(name)
+            if len(self._spares) < NUM_SPARES and self._size_of(path) == self._segment_bytes:
+                spare = self._spare_path()
+                self._disk.rename(path, spare)
+                self._spares.append(spare)
+            else:
+                self._disk.remove(path)
+            with self._names_lock:
+                self._names.remove(name)
+
+    def close(self) -> None:
+        """Close the segment that is written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _header(self) -> bytes:
+        flags = SegmentFlag.SYNCED if self.syncs else 0
+        name, previous = self._name, self._previous
+        return encode_segment_header(
+            SegmentHeader(VERSION, flags, self._shard, self._lineage, name.first_lsn, name.id, previous, self._boot)
+        )
+
+    def _open(self, path: Path, size: int) -> DiskFile:
+        """A file of this size: a spare that gets the name, or a new one."""
+        if self._spares and size == self._segment_bytes:
+            spare = self._spares.popleft()
+            try:
+                self._disk.rename(spare, path)
+            except OSError:
+                self._spares.appendleft(spare)
+                raise
+            return self._disk.open(path, write=True)
+        file = self._disk.open(path, write=True, create=True)
+        try:
+            file.truncate(size)
+        except OSError:
+            file.close()
+            with suppress(OSError):
+                self._disk.remove(path)
+            raise
+        return file
+
+    def _find_spares(self) -> None:
+        """Take the spares that an earlier process left; what it did not finish is removed."""
+        for name in filter(is_spare, self._disk.list(self.folder)):
+            path = self.folder / name
+            if len(self._spares) < NUM_SPARES and self._size_of(path) == self._segment_bytes:
+                self._spares.append(path)
+            else:
+                self._disk.remove(path)
+
+    def _size_of(self, path: Path) -> int:
+        file = self._disk.open(path)
+        try:
+            return file.size()
+        finally:
+            file.close()
+
+    def _spare_path(self) -> Path:
+        return self.folder / f"spare-{self._new_id():016x}"
+
+
+def _sync(sync: Callable[[], None], path: Path) -> None:
+    try:
+        sync()
+    except OSError as error:
+        raise SyncFailed(f"{path}: {error.strerror or error}") from error

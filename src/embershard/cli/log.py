@@ -1,0 +1,144 @@
+"""`embershard log`: what a shard's log holds, and how it is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from embershard.proto.messages import REQUEST_KINDS
+from embershard.ps.journal.folder import LogFolder
+from embershard.ps.journal.summary import LogSummary, find_logs, summarize
+
+log = typer.Typer(no_args_is_help=True, help="Show what a shard's log holds, or cut it.")
+
+_END = {
+    "clean": "it ends there",
+    "torn": "a record that was not written whole follows; nobody was told that it was safe, and it is left out",
+    "unsynced": "the machine was started anew before everything behind was written; it is left out",
+}
+
+
+@log.command("inspect")
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of one shard's log, or of several.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per log.")] = False,
+) -> None:
+    """Show segments, LSNs and events of logs, and read all of them; damage ends with exit code 1.
+
+    Nothing is changed, and a shard may go on writing meanwhile.
+    """
+    damage = None
+    for one in find_logs(folder):
+        summary = summarize(one)
+        typer.echo(json.dumps(_plain(summary))) if as_json else _show(summary, Console())
+        damage = damage or summary.damage
+    if damage is not None:
+        raise damage
+
+
+@log.command("truncate")
+def truncate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of one shard's log.")],
+    at: Annotated[int, typer.Option(help="LSN of the first event that goes; all behind it go, too.", min=1)],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Cut a log, as before damage; it says what would be lost, and asks. The shard must not run."""
+    with contextlib.closing(LogFolder.existing(folder)) as locked:
+        lost = locked.lost_by_cut(at)
+        if not lost.kinds:
+            typer.echo(f"{folder}: it has no intact event from LSN {at} on; nothing is cut")
+            return
+        count = sum(lost.kinds.values())
+        typer.echo(
+            f"{folder}: {count:,} events up to LSN {lost.last_lsn}, {lost.num_bytes / 1e6:,.1f} MB, would be lost"
+        )
+        typer.echo("; ".join(f"{name}: {number:,}" for name, number in _named(lost.kinds).items()))
+        if not yes:
+            typer.confirm("Cut them off?", abort=True)
+        locked.cut(at)
+    typer.echo(f"the log ends before LSN {at} now")
+
+
+def _named(kinds: Mapping[int, int]) -> dict[str, int]:
+    """Counts by the name of the event."""
+    return {_name(kind): number for kind, number in sorted(kinds.items())}
+
+
+def _name(kind: int) -> str:
+    request = REQUEST_KINDS.get(kind)
+    return f"kind {kind}" if request is None else request.__name__
+
+
+def _plain(summary: LogSummary) -> dict[str, object]:
+    manifest, end, damage = summary.manifest, summary.end, summary.damage
+    return {
+        "folder": str(summary.folder),
+        "shard": manifest.shard,
+        "num_shards": manifest.num_shards,
+        "lineage": f"{manifest.lineage:016x}",
+        "term": max(manifest.term, summary.term),
+        "first_lsn": manifest.first_lsn,
+        "last_lsn": max((segment.last_lsn for segment in summary.segments), default=0),
+        "bases": [base.name for base in manifest.bases],
+        "segments": [
+            {
+                "name": str(segment.name),
+                "first_lsn": segment.first_lsn,
+                "last_lsn": segment.last_lsn,
+                "records": segment.records,
+                "bytes": segment.num_bytes,
+                "file_bytes": segment.size,
+                "synced": segment.is_synced,
+            }
+            for segment in summary.segments
+        ],
+        "events": {
+            name: {"records": number, "bytes": num_bytes}
+            for (name, number), num_bytes in zip(
+                _named(summary.kinds).items(), _named(summary.kind_bytes).values(), strict=True
+            )
+        },
+        "end": None if end is None else end.state,
+        "damage": None if damage is None else damage.fields,
+    }
+
+
+def _show(summary: LogSummary, console: Console) -> None:
+    manifest = summary.manifest
+    last = max((segment.last_lsn for segment in summary.segments), default=0)
+    console.print(
+        f"[bold]{escape(str(summary.folder))}[/]: shard {manifest.shard} of {manifest.num_shards}, lineage "
+        f"{manifest.lineage:016x}, term {max(manifest.term, summary.term)}, LSN {manifest.first_lsn} to {last}"
+    )
+    for base in manifest.bases:
+        console.print(
+            f"base {escape(base.name)}: the shard after LSN {base.lsn}; needs the log from {base.redo_lsn} on"
+        )
+    view = _table("segment", "first LSN", "last LSN", "records", "MB", "file MB")
+    for segment in summary.segments:
+        numbers = (segment.first_lsn, segment.last_lsn, segment.records)
+        sizes = (segment.num_bytes / 1e6, segment.size / 1e6)
+        view.add_row(str(segment.name), *(f"{n:,}" for n in numbers), *(f"{n:,.1f}" for n in sizes))
+    console.print(view)
+    view = _table("event", "records", "MB")
+    for kind, number in sorted(summary.kinds.items()):
+        view.add_row(_name(kind), f"{number:,}", f"{summary.kind_bytes[kind] / 1e6:,.1f}")
+    console.print(view)
+    if summary.end is not None:
+        console.print(f"LSN {last} is the last: {_END[summary.end.state]}")
+
+
+def _table(first: str, *others: str) -> Table:
+    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    view.add_column(first, no_wrap=True)
+    for word in others:
+        view.add_column(word, justify="right", no_wrap=True)
+    return view

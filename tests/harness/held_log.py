@@ -1,0 +1,32 @@
+"""A shard's event log whose events become safe when the test says so."""
+
+import threading
+
+
+class HeldLog:
+    def __init__(self) -> None:
+        self.events, self.safe = [], 0
+        self._held, self._lock = [], threading.Lock()
+
+    @property
+    def held(self) -> int:
+        """Answers that wait."""
+        return len(self._held)
+
+    def append(self, event, outcome) -> int:
+        self.events.append(event)
+        return len(self.events)
+
+    def when_safe(self, lsn, call) -> None:
+        with self._lock:
+            if lsn > self.safe:
+                self._held.append(call)
+                return
+        call()
+
+    def write(self) -> None:
+        """All that was appended is safe."""
+        with self._lock:
+            self.safe, held, self._held = len(self.events), self._held, []
+        for call in held:
+            call()
