@@ -393,6 +393,7 @@ def test_a_delimiter_that_parsers_do_not_take_is_refused(folder, text):
     [
         ("reader: clicks", "train.epochs: the data has no end: give data.samples, or train.samples instead"),
         ("reader: ncf, prefix: p", "model.name: two_tower learns from positives alone: set data.negatives to 0"),
+        ("reader: tabular, train: train.csv", "model.name: two_tower learns from lists of items"),
         ("reader: lists, train: p, test: p", "data.negatives: simplex learns from items that a user did not take"),
         ("reader: ctr_csv, train: train.csv, num_ids: 3", "data.num_ids: has no meaning for hashed ids; remove it"),
         ("reader: ctr_csv, train: train.csv, ids: global, stream: true", "data.num_ids: must be given"),
@@ -403,7 +404,7 @@ def test_a_delimiter_that_parsers_do_not_take_is_refused(folder, text):
 )
 def test_contradictions_of_the_data_are_refused(folder, section, want):
     write(folder, {"data/" + name: text for name, text in NCF.items()})
-    model = "two_tower" if "ncf" in section else "simplex" if "lists" in section else "fm"
+    model = "two_tower" if "ncf" in section or "tabular" in section else "simplex" if "lists" in section else "fm"
     text = f"model: {{name: {model}}}\ndata: {{root: data, {section}}}\n"
     text += "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n"
     assert any(want in line for line in mistakes(folder, text)), mistakes(folder, text)
