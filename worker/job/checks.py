@@ -318,20 +318,24 @@ def _absent(file: Path) -> str | None:
 
 def _model_and_data(job: Job) -> Problems:
     name, reader = job.model.name, job.data.reader
-    if job.model.needs == "pairs" and not job.data.pairs:
+    of_rows = name in _LISTS and isinstance(job.data, TabularSection)
+    if of_rows:
+        reason = f"{name} learns from lists of items, and data.reader tabular has rows with labels: use reader lists"
+        yield ("model", "name"), reason
+    elif job.model.needs == "pairs" and not job.data.pairs:
         yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
     if job.model.needs == "dense" and not job.data.has_dense:
         yield ("model", "name"), f"{name} needs dense features, but data.reader {reader} has none here"
     if (job.model.needs == "sequences") != job.data.sequences:
         reason = "sasrec" if job.data.sequences else "reader sequences"
         yield ("model", "name"), f"{name} and data.reader {reader} do not fit together: take {reason}"
-    if name in _LISTS and job.data.has_clicks:
+    if name in _LISTS and job.data.has_clicks and not of_rows:
         yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
     if name not in _LISTS and job.data.evaluation == "ranking":
         yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower or simplex"
-    if name == "simplex" and job.data.evaluation != "ranking":
+    if name == "simplex" and job.data.evaluation != "ranking" and not of_rows:
         yield ("model", "name"), f"simplex takes lists of items, and data.reader {reader} has none: use reader lists"
-    elif name == "simplex" and not getattr(job.data, "negatives", False):
+    elif name == "simplex" and not of_rows and not getattr(job.data, "negatives", False):
         yield ("data", "negatives"), "simplex learns from items that a user did not take: set it to 1 or more"
     if name != "simplex" and getattr(job.data, "history", False):
         yield ("data", "history"), f"has no meaning for {name}; remove it, or take simplex"

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import embershard as es
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
 from embershard.worker.data.batch import Schema
@@ -207,9 +208,23 @@ def test_one_file_is_a_list_of_one(folder):
         assert load(folder, text).data.files() == {"train": (train,), "valid": (train, valid)}
 
 
-@pytest.mark.parametrize(
-    "example", sorted((Path(__file__).parents[3] / "examples").glob("*.yaml")), ids=lambda p: p.name
-)
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_the_job_of_din_reads_the_table_that_is_made_beside_it(tmp_path):
+    actions = [(user, 10 * user + step) for step in range(4) for user in (1, 2)]
+    (tmp_path / "actions.txt").write_text("".join(f"{user} {item}\n" for user, item in [*actions, (3, 9)]))
+    line = [sys.executable, EXAMPLES / "din" / "make_table.py", tmp_path / "actions.txt", tmp_path / "clicks"]
+    subprocess.run(line, check=True, capture_output=True)
+    shutil.copy(EXAMPLES / "din" / "job.yaml", tmp_path)
+    data = load_job(tmp_path / "job.yaml").data.open(tmp_path, 0)
+    assert [data.num_samples(part) for part in ("train", "test")] == [8, 4]  # an item that was drawn beside each
+    (batch,) = data.evaluate("test", 0, 1, 9)
+    taken = [es.hash_ids("item", [user * 10 + step for step in range(4)]).tolist() for user in (1, 2)]
+    assert [row[:4] for row in batch.ids[batch.labels == 1].tolist()] == [[own[3], *own[:3]] for own in taken]
+
+
+@pytest.mark.parametrize("example", [*sorted(EXAMPLES.glob("*.yaml")), EXAMPLES / "din" / "job.yaml"], ids=str)
 def test_every_example_is_a_good_job(example):
     wrong = ()
     try:
@@ -398,6 +413,7 @@ def test_a_delimiter_that_parsers_do_not_take_is_refused(folder, text):
     [
         ("reader: clicks", "train.epochs: the data has no end: give data.samples, or train.samples instead"),
         ("reader: ncf, prefix: p", "model.name: two_tower learns from positives alone: set data.negatives to 0"),
+        ("reader: tabular, train: train.csv", "model.name: two_tower learns from lists of items"),
         ("reader: lists, train: p, test: p", "data.negatives: simplex learns from items that a user did not take"),
         ("reader: ctr_csv, train: train.csv, num_ids: 3", "data.num_ids: has no meaning for hashed ids; remove it"),
         ("reader: ctr_csv, train: train.csv, ids: global, stream: true", "data.num_ids: must be given"),
@@ -408,7 +424,7 @@ def test_a_delimiter_that_parsers_do_not_take_is_refused(folder, text):
 )
 def test_contradictions_of_the_data_are_refused(folder, section, want):
     write(folder, {"data/" + name: text for name, text in NCF.items()})
-    model = "two_tower" if "ncf" in section else "simplex" if "lists" in section else "fm"
+    model = "two_tower" if "ncf" in section or "tabular" in section else "simplex" if "lists" in section else "fm"
     text = f"model: {{name: {model}}}\ndata: {{root: data, {section}}}\n"
     text += "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n"
     assert any(want in line for line in mistakes(folder, text)), mistakes(folder, text)

@@ -59,6 +59,13 @@ def test_every_part_learns_and_one_label_gives_one_logit(model):
     assert model(B * F, F, DIM, 2, 1)(IDS, DENSE).shape == (B,)
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_ple_whose_experts_have_no_layers_mixes_its_input(levels):
+    model = PLE(B * F, F, DIM, 2, LABELS, levels=levels, expert=(), tower=(5,))
+    want = [torch.cat([tower(x) for tower in model.towers]) for x in inputs(model)]
+    torch.testing.assert_close(model(IDS, DENSE), torch.stack(want))
+
+
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5]])
 def test_missing_labels_have_no_loss_and_each_label_its_own_mean(weights):
     logits = torch.tensor([[0.5, -1.0], [2.0, 3.0], [-0.3, 0.1]], requires_grad=True)

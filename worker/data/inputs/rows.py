@@ -98,7 +98,7 @@ class RowInputs:
         return cls(
             categorical=tuple(CategoricalInput(**{**c, "values": tuple(c["values"])}) for c in data["categorical"]),
             numeric=tuple(NumericInput(**n) for n in data["numeric"]),
-            lists=tuple(ListInput(**one) for one in data["lists"]),
+            lists=tuple(ListInput(**one) for one in data.get("lists", ())),  # of earlier exports none
             ignored=tuple(data["ignored"]),
         )
 
