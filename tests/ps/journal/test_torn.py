@@ -251,6 +251,22 @@ def test_damage_below_what_a_base_needs_does_not_matter():
     assert raised.value.fields["lsn"] == 5
 
 
+def test_a_record_within_an_intact_one_is_not_counted():
+    """Even with the id of its segment, as whoever can read the log's folder may push it."""
+    inner = written_log("fsync", [3], 4096, num_bytes=40)
+    (name,) = segments(inner.disk)
+    written = Written(SimulatedDisk(), new_id=ids())
+    stored = bytes(inner.disk.content(path_of(name))[HEADER_BYTES : HEADER_BYTES + 3 * 104])
+    for body in ([b"one"], [bytes(24), stored], [b"three"]):
+        written.journal.append(record(1)._replace(body=body))
+    written.journal.write_group()
+    written.end()
+    assert segments(written.disk) == [name]
+    log = open_log(written.disk)
+    lost = log.lost_by_cut(1)
+    assert (sum(lost.kinds.values()), lost.last_lsn) == (3, 3)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_missing_segment_is_damage_that_names_the_lsn(victim):
     written = written_log()
