@@ -26,10 +26,14 @@ class SealedFormat:
     damaged: Callable[[str, str], EmbershardError]
     too_new: type[EmbershardError]  # its fields are path, got and want
 
-    def seal(self, plain: object) -> bytes:
-        """The bytes of a file. TypeError, ValueError or OverflowError where `plain` is nothing for msgpack."""
+    def seal(self, plain: object, version: int = 0) -> bytes:
+        """The bytes of a file, of the newest version or an older one that has all of `plain`.
+
+        TypeError, ValueError or OverflowError where `plain` is nothing for msgpack.
+        """
         body = msgpack.packb(plain, strict_types=False)
-        envelope = {"format": self.name, "version": self.version, "sha256": hashlib.sha256(body).digest(), "body": body}
+        sha256 = hashlib.sha256(body).digest()
+        envelope = {"format": self.name, "version": version or self.version, "sha256": sha256, "body": body}
         return cast(bytes, msgpack.packb(envelope))
 
     def unseal(self, data: bytes, where: str) -> Fields:
@@ -68,6 +72,9 @@ class Fields:
         if not isinstance(plain, dict):
             raise damaged(f"a map was expected, not {type(plain).__name__}")
         self._plain = plain
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._plain
 
     def get(self, name: str, kind: type[T]) -> T:
         """The value of a field of this type; no number is negative."""
