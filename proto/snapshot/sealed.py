@@ -26,8 +26,11 @@ class SealedFormat:
     damaged: Callable[[str, str], EmbershardError]
     too_new: type[EmbershardError]  # its fields are path, got and want
 
-    def seal(self, plain: object, version: int | None = None) -> bytes:
-        """The bytes of a file, of this version or an older one. TypeError or ValueError where msgpack cannot say it."""
+    def seal(self, plain: object, version: int = 0) -> bytes:
+        """The bytes of a file, of the newest version or an older one that has all of `plain`.
+
+        TypeError, ValueError or OverflowError where `plain` is nothing for msgpack.
+        """
         body = msgpack.packb(plain, strict_types=False)
         sha256 = hashlib.sha256(body).digest()
         envelope = {"format": self.name, "version": version or self.version, "sha256": sha256, "body": body}

@@ -94,8 +94,13 @@ class LogFolder:
     def existing(cls, folder: Path, *, disk: Disk | None = None) -> Self:
         """Lock a log that is there, whosever it is. LogUnusable where none is."""
         disk = disk or LocalDisk()
-        manifest = manifest_of(folder, disk)
-        return cls(folder, disk, _locked(disk, folder), manifest, random_id)
+        manifest_of(folder, disk)  # a folder that is no log gets no lock
+        lock = _locked(disk, folder)
+        try:
+            return cls(folder, disk, lock, manifest_of(folder, disk), random_id)
+        except BaseException:
+            lock.close()
+            raise
 
     @property
     def reader(self) -> LogReader:

@@ -16,6 +16,7 @@ from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import MANIFEST, LogBase, LogManifest, read_manifest, write_manifest
 from embershard.ps.journal.record import LogRecord, SegmentHeader, encode_segment_header
 from embershard.ps.journal.segments import SegmentName
+from embershard.ps.journal.summary import summarize
 from harness.logs import FOLDER, Written, begin, ids, open_log, read
 from harness.simulated_disk import SimulatedDisk
 
@@ -193,14 +194,14 @@ def test_a_disk_without_room_for_a_segment_is_refused_at_the_start():
 
 
 def test_what_a_process_left_in_the_kernel_is_synced_before_more_is_built_on_it():
-    disk = SimulatedDisk()
-    written = Written(disk, "log")
-    written.write([3])
-    disk.kill()
-    again = Written(disk, "fsync")
-    assert len(again.before) == 3
-    disk.lose_power(random.Random(0))
-    assert len(read(disk)[0]) == 3
+    for seed in range(20):
+        disk = SimulatedDisk()
+        written = Written(disk, "log")
+        written.write([3])
+        disk.kill()
+        assert len(Written(disk, "fsync").before) == 3
+        disk.lose_power(random.Random(seed))
+        assert len(read(disk)[0]) == 3
 
 
 @pytest.mark.parametrize("lsn", [1, 2, 9, 17, 30])
@@ -295,6 +296,24 @@ def test_a_folder_without_a_log_is_named(tmp_path):
             LogFolder.existing(path)
         assert raised.value.fields["path"] == str(path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_summary_of_a_log_that_is_written_meanwhile_shows_no_damage_that_is_gone_at_the_next_look(log):
+    content = log.disk.content(FOLDER / str(names_of(log.disk)[0]))
+    whole = bytes(content)
+    content[100] ^= 1
+    assert summarize(FOLDER, log.disk).damage.fields["lsn"] == 1
+
+    def before(operation, path):
+        if operation == "open" and path.name.startswith("log-"):
+            looks.append(path)
+        if operation == "list" and looks:
+            content[:] = whole
+
+    looks = []
+    log.disk.before = before
+    summary = summarize(FOLDER, log.disk)
+    assert (summary.damage, sum(summary.kinds.values()), summary.end.state) == (None, 30, "clean")
 
 
 def golden_log(folder):

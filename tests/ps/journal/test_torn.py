@@ -1,5 +1,7 @@
 """A log that was cut, torn or damaged is its longest intact prefix, or an error that names the place."""
 
+import errno
+import os
 import random
 
 import pytest
@@ -251,6 +253,22 @@ def test_damage_below_what_a_base_needs_does_not_matter():
     assert raised.value.fields["lsn"] == 5
 
 
+def test_a_record_within_an_intact_one_is_not_counted():
+    """Even with the id of its segment, as whoever can read the log's folder may push it."""
+    inner = written_log("fsync", [3], 4096, num_bytes=40)
+    (name,) = segments(inner.disk)
+    written = Written(SimulatedDisk(), new_id=ids())
+    stored = bytes(inner.disk.content(path_of(name))[HEADER_BYTES : HEADER_BYTES + 3 * 104])
+    for body in ([b"one"], [bytes(24), stored], [b"three"]):
+        written.journal.append(record(1)._replace(body=body))
+    written.journal.write_group()
+    written.end()
+    assert segments(written.disk) == [name]
+    log = open_log(written.disk)
+    lost = log.lost_by_cut(1)
+    assert (sum(lost.kinds.values()), lost.last_lsn) == (3, 3)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_missing_segment_is_damage_that_names_the_lsn(victim):
     written = written_log()
@@ -261,6 +279,37 @@ def test_a_missing_segment_is_damage_that_names_the_lsn(victim):
         read(written.disk)
     assert raised.value.fields["lsn"] == names[victim].first_lsn
     assert str(FOLDER) in raised.value.fields["path"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_files_that_were_named_and_never_written_do_not_break_the_chain_of_segments(seed):
+    chooser = random.Random(seed)
+    disk = SimulatedDisk()
+    written = Written(disk, new_id=lambda: chooser.getrandbits(64), lineage=5)
+    written.write([2])
+    written.journal.segments.prepare_spare()
+
+    def before(operation, path):
+        if operation == "open" and path.name.startswith("log-"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    disk.before = before
+    written.append(1, num_bytes=3900)
+    with pytest.raises(OSError, match="Too many open files"):
+        written.journal.write_group()
+    disk.before = lambda operation, path: None
+    assert written.journal.write_group()
+    written.write([1], num_bytes=3900)
+    written.end()
+    names = segments(disk)
+    assert [name.first_lsn for name in names] == [1, 3, 3, 4]
+    content = disk.content(path_of(names[-1]))
+    content[HEADER_BYTES:] = bytes(len(content) - HEADER_BYTES)  # the group of a header is torn
+    again = Written(disk)
+    assert again.before == written.appended[:3]
+    again.write([1])
+    again.end()
+    assert read(disk)[0] == again.appended
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -276,7 +325,7 @@ def test_a_loss_of_power_in_mode_log_leaves_a_prefix_or_an_error(seed):
 def survive_power_losses(mode, seed):
     """A machine that loses power at random operations, several times in a row, while groups are written."""
     chooser = random.Random(seed)
-    disk, known, safe = SimulatedDisk(), [], 0
+    disk, known, safe, term = SimulatedDisk(), [], 0, 0
     for _ in range(6):
         countdown = [chooser.randint(1, 120)]
 
@@ -289,6 +338,8 @@ def survive_power_losses(mode, seed):
         written = None
         try:
             written = Written(disk, mode, chooser.choice([1536, 4096]))
+            assert written.journal.term > term
+            term = written.journal.term
             for _ in range(100):
                 if chooser.random() < 0.2:
                     written.journal.segments.prepare_spare()

@@ -1,0 +1,51 @@
+"""The disk of this machine: writes of many pieces, and systems that take or give less than they were asked for."""
+
+import os
+from contextlib import closing
+
+import pytest
+
+from embershard.ps.journal.disk import LocalDisk
+
+PIECES = [bytes([n % 251]) * (n % 5) for n in range(2500)]  # more than one pwritev takes
+pread, pwrite = os.pread, os.pwrite
+
+
+@pytest.fixture
+def file(tmp_path):
+    with closing(LocalDisk().open(tmp_path / "file", write=True, create=True)) as file:
+        yield file
+
+
+def short_pwritev(descriptor, pieces, offset):
+    data = b"".join(pieces)
+    return pwrite(descriptor, data[: 1 + len(data) // 3], offset)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_all_pieces_are_written_one_behind_the_other(file, is_short, monkeypatch):
+    if is_short:
+        monkeypatch.setattr(os, "pwritev", short_pwritev)
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
+        monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 1000), offset))
+    file.pwritev([b"before", *PIECES], 10)
+    file.sync()
+    data = bytes(10) + b"before" + b"".join(PIECES)
+    assert file.size() == len(data)
+    assert file.pread(10**6, 0) == data
+    assert file.pread(20, 5) == data[5:25]
+
+
+def test_a_file_that_is_created_is_new_and_one_that_is_opened_is_there(file, tmp_path):
+    disk = LocalDisk()
+    with pytest.raises(FileExistsError):
+        disk.open(tmp_path / "file", write=True, create=True)
+    with pytest.raises(FileNotFoundError):
+        disk.open(tmp_path / "other", write=True)
+    disk.rename(tmp_path / "file", tmp_path / "other")
+    disk.sync_folder(tmp_path)
+    assert disk.list(tmp_path) == ["other"]
+    disk.remove(tmp_path / "other")
+    assert disk.list(tmp_path) == []
+    assert disk.free_bytes(tmp_path) > 0
+    assert disk.boot_id() == LocalDisk().boot_id()
