@@ -1,10 +1,17 @@
 """What a job that was started again says of it: by the steps of its log, and the time until the next line."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
+from embershard.cli import train
 from embershard.cli.recovery import Recoveries
+from embershard.deploy.workers import WorkerFailed
+from embershard.proto.errors import JobError, ShardFailed
+from harness.job import make_job
 
 
 @pytest.fixture
@@ -54,3 +61,79 @@ def test_each_restart_is_a_line_of_the_log_and_their_sum_the_end_of_the_run(tmp_
     recoveries.look()
     assert [(record["step"], record["lost_steps"]) for record in told(tmp_path)] == [(0, 0), (40, 10)]
     assert "2 times: about 10 steps" in recoveries.summary()
+
+
+KILLED = ShardFailed(what="shard 0 ended with SIGKILL", log="", code=-9, served=True)
+REFUSED = ShardFailed(what="shard 0 ended with exit code 1 before it served", log="", code=1, served=False)
+STOPPED = ShardFailed(what="shard 0 ended with exit code 0", log="", code=0, served=True)
+ENDED = {"worker": 0, "how": "", "log": "", "lines": ""}
+LOST, OWN = WorkerFailed(**ENDED, code=75), WorkerFailed(**ENDED, code=1)
+
+
+@dataclass
+class Saved:
+    """A checkpoint, as far as a start from it looks at it."""
+
+    step: int
+
+    @property
+    def url(self):
+        return f"checkpoints/step-{self.step}"
+
+    @property
+    def manifest(self):
+        return self
+
+
+class LocalJob(train._LocalJob):
+    """A job whose attempts end as they are told to: the error of each (None: well), and its latest checkpoint."""
+
+    ends: ClassVar[list] = []
+    begun: ClassVar[list] = []
+
+    def _attempt(self, checkpoint, timeout):
+        self.begun.append((checkpoint and checkpoint.step, timeout.total_seconds()))
+        error, _ = self.ends[len(self.begun) - 1]
+        if error is not None:
+            raise error
+
+    def _latest(self, began):
+        step = self.ends[len(self.begun) - 1][1]
+        if step is BAD:
+            raise JobError(where="checkpoint", reason="is damaged")
+        return Saved(step) if step else None
+
+
+BAD = object()
+
+
+@pytest.mark.parametrize(
+    ("ends", "ps", "begun", "raised"),
+    [
+        ([(KILLED, 20), (None, 0)], None, [None, 20], None),
+        ([(STOPPED, 20), (LOST, 40), (None, 0)], None, [None, 20, 40], None),
+        ([(KILLED, 0), (None, 0)], None, [None, None], None),
+        ([(KILLED, 20), (KILLED, 20)], None, [None, 20], KILLED),
+        ([(OWN, 20)], None, [None], OWN),
+        ([(REFUSED, 20)], None, [None], REFUSED),
+        ([(KILLED, BAD)], None, [None], KILLED),
+        ([(KeyboardInterrupt(), 20)], None, [None], KeyboardInterrupt()),
+        ([(LOST, 20), (None, 0)], "a:1", [None, 20], None),
+        ([(LOST, 0)], "a:1", [None], LOST),
+    ],
+)
+def test_attempts_begin_with_the_latest_checkpoint_until_one_ends_well_or_is_the_last(
+    tmp_path, monkeypatch, ends, ps, begun, raised
+):
+    monkeypatch.setattr(LocalJob, "ends", ends)
+    monkeypatch.setattr(LocalJob, "begun", [])
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    job = make_job(checkpoint={"folder": str(tmp_path)})
+    recoveries = Recoveries(tmp_path, lambda line: None)
+    local = LocalJob(job=job, command=[], folder=tmp_path, ps=ps, imports=(), replace=False, recoveries=recoveries)
+    with nullcontext() if raised is None else pytest.raises(type(raised)) as caught:
+        local.train(None)
+    assert raised is None or caught.value is raised or isinstance(raised, KeyboardInterrupt)
+    assert [step for step, _ in local.begun] == begun
+    assert [seconds for _, seconds in local.begun][1:] == [300 if ps else 60] * (len(begun) - 1)
+    assert len(recoveries.made) == len(begun) - 1

@@ -246,7 +246,11 @@ class _LocalJob:
             except (ShardFailed, WorkerFailed, KeyboardInterrupt, SystemExit) as error:
                 event = _end_of(error)
                 if self.job.recovers and not isinstance(event, Interrupted):
-                    checkpoint = self._latest(began) or checkpoint
+                    try:
+                        checkpoint = self._latest(began) or checkpoint
+                    except EmbershardError as unreadable:
+                        typer.echo(f"the job is not started again: {unreadable}", err=True)
+                        raise error from unreadable
                     if checkpoint is not None:
                         attempts.on(CheckpointSeen(checkpoint.url, checkpoint.manifest.step))
                 decision = attempts.on(event)
