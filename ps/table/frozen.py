@@ -2,7 +2,7 @@
 
 Nothing is copied at that moment. From then on a push that is the first to change a row copies the old one aside, and
 the reader takes each row from its copy or, unchanged, from the table. One lock orders the two; the reader holds it for
-a slice of rows at a time. It relies on slots: a row never changes its own, and none is given to another id.
+a slice of rows at a time. It relies on slots: a row never changes its own, and none is given to another id meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import frozen_kernels
 from embershard.ps.table.arena import Arena
 from embershard.ps.table.frozen_kernels import Slots
-from embershard.ps.table.hash_index import HEADER, NUM_ROWS, HashIndex
+from embershard.ps.table.hash_index import HEADER, NUM_FREE, NUM_ROWS, NUM_SLOTS, HashIndex
 
 _SLICE_BYTES = 2**19  # of records read under the lock: for about as long as a small push takes
 _FEW = 2**18  # floats that need no mapping of their own
@@ -45,16 +45,17 @@ class CopyOnWriteRows:
     """
 
     def __init__(self, store: HashIndex, space_key: np.uint64, budget: MemoryBudget) -> None:
-        self.num_rows = int(store.counters[NUM_ROWS])
+        self.num_rows, self._num_slots = int(store.counters[NUM_ROWS]), int(store.counters[NUM_SLOTS])
+        self._free = store.free[: int(store.counters[NUM_FREE])].copy()  # the slots without a row
         self.dim, self.num_state = int(store.dim), int(store.fresh.size)
         self._store, self._space_key = store, space_key
         self._budget, self._charge = budget, Charge(budget)
-        self._own_bytes = _SLOT_BYTES * self.num_rows
+        self._own_bytes = _SLOT_BYTES * self._num_slots
         if self._own_bytes > budget.left:
             raise MemoryError(f"{self._own_bytes} bytes; {budget.used} of the shard's {budget.limit} bytes are in use")
         self._charge.set(self._own_bytes)
         self._given_up = False
-        self._places = np.zeros(self.num_rows, np.uint32)
+        self._places = np.zeros(self._num_slots, np.uint32)
         floats = self.num_rows * (self.dim + self.num_state)
         # address space for all; memory is taken by what is copied
         self._kept = Arena(4 * floats).array(np.float32) if floats > _FEW else np.empty(floats, np.float32)
@@ -107,13 +108,16 @@ class CopyOnWriteRows:
 
     def by_bucket(self) -> tuple[Slots, Ids]:
         """(slots (num_rows,), starts (4097,)): the slots of bucket b are slots[starts[b]:starts[b + 1]]."""
-        buckets = np.empty(self.num_rows, np.uint16)
-        for start in range(0, self.num_rows, _SLICE_IDS):
+        buckets = np.empty(self._num_slots, np.uint16)
+        for start in range(0, self._num_slots, _SLICE_IDS):
             with self._reading():
                 part = buckets[start : start + _SLICE_IDS]
                 frozen_kernels.find_buckets(self._store, self._space_key, start, part)
-        slots, starts = np.empty(self.num_rows, np.uint32), np.zeros(NUM_BUCKETS + 1, np.int64)
+        slots, starts = np.empty(self._num_slots, np.uint32), np.zeros(NUM_BUCKETS + 1, np.int64)
         frozen_kernels.sort_by_bucket(buckets, slots, starts)
+        if self._free.size:
+            starts[1:] -= np.cumsum(np.bincount(buckets[self._free], minlength=NUM_BUCKETS))
+            slots = slots[np.isin(slots, self._free, invert=True)]
         return slots, starts
 
     def block(self, count: int) -> RowBlock:

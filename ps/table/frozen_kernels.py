@@ -33,11 +33,11 @@ _0, _1, _LINE = _U(0), _U(1), _U(16)  # floats per cache line
 def keep_records(store: HashIndex, ids: Ids, places: Slots, kept: Floats, count: Ids) -> None:
     """Copy the weights and states of those ids aside that were rows then, are not read, and are not kept yet.
 
-    places: (rows then,) per slot: 1 + place of its copy in `kept`, 0 without one, READ. count: (1,) copies.
+    places: (slots then,) per slot: 1 + place of its copy in `kept`, 0 without one, READ. count: (1,) copies.
     """
     store, ids, places, kept = open_store(store), detached(ids), detached(places), detached(kept)
     hashes, homes, found = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    floats, num_rows = store.dim + _U(store.fresh.size), _U(places.size)
+    floats, num_slots = store.dim + _U(store.fresh.size), _U(places.size)
     for start in range(0, ids.size, BLOCK):
         size = min(BLOCK, ids.size - start)
         for i in range(size):
@@ -46,7 +46,7 @@ def keep_records(store: HashIndex, ids: Ids, places: Slots, kept: Floats, count:
             prefetch(store.cells, homes[i])
         for i in range(size):
             found[i] = probe(store, homes[i], hashes[i])
-            if found[i] and found[i] <= num_rows:
+            if found[i] and found[i] <= num_slots:
                 prefetch(places, found[i] - _1)
                 for j in range(_0, floats + _U(HEADER), _LINE):
                     prefetch(store.floats, (found[i] - _1) * store.stride + j)
@@ -54,7 +54,7 @@ def keep_records(store: HashIndex, ids: Ids, places: Slots, kept: Floats, count:
             slot = found[i]
             if slot and store.ids[(slot - _1) * (store.stride >> _1)] != ids[start + i]:  # only the fingerprint's
                 slot = find(store, ids[start + i], hashes[i])
-            if slot == _0 or slot > num_rows or places[slot - _1] != 0:
+            if slot == _0 or slot > num_slots or places[slot - _1] != 0:
                 continue
             first = (slot - _1) * store.stride + _U(HEADER)
             to = _U(count[0]) * floats

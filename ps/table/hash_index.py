@@ -1,6 +1,7 @@
 """A table's memory as the kernels see it: an arena of records and an extendible hash index over it.
 
 A record is contiguous: the id (8 bytes), the `dim` weights, the optimizer's state, padded to an even number of floats.
+Its place is a slot. The slot of a row that was removed is free, and given to a new one; what it held stays until then.
 The hash is keyed by the index alone (routing's is public), its high bits are the index's bucket.
 `root` leads from a bucket to its part of `directory`, which leads, by the high bits of the fingerprint (the hash's low
 32 bits), to a page of 512 cells. A cell is `fingerprint << 32 | slot + 1`, 0 where free; the fingerprint's low 6 bits
@@ -26,7 +27,7 @@ PAGE_LIMIT = 448  # cells in use at which a page is split: at 7/8 a search still
 MAX_SPLITS = 20  # of one bucket by its fingerprints; ids that need more cannot be found without the index's key
 HEADER = 2  # floats that the id takes at the head of a record
 
-NUM_ROWS, NUM_PAGES, NUM_ENTRIES = 0, 1, 2  # places in HashIndex.counters
+NUM_ROWS, NUM_PAGES, NUM_ENTRIES, NUM_SLOTS, NUM_FREE, MAY_REUSE = range(6)  # places in HashIndex.counters
 
 
 class HashIndex(NamedTuple):
@@ -38,7 +39,8 @@ class HashIndex(NamedTuple):
     directory: npt.NDArray[np.uint32]  # page numbers
     fill: npt.NDArray[np.uint32]  # per page: splits that led to it << 16 | cells in use
     cells: npt.NDArray[np.uint64]  # (reserved pages * 512,)
-    counters: npt.NDArray[np.int64]  # (3,) rows, pages, directory entries in use
+    free: npt.NDArray[np.uint32]  # the first counters[NUM_FREE] are the slots without a row
+    counters: npt.NDArray[np.int64]  # (6,) rows, pages, directory entries, slots, free ones of them; 1: reuse these
     fresh: npt.NDArray[np.float32]  # (num_state,) first state of a row
     bounds: npt.NDArray[np.float64]  # (3,) the initializer's numbers
     index_key: np.uint64  # secret: nobody can send ids that collide here, whatever the routing's public hash says
@@ -56,6 +58,7 @@ HASH_INDEX = types.NamedTuple(
         types.uint32[::1],
         types.uint32[::1],
         types.uint64[::1],
+        types.uint32[::1],
         types.int64[::1],
         types.float32[::1],
         types.float64[::1],
@@ -83,6 +86,7 @@ def open_store(store: HashIndex) -> HashIndex:
         detached(store.directory),
         detached(store.fill),
         detached(store.cells),
+        detached(store.free),
         detached(store.counters),
         detached(store.fresh),
         detached(store.bounds),
@@ -223,8 +227,34 @@ def insert(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
         if not _split(store, page, h):
             return _0
         page = page_of(store, h)
-    slot = _U(store.counters[NUM_ROWS])
+    if store.counters[NUM_FREE] and store.counters[MAY_REUSE]:
+        store.counters[NUM_FREE] -= 1
+        slot = _U(store.free[_U(store.counters[NUM_FREE])])
+    else:
+        slot = _U(store.counters[NUM_SLOTS])
+        store.counters[NUM_SLOTS] += 1
     store.counters[NUM_ROWS] += 1
     store.ids[slot * (store.stride >> _1)] = id_
     _place(store, page, (h & _WORD) << _32 | (slot + _1))
     return slot + _1
+
+
+@called
+def erase(store: HashIndex, id_: np.int64, h: np.uint64) -> bool:
+    """Free the slot of an id's row, whose record stays as it is; False where it has none. `free` has room for it."""
+    found = find(store, id_, h)
+    if found == _0:
+        return False
+    page = page_of(store, h)
+    base = page * _CELLS
+    old = store.cells[base : base + _CELLS].copy()
+    store.fill[page] = np.uint32(_U(store.fill[page]) & ~_HALF)
+    for i in range(_CELLS):
+        store.cells[base + i] = _0
+    for i in range(_CELLS):  # a search ends at the first empty cell, so none may be left between two of one line
+        if old[i] != _0 and old[i] & _WORD != found:
+            _place(store, page, old[i])
+    store.free[_U(store.counters[NUM_FREE])] = np.uint32(found - _1)
+    store.counters[NUM_FREE] += 1
+    store.counters[NUM_ROWS] -= 1
+    return True

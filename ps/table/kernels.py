@@ -25,6 +25,7 @@ from embershard.ps.table.hash_index import (
     HEADER,
     NUM_PAGES,
     HashIndex,
+    erase,
     find,
     home_of,
     insert,
@@ -221,6 +222,16 @@ def copy_records(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> Non
             write_initial(rows[i], ids[i], store.row_seed, store.initializer, store.bounds)
             for j in range(state.shape[1]):
                 state[i, j] = store.fresh[_U(j)]
+
+
+@compiled(types.int64(HASH_INDEX, _IDS), *_PARTS)
+def remove(store: HashIndex, ids: Ids) -> int:
+    """Remove the rows of ids; how many there were. `store.free` has room for all."""
+    store, ids = open_store(store), detached(ids)
+    count = 0
+    for i in range(ids.size):
+        count += erase(store, ids[i], mix64(_U(ids[i]), store.index_key))
+    return count
 
 
 @compiled(types.int64(HASH_INDEX, _IDS), *_PARTS)

@@ -23,7 +23,17 @@ from embershard.ps.table.arena import Arena
 from embershard.ps.table.changes import ChangeTracker
 from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.frozen_kernels import restore_records
-from embershard.ps.table.hash_index import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, HashIndex
+from embershard.ps.table.hash_index import (
+    HEADER,
+    MAY_REUSE,
+    NUM_ENTRIES,
+    NUM_FREE,
+    NUM_PAGES,
+    NUM_ROWS,
+    NUM_SLOTS,
+    PAGE_CELLS,
+    HashIndex,
+)
 from embershard.ps.table.initial_values import initializer_code
 
 S = TypeVar("S", bound=np.generic)
@@ -76,8 +86,11 @@ class Table:
         self.budget = MemoryBudget() if budget is None else budget
         self._charge = Charge(self.budget)
         self._index_key = np.uint64(secrets.randbits(64))
-        self._counters = np.array([0, 1, 1])  # page 0 and the directory entry that leads to it
-        self._reserved_rows = 0  # that an earlier call had addresses and huge pages for
+        self._counters = np.zeros(6, np.int64)
+        self._counters[[NUM_PAGES, NUM_ENTRIES, MAY_REUSE]] = 1  # page 0 and the directory entry that leads to it
+        self._free: npt.NDArray[np.uint32] = np.empty(0, np.uint32)  # HashIndex.free
+        self._store: HashIndex
+        self._reserved_slots = 0  # that an earlier call had addresses and huge pages for
         self._frozen: CopyOnWriteRows | None = None  # while a snapshot reads
         self.changes: ChangeTracker | None = None  # once somebody wants to know
         self._reserve_first()
@@ -90,8 +103,13 @@ class Table:
         return int(self._counters[NUM_ROWS])
 
     @property
+    def num_slots(self) -> int:
+        """The number of rows that there is memory for: those that exist, and the places of removed ones."""
+        return int(self._counters[NUM_SLOTS])
+
+    @property
     def capacity(self) -> int:
-        """Rows that there is address space for."""
+        """Slots that there is address space for."""
         return int(self._store.ids.size * 2 // self._stride)
 
     @property
@@ -105,12 +123,13 @@ class Table:
         pages, entries = int(self._counters[NUM_PAGES]), int(self._counters[NUM_ENTRIES])
         index = pages * _PAGE_BYTES + entries * 4 + self._store.root.nbytes
         changes = 0 if self.changes is None else self.changes.nbytes
-        return self.num_rows * self._stride * 4 + index + changes
+        return self.num_slots * self._stride * 4 + self._free.nbytes + index + changes
 
     def growth(self, new_rows: int) -> int:
         """Bytes that so many new rows take at most, their part of the index included."""
         pages = min(new_rows, int(self._counters[NUM_PAGES])) + new_rows // _PAGE_ROWS
-        return new_rows * self._stride * 4 + pages * (_PAGE_BYTES + 64)
+        free = 0 if self._frozen is not None else int(self._counters[NUM_FREE])
+        return max(0, new_rows - free) * self._stride * 4 + pages * (_PAGE_BYTES + 64)
 
     def count_missing(self, ids: Ids) -> int:
         """Count the ids ((U,) int64) that have no row; equal ones count again."""
@@ -216,6 +235,23 @@ class Table:
         self.charge()
         self._check_index(end)
 
+    def remove(self, ids: Ids) -> int:
+        """Remove the rows of ids ((U,) int64), and their states; how many there were.
+
+        They read as their first values again. Their memory is used again by new rows, not while a snapshot reads.
+        """
+        ids = _array(ids, np.int64, self.spec.name, "the ids")
+        if (count := int(self._counters[NUM_FREE]) + len(ids)) > self._free.size:
+            free = np.empty(max(count, 2 * self._free.size), np.uint32)
+            free[: self._free.size] = self._free
+            self._free, self._store = free, self._store._replace(free=free)
+        self._keep_aside(ids)
+        before = None if self.changes is None else self.gather(ids)
+        removed = int(kernels.remove(self._store, ids))
+        self.charge()
+        self._record(ids, before)
+        return removed
+
     def freeze(self) -> CopyOnWriteRows:
         """The rows as they are now, for one other thread to read while this one goes on, until `thaw`.
 
@@ -232,10 +268,12 @@ class Table:
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
         """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
         first, last = HEADER + self.spec.dim, HEADER + self.spec.dim + len(self._fresh)
-        for start in range(0, self.num_rows, block):
+        free = self._free[: int(self._counters[NUM_FREE])]
+        for start in range(0, self.num_slots, block):
             records = self._store.floats[: self.capacity * self._stride].reshape(-1, self._stride)
             ids = self._store.ids[: self.capacity * (self._stride // 2)].reshape(-1, self._stride // 2)
-            part = slice(start, min(start + block, self.num_rows))
+            slots = np.arange(start, min(start + block, self.num_slots))
+            part = slots[np.isin(slots, free, invert=True)] if free.size else slice(start, slots.size + start)
             yield ids[part, 0].copy(), records[part, HEADER:first].copy(), records[part, first:last].copy()
 
     def _check(self, ids: Ids, rows: Floats, what: str) -> None:
@@ -244,7 +282,7 @@ class Table:
             raise WrongDim(table=self.spec.name, what=what, got=rows.size, ids=ids.size, dim=dim, want=ids.size * dim)
 
     def _before_write(self, ids: Ids, *, has_room: bool = False) -> None:
-        """Make room for ids, as far as they are new; rows that a snapshot has yet to read are copied aside.
+        """Make room for ids, as far as they are new, and copy aside the rows that a snapshot has yet to read.
 
         TableFull, unless the caller has seen that the budget `has_room`; NoAddressSpace.
         """
@@ -252,6 +290,11 @@ class Table:
         if not has_room and self.growth(len(ids)) > self.budget.limit - self.budget.used:
             self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
         self.reserve(len(ids))
+        self._counters[MAY_REUSE] = self._frozen is None
+        self._keep_aside(ids)
+
+    def _keep_aside(self, ids: Ids) -> None:
+        """Copy the rows aside that a snapshot has yet to read, before they change."""
         frozen = self._frozen
         if frozen is not None and not frozen.keep(ids):
             frozen.give_up()  # rather than the push: training goes on, and the snapshot is taken again
@@ -269,21 +312,21 @@ class Table:
 
     def reserve(self, new_rows: int) -> None:
         """Have address space for so many more rows; NoAddressSpace where the system, or a table, has no more."""
-        num_rows, capacity = self.num_rows + new_rows, self.capacity
-        if num_rows <= self._reserved_rows:
+        num_slots, capacity = self.num_slots + new_rows, self.capacity
+        if num_slots <= self._reserved_slots:
             return
-        self._records.use_huge_pages(num_rows * self._stride * 4)
+        self._records.use_huge_pages(num_slots * self._stride * 4)
         self._cells.use_huge_pages((int(self._counters[NUM_PAGES]) + new_rows // _PAGE_ROWS) * PAGE_CELLS * 8)
-        if num_rows <= capacity:
-            self._reserved_rows = num_rows
+        if num_slots <= capacity:
+            self._reserved_slots = num_slots
             return
-        if num_rows > MAX_ROWS:
+        if num_slots > MAX_ROWS:
             raise self._no_address_space(new_rows, f"a table has at most {MAX_ROWS} rows")
         try:
-            self._grow(min(_GROWTH * capacity, MAX_ROWS) if num_rows <= _GROWTH * capacity else num_rows)
+            self._grow(min(_GROWTH * capacity, MAX_ROWS) if num_slots <= _GROWTH * capacity else num_slots)
         except OSError:
             try:
-                self._grow(num_rows)
+                self._grow(num_slots)
             except OSError as error:
                 raise self._no_address_space(new_rows, str(error)) from error
 
@@ -340,6 +383,7 @@ class Table:
             directory=small[2 * NUM_BUCKETS : 2 * NUM_BUCKETS + entries],
             fill=small[2 * NUM_BUCKETS + entries : 2 * NUM_BUCKETS + entries + pages],
             cells=self._cells.array(np.uint64),
+            free=self._free,
             counters=self._counters,
             fresh=self._fresh,
             bounds=bounds,

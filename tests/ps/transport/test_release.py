@@ -78,7 +78,7 @@ def test_an_answer_leaves_when_its_event_is_safe_one_to_a_repeated_push_no_earli
         refused.result(60)
     assert logged.send(PUSH).result(60).duplicate  # safe already
     if logged.apply is not None:
-        assert logged.apply.queued_bytes == 0
+        assert eventually(lambda: logged.apply.queued_bytes == 0)
 
 
 def test_a_join_waits_and_a_heartbeat_does_not(logged):
