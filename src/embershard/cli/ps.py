@@ -5,30 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from embershard.cli.durability import DurabilityOption, LogDirOption, checked_durability
 from embershard.doctor.machine import smallest_memory_limit
 from embershard.ps.memory import physical_memory
-from embershard.ps.server import Durability, ServerOptions, check_durability, serve
+from embershard.ps.server import ServerOptions, serve
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", start=1)}}
 _SMALLEST = 2**20  # bytes
-DurabilityOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="memory|log|fsync",
-        help="What a shard's end may cost: memory: all of its rows. log: nothing that was acknowledged, where its "
-        "process ends. fsync: nothing either where its machine loses power. "
-        "[default: log with --log-dir, else memory]",
-    ),
-]
-LogDirOption = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the shards' logs, on a local disk; a shard that finds its log there goes on with it."),
-]
 _UNITS.update({f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", start=1)})
 
 
@@ -89,17 +76,6 @@ def ps(
         log_dir=log_dir,
     )
     raise typer.Exit(serve(options))
-
-
-def checked_durability(durability: str | None, log_dir: Path | None) -> Durability:
-    """The mode that two options mean."""
-    known: dict[str | None, Durability | None] = {None: None, "memory": "memory", "log": "log", "fsync": "fsync"}
-    if durability not in known:
-        raise typer.BadParameter(f"{durability!r} is none of memory, log, fsync", param_hint="--durability")
-    try:
-        return check_durability(known[durability], log_dir)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--durability") from None
 
 
 def memory_bytes(text: str) -> int:

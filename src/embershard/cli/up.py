@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from embershard.cli.ps import DurabilityOption, LogDirOption, checked_durability
+from embershard.cli.durability import DurabilityOption, LogDirOption, checked_durability
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 
 DEFAULT_PORT = 7700
