@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import IO, Self
 
 from embershard.deploy import sessions
@@ -158,7 +159,8 @@ class LocalShards:
 
     `imports` are modules with row optimizers and codecs; the shards find what this process finds (its sys.path).
     `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
-    again, without their rows since their start; by default they are not. With `rpc` they serve torch.distributed.rpc
+    again; by default they are not. With `durability` "log" or "fsync" they keep a log in `log_dir`, from which one that
+    is started again has its rows; else these are lost. With `rpc` they serve torch.distributed.rpc
     too, on loopback, which executes pickles and imports torch. A shard that logs nothing for `start_timeout` before it
     serves is killed. `report` gets a line for people at every event, `forward` every line that a shard logs; both are
     called from threads.
@@ -172,6 +174,8 @@ class LocalShards:
         base_port: int = 0,
         restart: RestartPolicy | None = None,
         rpc: bool = False,
+        durability: str = "memory",
+        log_dir: Path | None = None,
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -180,9 +184,12 @@ class LocalShards:
             raise ValueError(f"num_shards must be 1..4096, got {num_shards}")
         if base_port and not 1 <= base_port <= 65536 - num_shards:
             raise ValueError(f"base_port must leave room for {num_shards} ports, got {base_port}")
+        if (durability == "memory") != (log_dir is None):
+            raise ValueError(f"durability {durability} with log_dir {log_dir}: log and fsync need one, memory has none")
         self._imports = tuple(imports)
         self._restart = restart
         self._rpc = rpc
+        self._durability, self._log_dir = durability, log_dir
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
         self._forward = forward
@@ -271,6 +278,8 @@ class LocalShards:
         command += ["--shard", str(index), "--of", str(len(self._listen)), "--listen", self._listen[index]]
         command += [word for module in self._imports for word in ("--import", module)]
         command += ["--rpc", "127.0.0.1:0"] if self._rpc else []
+        if self._log_dir is not None:
+            command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's
@@ -301,9 +310,11 @@ class LocalShards:
                 self._give_up(f"{what}, not restarted after {quick_deaths} deaths in quick succession", process)
                 return
             pause = policy.pause(quick_deaths).total_seconds()
+            lost = "the rows and optimizer states that it held are lost (durability: memory)"
+            if self._durability != "memory":
+                lost = "it will have its rows again, from its log"
             self._report(
-                f"{what}: the rows and optimizer states that it held are lost (durability: memory). "
-                f"Starting it again in {pause:.1f} s. Its last log lines:\n{process.last_lines()}"
+                f"{what}: {lost}. Starting it again in {pause:.1f} s. Its last log lines:\n{process.last_lines()}"
             )
             if self._stopping.wait(pause) or not self._start_again(index):
                 return

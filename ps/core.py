@@ -22,7 +22,7 @@ from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.coordination.pushes import Pushes
 from embershard.ps.coordination.rendezvous import RendezvousRegistry
-from embershard.ps.events import Event, Expired, PushEvent, Settled, TablesRestored
+from embershard.ps.events import Event, Expired, PushEvent, RestoredRows, Settled, TablesRestored, Term
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -58,6 +58,9 @@ class Core:
         self.rendezvous = RendezvousRegistry(self.clock, max_message_bytes)
         self.splits = Splits(self.clock)
         self._max_message_bytes = max_message_bytes
+        self._optimizers = optimizers
+        self._restoring: dict[str, Table] = {}  # tables that a log's RestoredRows have begun, and their lineage
+        self._restoring_lineage = 0
 
     def apply(self, event: Event) -> Outcome:
         """What an event makes of the state; EmbershardError or MustWait where it is refused and changes nothing."""
@@ -115,6 +118,13 @@ class Core:
                 return self.splits.take(event)
             case Compress():
                 return self.compression.answer(event, job_goes_on=bool(self.clock.members))
+            case Term():
+                if event.term > 1:
+                    self.clock.updates.begin_term()
+                return Outcome()
+            case RestoredRows():
+                self._restore_rows(event)
+                return Outcome()
             case TablesRestored():
                 self._restore(event.contents)
                 return Outcome()
@@ -151,8 +161,21 @@ class Core:
         reply = self.clock.leave(request)
         return Outcome(reply, self.clock.generation != generation)
 
+    def _restore_rows(self, event: RestoredRows) -> None:
+        """Keep restored rows until their tables take the place of those that are here."""
+        if event.lineage != self._restoring_lineage:  # what was begun before was never ended
+            self._restoring, self._restoring_lineage = {}, event.lineage
+        spec = event.spec
+        table = self._restoring.get(spec.name)
+        if table is None:
+            table = self._restoring[spec.name] = Table(spec, self._optimizers.find(spec.optimizer), self.budget)
+        if len(event.ids):
+            table.restore(event.ids, event.rows, event.state.reshape(len(event.ids), table.num_state))
+
     def _restore(self, contents: Contents) -> None:
-        self.tables.replace(contents.tables, contents.flags)
+        staged = list(self._restoring.values()) if contents.lineage == self._restoring_lineage else []
+        self._restoring, self._restoring_lineage = {}, 0
+        self.tables.replace(contents.tables or staged, contents.flags)
         self.lineage = contents.lineage
         self.pushes.dedup = Dedup.of(contents.workers)
         self.compression.forget()

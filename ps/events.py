@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import msgpack
 import numpy as np
 
-from embershard.proto.arrays import Ids
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
     KIND_OF,
@@ -30,12 +31,12 @@ from embershard.proto.messages import (
     TakeSplit,
     arrays,
 )
-from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.protobuf import head_bytes, read, read_floats, read_ids
+from embershard.proto.snapshot.manifest import WorkerWindow
+from embershard.proto.spec import TableSpec
 from embershard.proto.wire import MAX_BUFFERS, Frame, encode
 from embershard.ps.coordination.outcome import Outcome
-
-if TYPE_CHECKING:
-    from embershard.ps.restore import Contents
+from embershard.ps.restore import Contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +68,48 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """A process has begun to serve these rows: term 1 with none, each later one after a recovery."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredRows:
+    """Some rows of a snapshot, with their states; they count with the TablesRestored of the same lineage.
+
+    Only a log needs them: the shard has the tables at once.
+    """
+
+    lineage: int
+    spec: TableSpec
+    ids: Ids
+    rows: Floats
+    state: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class TablesRestored:
-    """The tables of a snapshot took the place of those that were here."""
+    """The tables of a snapshot took the place of those that were here; from a log, they are in RestoredRows."""
 
     contents: Contents
 
 
 Event = (
-    PushEvent | Load | Declare | Compress | Join | Leave | Rendezvous | TakeSplit | Expired | Settled | TablesRestored
+    PushEvent | Load | Declare | Compress | Join | Leave | Rendezvous | TakeSplit | Expired | Settled | Term
+    | RestoredRows | TablesRestored
 )  # fmt: skip
-
-
-LoggedEvent = PushEvent | Load | Declare | Compress | Join | Leave | Rendezvous | TakeSplit | Expired | Settled
 
 # Kinds of the frames of events: those of requests are the requests' (docs/wire.md), the others' have bit 6 set; their
 # heads are those of a heartbeat, and of a push without tables. A log outlives the version that wrote it.
-EXPIRED, SETTLED = 0x41, 0x42
+EXPIRED, SETTLED, TERM, RESTORED_ROWS, RESTORED = range(0x41, 0x46)
 _REQUESTS = (Load, Declare, Compress, Join, Leave, Rendezvous, TakeSplit)
 
 
-def encode_event(event: LoggedEvent) -> list[bytes | memoryview]:
+def encode_event(event: Event) -> list[bytes | memoryview]:
     """The pieces of an event's frame (docs/wire.md), without a checksum of its arrays, which are not copied.
 
-    A push is written as one that brings all of its ids. Tables that were restored are no such event: they are a file's.
+    A push is written as one that brings all of its ids, restored tables without their rows.
     """
     match event:
         case Expired():
@@ -98,6 +118,16 @@ def encode_event(event: LoggedEvent) -> list[bytes | memoryview]:
         case Settled():
             token = PushToken(event.worker, event.epoch, event.seq, 0)
             return encode(SETTLED, 0, 0, head_bytes(Push(token, 0, 0, ())), checksum=False)
+        case Term():
+            return encode(TERM, 0, 0, head_bytes(Heartbeat(worker=0, epoch=event.term)), checksum=False)
+        case RestoredRows():
+            head = head_bytes(Declare(event.spec, lineage=event.lineage))
+            parts_of_rows = [np.ascontiguousarray(array).data for array in (event.ids, event.rows, event.state)]
+            return encode(RESTORED_ROWS, 0, 0, head, parts_of_rows, checksum=False)
+        case TablesRestored(contents):
+            workers = [[one.worker, one.epoch, one.first_incomplete, one.replies] for one in contents.workers]
+            plain = {"lineage": contents.lineage, "workers": workers, "flags": contents.flags}
+            return encode(RESTORED, 0, 0, b"", [msgpack.packb(plain)], checksum=False)
         case PushEvent():
             message: Message = event.push
             if event.ids:
@@ -119,7 +149,26 @@ def check_size(event: Event) -> None:
         encode_event(event)
 
 
-def decode_event(frame: Frame) -> LoggedEvent:
+def kind_of(event: Event) -> int:
+    """The kind of an event's frame."""
+    match event:
+        case Expired():
+            return EXPIRED
+        case Settled():
+            return SETTLED
+        case Term():
+            return TERM
+        case RestoredRows():
+            return RESTORED_ROWS
+        case TablesRestored():
+            return RESTORED
+        case PushEvent():
+            return KIND_OF[Push]
+        case _:
+            return KIND_OF[type(event)]
+
+
+def decode_event(frame: Frame) -> Event:
     """The event of a frame; InvalidRequest where it is none. Its arrays are views of the frame's buffers."""
     kind, head = frame.header.kind, frame.header.head
     if kind == EXPIRED:
@@ -128,6 +177,18 @@ def decode_event(frame: Frame) -> LoggedEvent:
     if kind == SETTLED:
         token = read(Push, head, ()).token
         return Settled(token.worker, token.epoch, token.seq)
+    if kind == TERM:
+        return Term(read(Heartbeat, head, ()).epoch)
+    if kind == RESTORED_ROWS:
+        return _restored_rows(frame)
+    if kind == RESTORED:
+        plain = msgpack.unpackb(frame.buffers[0])
+        workers = [
+            WorkerWindow(worker, epoch, first, tuple((seq, applied, skipped) for seq, applied, skipped in replies))
+            for worker, epoch, first, replies in plain["workers"]
+        ]
+        flags = {name: (dense, (push, pull)) for name, (dense, (push, pull)) in plain["flags"].items()}
+        return TablesRestored(Contents([], workers, plain["lineage"], flags))
     request = REQUEST_KINDS.get(kind)
     if request is Push:
         return PushEvent(read(Push, head, frame.buffers))
@@ -136,8 +197,20 @@ def decode_event(frame: Frame) -> LoggedEvent:
     raise InvalidRequest(reason=f"an event's frame of kind {kind:#x}, which no version of this package writes")
 
 
+def _restored_rows(frame: Frame) -> RestoredRows:
+    declared, name = read(Declare, frame.header.head, ()), "restored"
+    ids, rows, state = frame.buffers
+    count = memoryview(ids).nbytes // 8
+    parts = [read_floats(part, name).reshape(count, -1 if count else 0) for part in (rows, state)]
+    return RestoredRows(declared.lineage, declared.spec, read_ids(ids, name), *parts)
+
+
 class EventLog(Protocol):
     """Keeps the events of a shard, in order, so that its state can be made again after its process has ended."""
+
+    def check_room(self, num_bytes: int) -> None:
+        """Before a request changes anything: LogStalled, ShardBusy where an event of this size could not be kept."""
+        ...
 
     def append(self, event: Event, outcome: Outcome) -> int:
         """Take an event that has changed the state; its number (LSN), from 1. Nobody changes its arrays any more."""
@@ -145,4 +218,12 @@ class EventLog(Protocol):
 
     def when_safe(self, lsn: int, call: Callable[[], None]) -> None:
         """Call this once the events up to `lsn` will survive the process: at once, or later from any thread."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """The state has changed, and the log may not have it: end the process, so that the next one recovers."""
+        ...
+
+    def status(self) -> tuple[str, int, int]:
+        """The mode; bytes of the log; bytes of it that are not written yet."""
         ...

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from embershard.ps.transport.address import BACKLOG, Address
 
@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from grpc_health.v1.health import aio as health_aio
 
     from embershard.ps.dispatch import Dispatch
+    from embershard.ps.recovery import ShardLog
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
     from embershard.ps.transport.torch_rpc import RpcServer
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
 LAST_SECONDS = 8.0  # after them, for all that is left: less than a supervisor waits before it kills
+_LOG_SECONDS = 4.0  # for what is not written yet
 _REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
 _PARENT_POLL_SECONDS = 0.5
+
+Durability = Literal["memory", "log", "fsync"]
 
 _log = logging.getLogger("embershard.ps")
 
@@ -49,7 +53,8 @@ class ServerOptions:
     and codecs. `memory` bytes are what the tables may take, by default 80 % of the machine's. More than `connections`
     at a time are refused. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
     torch.distributed.rpc, which is not served without it; `rpc_executes_pickles` allows it to be an address that other
-    machines reach.
+    machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
+    record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory".
     """
 
     shard: int
@@ -63,6 +68,8 @@ class ServerOptions:
     parent_pid: int = 0
     rpc: str = ""
     rpc_executes_pickles: bool = False
+    durability: Durability | None = None
+    log_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -71,6 +78,17 @@ class ServerOptions:
             raise ValueError(f"connections must be at least 1, got {self.connections}")
         if self.queue_bytes < 1:
             raise ValueError(f"queue_bytes must be at least 1, got {self.queue_bytes}")
+        check_durability(self.durability, self.log_dir)
+
+
+def check_durability(durability: Durability | None, log_dir: Path | None) -> Durability:
+    """The mode of a shard; ValueError where it has no folder for its log, or one that it would not use."""
+    mode = durability or ("memory" if log_dir is None else "log")
+    if mode != "memory" and log_dir is None:
+        raise ValueError(f"durability {mode} needs a folder for the log: log_dir")
+    if mode == "memory" and log_dir is not None:
+        raise ValueError("durability memory writes no log: leave out log_dir, or choose log or fsync")
+    return mode
 
 
 def serve(options: ServerOptions) -> int:
@@ -87,10 +105,13 @@ def serve(options: ServerOptions) -> int:
     address = Address.parse(options.listen)
     address.check(options.insecure)
     shard = _make_shard(options)
+    shard_log = _recover(shard, options)
+    if shard_log is not None:
+        shard_log.start()
 
     import uvloop
 
-    return uvloop.run(_serve(shard, address, options))
+    return uvloop.run(_serve(shard, shard_log, address, options))
 
 
 def _make_shard(options: ServerOptions) -> Shard:
@@ -107,7 +128,21 @@ def _make_shard(options: ServerOptions) -> Shard:
     return Shard(options.shard, placement, optimizers, codecs=codecs, version=_version(), memory=options.memory)
 
 
-async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
+def _recover(shard: Shard, options: ServerOptions) -> ShardLog | None:
+    """Give the shard what its log says; None where it has none."""
+    mode = check_durability(options.durability, options.log_dir)
+    if mode == "memory" or options.log_dir is None:
+        return None
+    from embershard.ps.journal.folder import LogFolder, log_folder
+    from embershard.ps.recovery import recover, sha256_of_modules
+
+    path = log_folder(options.log_dir.absolute(), options.shard)
+    modules = sha256_of_modules(options.imports)
+    folder = LogFolder.open(path, shard=options.shard, num_shards=options.of, modules=modules, package=_version())
+    return recover(shard, folder, mode)
+
+
+async def _serve(shard: Shard, log: ShardLog | None, address: Address, options: ServerOptions) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
 
@@ -132,6 +167,8 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     await transports.health.enter_graceful_shutdown()
     apply.close()  # from here on, new requests are told that the shard is shutting down
     done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
+    if log is not None and done:  # the last answers wait for it
+        done = await asyncio.to_thread(log.close, _LOG_SECONDS)
     await transports.close()
     if address.path:
         Path(address.path).unlink(missing_ok=True)

@@ -13,7 +13,10 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+
+import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Ids
 from embershard.proto.codec.user_defined import CodecRegistry
@@ -21,6 +24,9 @@ from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
     LeaseLost,
+    LogStalled,
+    MemoryLost,
+    ShardBusy,
     StaleRun,
     StaleWorker,
     TooManyDeclares,
@@ -52,6 +58,7 @@ from embershard.proto.messages import (
     ShardStatus,
     Snapshot,
     TakeSplit,
+    arrays,
     replace,
 )
 from embershard.proto.routing import Placement
@@ -61,15 +68,30 @@ from embershard.ps.coordination.leases import Leases
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.coordination.pushes import RouteCache
 from embershard.ps.core import Core
-from embershard.ps.events import Event, EventLog, Expired, PushEvent, Settled, TablesRestored, check_size
+from embershard.ps.events import (
+    Event,
+    EventLog,
+    Expired,
+    PushEvent,
+    RestoredRows,
+    Settled,
+    TablesRestored,
+    Term,
+    check_size,
+)
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import Stopwatch, read_all
+from embershard.ps.table.table import Table
 
 DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
 _DECLARE_RETRY_MS = 100
+_CHANGES = (Push, Load, Declare, Join, Leave, Rendezvous, TakeSplit, Compress)
+_EVENT_BYTES = 4096  # of an event's record in a log, beside its arrays
+_RESTORED_BYTES = 16 * 2**20  # of an event of restored rows
+_WAIT_SECONDS = 0.01
 
 
 class Shard:
@@ -115,6 +137,7 @@ class Shard:
         )
         self._log = log
         self._lsn = self._awaited = 0  # of the last event in the log; of the one that the last answer waits for
+        self._recovered: dict[int, tuple[int, int]] = {}  # worker -> epoch and seq of its last push in the log
         self._leases = Leases(core.clock)
         self._routes = RouteCache()
         self._new_tables = _Rate()
@@ -134,6 +157,9 @@ class Shard:
         if now is None:
             now = time.monotonic()
         self.advance(now)
+        if self._log is not None and isinstance(request, _CHANGES):
+            self._awaited = 0
+            self._log.check_room(_EVENT_BYTES + sum(array.nbytes for array in arrays(request)))
         self._requests += 1
         self._coding.seconds = 0.0  # the request before may have failed
         try:
@@ -154,6 +180,17 @@ class Shard:
                 self._snapshots.clock_moved(self.core.clock.open)
             if self._log is not None:
                 self._awaited = 0 if isinstance(request, Pull | Heartbeat) else self._lsn
+
+    def log_to(self, log: EventLog, term: int) -> None:
+        """Have this log keep what is done from here on. It has made the core what it is; `term` is this process's.
+
+        All members begin with a whole lease.
+        """
+        self.advance(time.monotonic())
+        self._log, self._lsn = log, self.core.lsn
+        self._recovered = self.core.pushes.dedup.last_settled()
+        self._record(Term(term))
+        self.greeting = replace(self.greeting, lineage=self.core.lineage, term=term)
 
     def release(self, end: Callable[[], None]) -> None:
         """Call `end` once the answer to the request that was handled last may leave.
@@ -202,6 +239,7 @@ class Shard:
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
         core, clock = self.core, self.core.clock
+        mode, log_bytes, waiting = ("memory", 0, 0) if self._log is None else self._log.status()
         return ShardStatus(
             shard=self.greeting.shard,
             num_shards=self.greeting.num_shards,
@@ -227,6 +265,10 @@ class Shard:
             budget_bytes=core.budget.limit,
             failed_update="" if clock.failed is None else clock.failed.message,
             lineage=self.greeting.lineage,
+            durability=mode,
+            log_bytes=log_bytes,
+            log_waiting_bytes=waiting,
+            term=self.greeting.term,
         )
 
     def _may_begin(self, request: Push | Join) -> bool:
@@ -285,13 +327,34 @@ class Shard:
 
     def _record(self, event: Event) -> Outcome:
         """What an event made of the state, noted by all who follow it."""
-        if self._log is not None:
-            check_size(event)  # before it has changed anything
-        outcome = self.core.apply(event)
+        if self._log is None:
+            outcome = self.core.apply(event)
+            self._leases.clock_moved()
+            return outcome
+        check_size(event)  # before it has changed anything
+        outcome = self._apply_to_log(event, self._log)
         self._leases.clock_moved()
-        if self._log is not None and outcome.changed:
-            self._lsn = self._log.append(event, outcome)
         return outcome
+
+    def _apply_to_log(self, event: Event, log: EventLog) -> Outcome:
+        """Apply an event, and have the log keep it where it has changed the state."""
+        try:
+            outcome = self.core.apply(event)
+        except (EmbershardError, MustWait):  # nothing was changed
+            raise
+        except Exception as error:
+            log.fail(error)
+            raise
+        if outcome.changed:
+            self._append(event, outcome, log)
+        return outcome
+
+    def _append(self, event: Event, outcome: Outcome, log: EventLog) -> None:
+        try:
+            self._lsn = log.append(event, outcome)
+        except Exception as error:
+            log.fail(error)
+            raise
 
     def _renew(self, request: Heartbeat | Rendezvous | TakeSplit, now: float) -> None:
         """Renew the lease of a member; StaleWorker, LeaseLost, InvalidRequest where it is none."""
@@ -300,6 +363,8 @@ class Shard:
 
     def _push(self, request: Push, now: float) -> Pushed:
         token = request.token
+        if self._recovered:
+            self._check_recovered(token)
         reply = self._duplicate_of(token, now)
         if reply is not None:
             return reply
@@ -344,6 +409,13 @@ class Shard:
         except EmbershardError:
             self._settle(token, token.seq)
             raise
+
+    def _check_recovered(self, token: PushToken) -> None:
+        """MemoryLost where a worker's first push after a recovery says that more was acknowledged than the log has."""
+        epoch, settled = self._recovered.get(token.worker, (0, 0))
+        if epoch == token.epoch and token.first_incomplete > settled + 1:
+            raise MemoryLost(worker=token.worker, first_incomplete=token.first_incomplete)
+        self._recovered.pop(token.worker, None)
 
     def _settle(self, token: PushToken, seq: int) -> None:
         if not self.core.pushes.dedup.knows(token.worker, token.epoch, seq):
@@ -395,9 +467,30 @@ class Shard:
 
     def _install(self, contents: Contents) -> None:
         """Put what was restored in place of what is here."""
+        if self._log is not None:
+            for table in contents.tables:
+                self._log_rows(table, contents.lineage, self._log)
         self._record(TablesRestored(contents))
         self._routes = RouteCache()  # what pulls left is of rows that are gone
         self._show_lineage()
+
+    def _log_rows(self, table: Table, lineage: int, log: EventLog) -> None:
+        """Have the log keep the rows of a table that is restored; it waits for the disk where that is slower."""
+        row_bytes = 8 + 4 * (table.spec.dim + table.num_state)
+        empty = np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32), np.empty((0, 0), np.float32)
+        for ids, rows, state in chain(table.scan(max(1, _RESTORED_BYTES // row_bytes)), [empty]):
+            while True:
+                try:
+                    log.check_room(_EVENT_BYTES + ids.nbytes + rows.nbytes + state.nbytes)
+                    break
+                except ShardBusy as error:
+                    if isinstance(error, LogStalled):
+                        raise
+                    time.sleep(_WAIT_SECONDS)
+            updates = self.core.clock.updates
+            outcome = Outcome(version=updates.version, clock=self.core.clock.open)
+            self._append(RestoredRows(lineage, table.spec, ids, rows, state), outcome, log)
+            self.core.lsn = self._lsn
 
     def _show_lineage(self) -> None:
         if self.core.lineage != self.greeting.lineage:

@@ -39,6 +39,7 @@ FLOORS_OF_PS = (
     {"ps/events"},
     {"ps/core"},
     {"ps/shard"},
+    {"ps/recovery"},
     {"ps/dispatch"},
     {"ps/transport"},
     {"ps/server"},

@@ -32,6 +32,7 @@ from embershard.ps.coordination.dedup import MAX_WORKERS
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.tables import CheckedGradients
 
+TERM_VERSIONS = 2**32  # versions of a term begin at a multiple: what was read in another one is of another history
 SEEN = 32  # places of the histogram of staleness; the last one: so much or more
 MAX_CLOCK = 2**62
 MAX_RUN = 2**63 - 1
@@ -81,15 +82,22 @@ class Updates:
         self.seen = [0] * SEEN  # pushes by what their rows had missed
 
     def missed(self, version: int) -> int:
-        """Updates since rows were of this version; 0 where it is not known."""
-        return max(0, self.version - version) if version else 0
+        """Updates since rows were of this version; 0 where it is not known, as for one of an earlier term."""
+        return max(0, self.version - version) if self._is_known(version) else 0
+
+    def begin_term(self) -> None:
+        """Go on with versions that nobody has seen: the process before may have shown some that were lost with it."""
+        self.version = (self.version // TERM_VERSIONS + 1) * TERM_VERSIONS
 
     def count(self, versions: Iterable[int]) -> None:
         """An update was applied, made of pushes whose rows were of these versions (0: not known)."""
         for version in versions:
-            if version:
+            if self._is_known(version):
                 self.seen[min(self.missed(version), SEEN - 1)] += 1
         self.version += 1
+
+    def _is_known(self, version: int) -> bool:
+        return version > 0 and version // TERM_VERSIONS == self.version // TERM_VERSIONS
 
 
 class Clock:

@@ -37,9 +37,11 @@ def test_pauses_grow_to_the_longest_and_a_shard_is_given_up_after_the_last_quick
     assert [policy.gives_up(n) for n in range(1, 5)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("arguments", [{"num_shards": 0}, {"num_shards": 2, "base_port": 65535}])
+@pytest.mark.parametrize(
+    "arguments", [{"num_shards": 0}, {"num_shards": 2, "base_port": 65535}, {"num_shards": 1, "durability": "log"}]
+)
 def test_arguments_without_sense_are_refused(arguments):
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match=r"must|log_dir"):
         LocalShards(**arguments)
 
 

@@ -4,6 +4,7 @@ import logging
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -99,7 +100,15 @@ def test_a_unix_socket_that_another_process_serves_is_not_taken_over(tmp_path):
     assert bind(f"unix:{path}") == f"unix:{path}"
 
 
-@pytest.mark.parametrize(("options", "what"), [({"shard": 2}, "shard 2 of 2"), ({"queue_bytes": 0}, "queue_bytes")])
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"shard": 2}, "shard 2 of 2"),
+        ({"queue_bytes": 0}, "queue_bytes"),
+        ({"durability": "log"}, "log_dir"),
+        ({"durability": "memory", "log_dir": Path("logs")}, "log_dir"),
+    ],
+)
 def test_options_without_sense_are_refused(options, what):
     with pytest.raises(ValueError, match=what):
         ServerOptions(**{"shard": 0, "of": 2, **options})

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.durability import DurabilityOption, LogDirOption, checked_durability
 from embershard.doctor.machine import smallest_memory_limit
 from embershard.ps.memory import physical_memory
 from embershard.ps.server import ServerOptions, serve
@@ -50,6 +51,8 @@ def ps(
             "machine or its container."
         ),
     ] = "80%",
+    durability: DurabilityOption = None,
+    log_dir: LogDirOption = None,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -69,6 +72,8 @@ def ps(
         parent_pid=parent_pid,
         rpc=rpc,
         rpc_executes_pickles=rpc_executes_pickles,
+        durability=checked_durability(durability, log_dir),
+        log_dir=log_dir,
     )
     raise typer.Exit(serve(options))
 

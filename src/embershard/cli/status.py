@@ -140,7 +140,9 @@ def _view(seen: Sequence[Seen]) -> Group:
         for one in seen
         if one.status is not None and one.status in lost
     ]
-    return Group(_shards(seen, lost), *_tables(seen), *_workers(statuses), *_staleness(statuses), *problems)
+    return Group(
+        _shards(seen, lost), *_tables(seen), *_workers(statuses), *_staleness(statuses), *_logs(statuses), *problems
+    )
 
 
 def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
@@ -163,6 +165,17 @@ def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
             str(timedelta(seconds=int(now.uptime_seconds))),
         )
     return view
+
+
+def _logs(statuses: Sequence[ShardStatus]) -> list[Table]:
+    """The shards' logs; nothing where none writes one."""
+    logged = [status for status in statuses if status.log_bytes]
+    if not logged:
+        return []
+    view = _table_of(("\nshard", "\ndurability"), ("\nterm", "log\nbytes", "not\nwritten"))
+    for one in logged:
+        view.add_row(str(one.shard), one.durability, str(one.term), size(one.log_bytes), size(one.log_waiting_bytes))
+    return [view]
 
 
 def _loss(status: ShardStatus) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.durability import DurabilityOption, LogDirOption, checked_durability
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 
 DEFAULT_PORT = 7700
@@ -26,17 +27,27 @@ def up(
             "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
         ),
     ] = None,
+    durability: DurabilityOption = None,
+    log_dir: LogDirOption = None,
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
-    A shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
+    Without a log, a shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
     """
+    mode = checked_durability(durability, log_dir)
     if base_port + shards > 65536:
         raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     local = LocalShards(
-        shards, imports=imports or (), base_port=base_port, restart=RestartPolicy(), report=_say, forward=_say
+        shards,
+        imports=imports or (),
+        base_port=base_port,
+        restart=RestartPolicy(),
+        durability=mode,
+        log_dir=log_dir,
+        report=_say,
+        forward=_say,
     )
     with local:
         for index, (address, pid) in enumerate(zip(local.addresses, local.pids, strict=True)):

@@ -1,0 +1,184 @@
+"""A shard's log: what is written to it as the shard serves, and the state that a replay of it makes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
+from embershard.proto.wire import FrameReader, Header
+from embershard.ps.coordination.clock import MustWait
+from embershard.ps.coordination.outcome import Outcome
+from embershard.ps.core import Core
+from embershard.ps.events import Event, decode_event, encode_event, kind_of
+from embershard.ps.journal.folder import DurabilityMode, LogFolder
+from embershard.ps.journal.journal import Journal
+from embershard.ps.journal.log_thread import LogThread, end_process
+from embershard.ps.journal.reader import LoggedRecord
+from embershard.ps.journal.record import MAX_BODY_BYTES, LogRecord
+from embershard.ps.shard import Shard
+
+FAILED = 1  # flag of a record: the event ended with an error after it had changed something
+_REPORT_SECONDS = 5.0  # between lines about a long replay: a supervisor waits as long as there are some
+
+_log = logging.getLogger(__name__)
+
+
+class ShardLog:
+    """The log of a running shard; `start` has a thread write it. `on_fatal` ends the process."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        mode: DurabilityMode,
+        *,
+        before: int = 0,
+        on_fatal: Callable[[BaseException], None] = end_process,
+    ) -> None:
+        self.journal = journal
+        self._mode, self._on_fatal = mode, on_fatal
+        self._bytes = before  # of the records
+        self._thread: LogThread | None = None
+
+    def start(self) -> None:
+        """Write from here on what is appended."""
+        self._thread = LogThread(self.journal, on_fatal=self._on_fatal)
+
+    def close(self, timeout: float) -> bool:
+        """Write what was appended, at most for so many seconds; whether all of it was written."""
+        return self._thread is None or self._thread.close(timeout)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Before a request changes anything: LogStalled, ShardBusy where an event of this size could not be kept."""
+        self.journal.check_room(num_bytes)
+
+    def append(self, event: Event, outcome: Outcome) -> int:
+        """Take an event that has changed the state; its LSN."""
+        applied, skipped = outcome.rows
+        flags = 0 if outcome.error is None else FAILED
+        record = LogRecord(
+            kind_of(event), encode_event(event), outcome.version, outcome.clock, applied, skipped, flags=flags
+        )
+        self._bytes += record.num_bytes
+        return self.journal.append(record)
+
+    def when_safe(self, lsn: int, call: Callable[[], None]) -> None:
+        """Call this once the events up to `lsn` are safe: at once, or on the thread that writes."""
+        self.journal.when_safe(lsn, call)
+
+    def fail(self, error: BaseException) -> None:
+        """End the process: the state has changed, and the log may not have it."""
+        self._on_fatal(error)
+
+    def status(self) -> tuple[str, int, int]:
+        """The mode; bytes of the log's records; bytes of them that are not written yet."""
+        return self._mode, self._bytes, self.journal.waiting_bytes
+
+
+def recover(
+    shard: Shard,
+    folder: LogFolder,
+    mode: DurabilityMode,
+    *,
+    segment_bytes: int | None = None,
+    on_fatal: Callable[[BaseException], None] = end_process,
+) -> ShardLog:
+    """Give a new shard the state that its log says, and have the log go on; it is not written before `start`.
+
+    LogDamaged, LogDiverged, LogUnusable; nothing was changed then. The process must end after another error.
+    """
+    began = time.monotonic()
+    num_bytes = replay(shard.core, folder)
+    journal = folder.begin(mode) if segment_bytes is None else folder.begin(mode, segment_bytes=segment_bytes)
+    log = ShardLog(journal, mode, before=num_bytes, on_fatal=on_fatal)
+    shard.log_to(log, journal.term)
+    try:
+        while journal.write_group():  # the term, before anybody sees what it begins with
+            pass
+    except OSError as error:
+        raise LogUnusable(path=str(folder.folder), reason=error.strerror or str(error)) from error
+    if journal.term > 1:
+        _log.info(
+            "recovered %d events, %d bytes, in %.1f s from %s (term %d)",
+            shard.core.lsn - 1, num_bytes, time.monotonic() - began, folder.folder, journal.term,
+        )  # fmt: skip
+    return log
+
+
+def replay(core: Core, folder: LogFolder) -> int:
+    """Apply all events of a log to a new core; the bytes of their records. LogDamaged, LogDiverged."""
+    budget, decode, num_bytes = core.budget, EventReader(), 0
+    limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
+    reported = time.monotonic()
+    try:
+        for record in folder.records():
+            _apply_again(core, record, decode)
+            num_bytes += record.header.num_bytes
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                _log.info("recovery: %d events, %d bytes", record.header.lsn, num_bytes)
+    finally:
+        budget.limit = limit
+    return num_bytes
+
+
+def _apply_again(core: Core, record: LoggedRecord, decode: EventReader) -> None:
+    """Apply the event of a record; LogDiverged where that has another outcome than it had."""
+    header = record.header
+    try:
+        outcome = core.apply(decode(record.body))
+        problem = ""
+    except (EmbershardError, MustWait) as error:
+        outcome, problem = Outcome(), f"{type(error).__name__}: {error}"
+    applied, skipped = outcome.rows
+    for what, got, want in (
+        ("an error", problem, ""),
+        ("the rows applied", applied, header.applied),
+        ("the rows skipped", skipped, header.skipped),
+        ("a failure", outcome.error is not None, bool(header.flags & FAILED)),
+        ("the version", outcome.version, header.version),
+        ("the clock", outcome.clock, header.clock),
+        ("the LSN", core.lsn, header.lsn),
+    ):
+        if got != want:
+            raise LogDiverged(lsn=header.lsn, kind=header.kind, what=what, got=str(got), want=str(want) or "none")
+
+
+class EventReader:
+    """Makes events of their bytes, which it copies."""
+
+    def __init__(self) -> None:
+        self._reader = FrameReader(MAX_BODY_BYTES, _place, checksum=False)
+
+    def __call__(self, body: memoryview) -> Event:
+        """The event of a record's body. BadFrame, InvalidRequest."""
+        done, frames = 0, []
+        while done < len(body):
+            target = self._reader.buffer()
+            count = min(len(target), len(body) - done)
+            target[:count] = body[done : done + count]
+            frames += self._reader.received(count)
+            done += count
+        if len(frames) != 1 or self._reader.in_frame:
+            raise BadFrame(what="the body of a record", got=f"{len(frames)} frames", want="one")
+        return decode_event(frames[0])
+
+
+def _place(header: Header) -> list[memoryview]:
+    return [np.empty(length, np.uint8).data for length in header.lengths]
+
+
+def sha256_of_modules(modules: Sequence[str]) -> dict[str, str]:
+    """The sha256 of the files of modules that are imported: a replay needs the row functions and codecs of then."""
+    found = {}
+    for name in modules:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path:
+            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found

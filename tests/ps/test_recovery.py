@@ -1,0 +1,307 @@
+"""A shard whose process or machine ends at any moment comes back from its log with every acknowledged push, once."""
+
+import errno
+import os
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from embershard.proto import errors
+from embershard.proto.messages import Declare, Load, Push, Pushed
+from embershard.proto.routing import Placement
+from embershard.proto.spec import SGD, Adam
+from embershard.ps.coordination import pushes
+from embershard.ps.coordination.clock import TERM_VERSIONS
+from embershard.ps.events import PushEvent, Term
+from embershard.ps.recovery import recover
+from embershard.ps.restore import Contents
+from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
+from harness.logs import open_log
+from harness.raises import raises
+from harness.random_job import OPTIMIZERS, RandomJob, empty_core, replay, state_of
+from harness.shards import gradients, join, push, rows, table
+from harness.simulated_disk import SimulatedDisk
+
+SEGMENT_BYTES = 2**16
+
+
+def start(disk, mode="log", **options):
+    """A shard's process: the shard, and its log, which is written when the test says so."""
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    log = recover(shard, open_log(disk, **options), mode, segment_bytes=SEGMENT_BYTES)
+    return shard, log
+
+
+class Recorded:
+    """Notes what a shard gives its log."""
+
+    def __init__(self, log, events, outcomes):
+        self.log, self._events, self._outcomes = log, events, outcomes
+
+    def append(self, event, outcome):
+        self._events.append(event)
+        self._outcomes.append(outcome)
+        return self.log.append(event, outcome)
+
+    def __getattr__(self, name):
+        return getattr(self.log, name)
+
+
+class CrashingJob(RandomJob):
+    """Workers whose shard ends at any moment; what was not acknowledged they send again, with the same tokens."""
+
+    def __init__(self, seed, staleness, optimizer, mode):
+        self.chance, self.mode_of_log, self.disk = random.Random(seed + 1000), mode, SimulatedDisk()
+        self.events, self.outcomes_of_events = [], []
+        self.unanswered, self.acknowledged, self.crashes, self.lost = [], set(), 0, 0
+        super().__init__(seed, staleness, optimizer, aware=bool(seed % 2))
+
+    def begin(self):
+        shard, log = start(self.disk, self.mode_of_log)
+        self.log = shard._log = Recorded(log, self.events, self.outcomes_of_events)
+        if not self.events:
+            self._note_term(shard)
+        return shard
+
+    def _note_term(self, shard):
+        self.events.append(Term(shard.greeting.term))
+        core = shard.core
+        self.outcomes_of_events.append(core.apply(Term(1)))
+        core.lsn -= 1
+
+    def send(self, request):
+        reply = super().send(request)
+        done = []
+        self.shard.release(lambda: done.append(reply))
+        self.unanswered.append((request, done))
+        action = self.chance.random()
+        if action < 0.03:
+            self.crash()
+        elif action < 0.6 or len(self.unanswered) > 4:
+            self.write()
+        return reply
+
+    def write(self):
+        while self.log.journal.write_group():
+            pass
+        assert all(done for _, done in self.unanswered)
+        self.note_answers()
+
+    def note_answers(self):
+        """Note the pushes that were acknowledged; the requests without an answer."""
+        silent = []
+        for request, done in self.unanswered:
+            if not done:
+                silent.append(request)
+            # a copy below first_incomplete, which the job's tokens move on at will, is answered without counts
+            elif isinstance(done[0], Pushed) and (done[0].applied or not done[0].duplicate):
+                token = request.token
+                self.acknowledged.add((token.worker, token.epoch, token.seq))
+        self.unanswered.clear()
+        return silent
+
+    def crash(self):
+        """The process ends, and in mode fsync the machine."""
+        self.crashes += 1
+        silent, before = self.note_answers(), state_of(self.shard.core)
+        safe = self.log.journal.safe.lsn
+        if self.mode_of_log == "fsync":
+            self.disk.lose_power(self.chance)
+        else:
+            self.disk.kill()
+        shard, log = start(self.disk, self.mode_of_log)
+        kept = shard.core.lsn - 1
+        assert kept >= safe
+        if kept == len(self.events):  # nothing was lost with the process: its state was that of its log
+            now = state_of(replay(empty_core(), self.events, self.outcomes_of_events))
+            for part in before:
+                assert now[part] == before[part], part
+        self.lost += len(self.events) - kept
+        del self.events[kept:], self.outcomes_of_events[kept:]
+        self.check(shard)
+        self.log = shard._log = Recorded(log, self.events, self.outcomes_of_events)
+        self.shard = shard
+        for request in silent:  # a client sends again what was not answered, and what it was told before is no more
+            if isinstance(request, Push | Load) and request.token is not None:
+                self.send(request)
+
+    def check(self, shard):
+        """The bits are those of the events that were kept, each acknowledged push among them once."""
+        core = replay(empty_core(), self.events, self.outcomes_of_events)
+        self.outcomes_of_events.append(core.apply(Term(shard.greeting.term)))
+        self.events.append(Term(shard.greeting.term))
+        want, got = state_of(core), state_of(shard.core)
+        for part in want:
+            assert got[part] == want[part], part
+        tokens = Counter(
+            (e.push.token.worker, e.push.token.epoch, e.push.token.seq) for e in self.events if isinstance(e, PushEvent)
+        )
+        assert set(tokens.values()) <= {1}
+        assert not self.acknowledged - tokens.keys()
+
+
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+@pytest.mark.parametrize("staleness", [0, 2, -1])
+def test_every_acknowledged_push_is_there_once_whenever_the_process_or_the_machine_ends(mode, staleness):
+    crashes = lost = 0
+    for seed in range(2):
+        job = CrashingJob(seed, staleness, OPTIMIZERS[(seed + staleness) % len(OPTIMIZERS)], mode).run(100)
+        job.crash()
+        crashes, lost = crashes + job.crashes, lost + job.lost
+        assert job.acknowledged
+        assert job.shard.core.clock.updates.version >= TERM_VERSIONS
+        assert job.shard.greeting.lineage == seed + 1
+    assert crashes > 10
+    assert lost  # some events were not safe yet, and their pushes came again
+
+
+def write(log):
+    while log.journal.write_group():
+        pass
+
+
+def test_an_answer_waits_until_its_event_is_safe_as_does_that_to_a_duplicate_and_reads_go_on():
+    shard, log = start(SimulatedDisk())
+    shard.handle(table_declared())
+    write(log)
+    answered = []
+    for name in ("push", "again"):
+        reply = shard.handle(push(gradients([1])))
+        shard.release(lambda name=name, reply=reply: answered.append((name, reply.duplicate)))
+    np.testing.assert_array_equal(rows(shard, 1), [[-1.0] * 3])
+    shard.release(lambda: answered.append(("pull", False)))
+    assert answered == [("pull", False)]
+    write(log)
+    assert answered == [("pull", False), ("push", False), ("again", True)]
+
+
+def table_declared():
+    return Declare(table(), lineage=5, begins_lineage=True)
+
+
+def test_a_full_disk_refuses_changes_with_its_cause_while_pulls_and_leases_go_on():
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    shard.handle(join(lease_ms=10_000, staleness=-1))
+    write(log)
+    shard.handle(push(gradients([1])))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(operation, path):
+        if operation == "pwritev":
+            raise full
+
+    disk.before = refuse
+    with pytest.raises(OSError, match="No space"):
+        log.journal.write_group()
+    with raises(errors.LogStalled, reason="No space left on device"):
+        shard.handle(push(gradients([1]), seq=2))
+    np.testing.assert_array_equal(rows(shard, 1), [[-1.0] * 3])
+    disk.before = lambda operation, path: None
+    write(log)
+    assert not shard.handle(push(gradients([1]), seq=2)).duplicate
+
+
+def test_a_replay_that_does_something_else_than_the_process_did_is_named_and_changes_nothing(monkeypatch):
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    shard.handle(push(gradients([1, 2])))
+    write(log)
+    disk.kill()
+    original = pushes.apply_parts
+
+    def one_more(parts, divisor):
+        done = original(parts, divisor)
+        return done._replace(rows=done.rows + 1)
+
+    monkeypatch.setattr(pushes, "apply_parts", one_more)
+    names = disk.copy().list(open_log(disk).folder)
+    disk.kill()
+    with raises(errors.LogDiverged, lsn=3, got="3", want="2"):
+        start(disk)
+    assert disk.list(open_log(disk.copy()).folder) == names
+
+
+def test_members_have_a_whole_lease_after_a_recovery_and_versions_are_of_another_term():
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    shard.handle(join(lease_ms=10_000, staleness=-1))
+    shard.handle(push(gradients([1]), version=1))
+    write(log)
+    disk.kill()
+    shard, log = start(disk)
+    (member,) = shard.status().members
+    assert 9.0 < member.lease_seconds <= 10.0
+    assert shard.core.clock.updates.version == TERM_VERSIONS
+    assert (shard.greeting.term, shard.greeting.lineage, shard.status().durability) == (2, 5, "log")
+    assert shard.core.clock.updates.missed(1) == 0  # of another history: not known
+    shard.handle(push(gradients([1]), seq=2, first=2, version=TERM_VERSIONS))
+    np.testing.assert_array_equal(rows(shard, 1), [[-2.0] * 3])
+
+
+def test_a_log_that_lost_acknowledged_pushes_of_a_known_worker_is_noticed():
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    shard.handle(push(gradients([1])))
+    write(log)
+    disk.kill()
+    shard, log = start(disk)
+    with raises(errors.MemoryLost, worker=0):
+        shard.handle(push(gradients([1]), seq=5, first=5))
+    with raises(errors.MemoryLost, worker=0):
+        shard.handle(push(gradients([1]), seq=5, first=5))
+    shard.handle(push(gradients([1]), seq=2, first=2))
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=1.0), Adam(lr=0.1)])
+def test_restored_tables_come_back_with_their_states_and_pushes_that_follow(optimizer):
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    one = Table(table("other", 2, optimizer=optimizer), OptimizerRegistry().find(optimizer))
+    states = np.random.default_rng(0).random((50, one.num_state), np.float32)
+    one.restore(np.arange(50), np.ones((50, 2), np.float32), states)
+    empty = Table(table("empty", 2), OptimizerRegistry().find(SGD(lr=1.0)))
+    shard._install(Contents([one, empty], [], 7, {"other": (True, ("int8", ""))}))
+    shard.handle(push(gradients([1, 60], name="other", dim=2)))
+    write(log)
+    want = state_of(shard.core)
+    disk.kill()
+    again, _ = start(disk)
+    got = state_of(again.core)
+    assert got["tables"] == want["tables"]
+    assert got["pushes"] == want["pushes"]
+    assert again.greeting.lineage == 7
+    assert again.core.tables.flags() == shard.core.tables.flags()
+
+
+def test_a_module_that_changed_since_the_log_was_written_is_refused():
+    disk = SimulatedDisk()
+    start(disk, modules={"mine": "aa"})
+    disk.kill()
+    with raises(errors.LogMismatch, got="aa", want="bb"):
+        start(disk, modules={"mine": "bb"})
+
+
+def test_an_event_that_may_not_be_in_the_log_ends_the_process():
+    fatal = []
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    recover(shard, open_log(SimulatedDisk()), "log", segment_bytes=SEGMENT_BYTES, on_fatal=fatal.append)
+    shard.handle(table_declared())
+    defect = RuntimeError("a defect")
+
+    def fail(event):
+        raise defect
+
+    shard.core.apply = fail
+    with pytest.raises(RuntimeError):
+        shard.handle(push(gradients([1])))
+    assert fatal == [defect]
