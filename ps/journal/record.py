@@ -22,6 +22,7 @@ SEGMENT_MAGIC = b"EMBLSEG\n"
 RECORD_MAGIC = b"EMBL"
 HEADER_BYTES = 64  # of a segment, and of a record
 MAX_GROUP = 2**16  # records of a group: `in_group` is a u16
+MAX_BODY_BYTES = 2**32 - 9  # padded, it still fits in a u32
 
 # Without their last field, the checksum, which covers these bytes and, in a record, the body with its padding.
 _SEGMENT = struct.Struct("<8sHHIQQQQQ")
