@@ -124,6 +124,20 @@ def test_a_job_whose_shard_or_worker_is_killed_ends_by_itself_with_the_bits_of_o
     assert records[-1]["steps"] == 160
 
 
+def test_a_job_whose_shard_has_a_log_goes_on_in_the_same_attempt_once_that_is_back(start, tmp_path, whole):
+    training = start(JOB, "--set", "durability=log")
+    await_checkpoint(training, tmp_path / "checkpoints" / "step-000000040")
+    (victim,) = [child for child in psutil.Process(training.pid).children() if "ps" in child.cmdline()]
+    victim.kill()
+    text = said(training)
+    assert "serves again" in text
+    assert_same(*map(tables, (tmp_path / "checkpoints" / "step-000000160", whole)))
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [record["record"] for record in records].count("config") == 1
+    assert records[-1]["steps"] == 160
+    assert not list((tmp_path / "out").glob("shard-logs-*"))
+
+
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_bits(start, tmp_path, mode):
     sets = (f"dense.mode={mode}", "train.staleness=0", "checkpoint.keep=9", "train.steps=40", "data.loader_processes=0")

@@ -33,6 +33,7 @@ _LISTS = ("two_tower", "simplex")
 # fields of a job that a strategy without shards sets aside, so that a job can be compared with itself
 _OF_SHARDS = (
     "shards",
+    "durability",
     "dense.mode",
     "embedding.cache",
     "train.staleness",
@@ -70,8 +71,9 @@ def _strategy(job: Job) -> Problems:
         return
     if name in ("local", "dp") and job.workers > 1:
         yield ("workers",), f"strategy {name} trains in one process; set it to 1, or use strategy ddp"
-    if _given(job, "shards"):
-        yield ("shards",), f"strategy {name} has no shards; remove it"
+    for field in ("shards", "durability"):
+        if _given(job, field):
+            yield (field,), f"strategy {name} has no shards; remove it"
     for path in (("train", "staleness"), ("train", "staleness_aware_lr"), ("train", "lease"), ("train", "prefetch")):
         # 0, which equals False, says what is true of them: nothing is stale
         if _given(job, *path) and getattr(job.train, path[1]) not in (None, False):

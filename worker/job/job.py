@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -72,6 +72,7 @@ class Job(Section):
     network: NetworkSection = NetworkSection()
     workers: Count = 1
     shards: Count = 2
+    durability: Literal["memory", "log", "fsync"] = "memory"  # of shards started by `train`: docs/durability.md
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
     output: Path | None = None
 

@@ -33,7 +33,7 @@ from embershard.deploy.attempts import (
     ShardEnded,
     WorkerEnded,
 )
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, ShardFailed, ShardUnavailable
 from embershard.proto.transport.addresses import parse_addresses
@@ -269,7 +269,7 @@ class _LocalJob:
         """Start shards, unless there are some, and workers; wait for them, and end them all."""
         job, ps = self.job, self.ps
         with contextlib.ExitStack() as stack:
-            local = LocalShards(job.shards, imports=self.imports) if job.has_shards and ps is None else None
+            local = self._local_shards(stack) if job.has_shards and ps is None else None
             if ps is not None:
                 _meet_shards(ps, checkpoint, self.replace, timeout)
             if local is not None:
@@ -304,6 +304,22 @@ class _LocalJob:
         if self.recoveries.made:
             typer.echo(self.recoveries.summary())
         typer.echo(f"log: {self.folder / 'log.jsonl'}")
+
+    def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
+        """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
+        job = self.job
+        if job.durability == "memory":
+            return LocalShards(job.shards, imports=self.imports)
+        logs = self.folder / f"shard-logs-{time.time_ns()}"
+        stack.callback(shutil.rmtree, logs, ignore_errors=True)
+        return LocalShards(
+            job.shards,
+            imports=self.imports,
+            restart=RestartPolicy(),
+            durability=job.durability,
+            log_dir=logs,
+            report=typer.echo,
+        )
 
     def _look(self, local: LocalShards | None) -> EmbershardError | None:
         """What is looked at while the workers train; the failure of a shard ends the wait for them."""

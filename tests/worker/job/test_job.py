@@ -463,6 +463,7 @@ data.valid=null; train.early_stop=null; train.lr_schedule={name: constant}; chec
 
 OF_MODES = """
 strategy=ddp; shards=2 -> shards: strategy ddp has no shards
+strategy=ddp; durability=log -> durability: strategy ddp has no shards
 strategy=local; workers=2 -> workers: strategy local trains in one process
 strategy=ddp; train.staleness=4 -> train.staleness: has no meaning for strategy ddp
 strategy=ddp; train.lease=4 -> train.lease: has no meaning for strategy ddp
