@@ -145,7 +145,7 @@ def test_ids_that_a_shard_dropped_are_sent_again(make_shards, make_session):
     table = session.table(SPEC)
     es.Embedding(table)(IDS).sum().backward()
     for shard in shards:
-        shard._pushes.routes = RouteCache()
+        shard._routes = RouteCache()
     session.step()
     assert session.stats.pushed_rows == 2
     torch.testing.assert_close(table.pull(IDS)[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
