@@ -39,6 +39,7 @@ _OF_SHARDS = (
     "train.staleness",
     "train.staleness_aware_lr",
     "train.lease",
+    "train.recovery_timeout",
     "train.prefetch",
     "train.restart_workers",
     "data.splits",
@@ -74,7 +75,8 @@ def _strategy(job: Job) -> Problems:
     for field in ("shards", "durability"):
         if _given(job, field):
             yield (field,), f"strategy {name} has no shards; remove it"
-    for path in (("train", "staleness"), ("train", "staleness_aware_lr"), ("train", "lease"), ("train", "prefetch")):
+    for name_of_field in ("staleness", "staleness_aware_lr", "lease", "recovery_timeout", "prefetch"):
+        path = ("train", name_of_field)
         # 0, which equals False, says what is true of them: nothing is stale
         if _given(job, *path) and getattr(job.train, path[1]) not in (None, False):
             yield path, f"has no meaning for strategy {name}, which has no shards to wait for; remove it"
