@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
 from embershard.proto.wire import FrameReader, Header
 from embershard.ps.coordination.clock import MustWait
@@ -22,6 +22,7 @@ from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.log_thread import LogThread, end_process
 from embershard.ps.journal.reader import LoggedRecord
 from embershard.ps.journal.record import MAX_BODY_BYTES, LogRecord
+from embershard.ps.journal.segments import SEGMENT_BYTES
 from embershard.ps.shard import Shard
 
 FAILED = 1  # flag of a record: the event ended with an error after it had changed something
@@ -40,15 +41,17 @@ class ShardLog:
         *,
         before: int = 0,
         on_fatal: Callable[[BaseException], None] = end_process,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.journal = journal
+        self._clock = clock
         self._mode, self._on_fatal = mode, on_fatal
         self._bytes = before  # of the records
         self._thread: LogThread | None = None
 
     def start(self) -> None:
         """Write from here on what is appended."""
-        self._thread = LogThread(self.journal, on_fatal=self._on_fatal)
+        self._thread = LogThread(self.journal, on_fatal=self._on_fatal, clock=self._clock)
 
     def close(self, timeout: float) -> bool:
         """Write what was appended, at most for so many seconds; whether all of it was written."""
@@ -86,17 +89,18 @@ def recover(
     folder: LogFolder,
     mode: DurabilityMode,
     *,
-    segment_bytes: int | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
     on_fatal: Callable[[BaseException], None] = end_process,
 ) -> ShardLog:
     """Give a new shard the state that its log says, and have the log go on; it is not written before `start`.
 
     LogDamaged, LogDiverged, LogUnusable; nothing was changed then. The process must end after another error.
     """
-    began = time.monotonic()
-    num_bytes = replay(shard.core, folder)
-    journal = folder.begin(mode) if segment_bytes is None else folder.begin(mode, segment_bytes=segment_bytes)
-    log = ShardLog(journal, mode, before=num_bytes, on_fatal=on_fatal)
+    clock = shard.system
+    began = clock.now()
+    num_bytes = replay(shard.core, folder, clock)
+    journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
+    log = ShardLog(journal, mode, before=num_bytes, on_fatal=on_fatal, clock=clock)
     shard.log_to(log, journal.term)
     try:
         while journal.write_group():  # the term, before anybody sees what it begins with
@@ -106,22 +110,22 @@ def recover(
     if journal.term > 1:
         _log.info(
             "recovered %d events, %d bytes, in %.1f s from %s (term %d)",
-            shard.core.lsn - 1, num_bytes, time.monotonic() - began, folder.folder, journal.term,
+            shard.core.lsn - 1, num_bytes, clock.now() - began, folder.folder, journal.term,
         )  # fmt: skip
     return log
 
 
-def replay(core: Core, folder: LogFolder) -> int:
+def replay(core: Core, folder: LogFolder, clock: SystemClock = SYSTEM_CLOCK) -> int:
     """Apply all events of a log to a new core; the bytes of their records. LogDamaged, LogDiverged."""
     budget, decode, num_bytes = core.budget, EventReader(), 0
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
-    reported = time.monotonic()
+    reported = clock.now()
     try:
         for record in folder.records():
             _apply_again(core, record, decode)
             num_bytes += record.header.num_bytes
-            if time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
+            if clock.now() - reported > _REPORT_SECONDS:
+                reported = clock.now()
                 _log.info("recovery: %d events, %d bytes", record.header.lsn, num_bytes)
     finally:
         budget.limit = limit

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
@@ -19,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Ids
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.errors import (
     EmbershardError,
@@ -113,6 +112,7 @@ class Shard:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         memory: int | None = None,
         log: EventLog | None = None,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         if not 0 <= index < placement.num_shards:
             raise ValueError(f"shard must be 0..{placement.num_shards - 1} of {placement.num_shards}, got {index}")
@@ -121,9 +121,10 @@ class Shard:
             num_shards=placement.num_shards,
             placement_epoch=placement.epoch,
             version=version,
-            instance=secrets.token_hex(8),
+            instance=f"{clock.random_bits(64):016x}",
             max_message_bytes=max_message_bytes,
         )
+        self.system = clock  # core.clock is that of the workers
         self._placement = placement
         self._coding = Stopwatch()  # of payloads
         self.core = core = Core(
@@ -143,19 +144,19 @@ class Shard:
         self._new_tables = _Rate()
         self._snapshots = Snapshots(self._moment, lambda: bool(core.clock.pending.waiting_ids))
         self._restores = Restores(index, placement, optimizers, core.tables.names, self._install, core.budget)
-        self._fences = Fences()
-        self._started = time.monotonic()
+        self._fences = Fences(clock.since_1970)
+        self._started = clock.now()
         self._requests = self._pulled_rows = self._duplicates = 0
 
     def handle(self, request: Request, now: float | None = None, peer: str = "") -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
 
         ClockAhead says that others have to move first: handle the same request again once `generation` has grown.
-        It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it. `peer` is where
+        It is then, too, that `now`, in the clock's seconds, is when it arrived: leases go by it. `peer` is where
         it came from, as far as its transport knows.
         """
         if now is None:
-            now = time.monotonic()
+            now = self.system.now()
         self.advance(now)
         if self._log is not None and isinstance(request, _CHANGES):
             self._awaited = 0
@@ -186,7 +187,7 @@ class Shard:
 
         All members begin with a whole lease.
         """
-        self.advance(time.monotonic())
+        self.advance(self.system.now())
         self._log, self._lsn = log, self.core.lsn
         self._recovered = self.core.pushes.dedup.last_settled()
         self._record(Term(term))
@@ -246,7 +247,7 @@ class Shard:
             placement_epoch=self.greeting.placement_epoch,
             version=self.greeting.version,
             instance=self.greeting.instance,
-            uptime_seconds=time.monotonic() - self._started,
+            uptime_seconds=self.system.now() - self._started,
             resident_bytes=_resident_bytes(),
             requests=self._requests,
             pulled_rows=self._pulled_rows,
@@ -486,7 +487,7 @@ class Shard:
                 except ShardBusy as error:
                     if isinstance(error, LogStalled):
                         raise
-                    time.sleep(_WAIT_SECONDS)
+                    self.system.sleep(_WAIT_SECONDS)
             updates = self.core.clock.updates
             outcome = Outcome(version=updates.version, clock=self.core.clock.open)
             self._append(RestoredRows(lineage, table.spec, ids, rows, state), outcome, log)

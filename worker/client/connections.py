@@ -6,8 +6,6 @@ A request is retried with identical bytes: a push is recognised by its token, ev
 from __future__ import annotations
 
 import logging
-import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +14,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from embershard.proto.arrays import Array
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import (
     ClientClosed,
     ClockAhead,
@@ -90,8 +89,9 @@ def handshake(transports: Sequence[Transport], worker: int, deadline: Deadline) 
     shards do not make one placement.
     """
     found: dict[int, Greeting] = {}
-    silent: Deadline | None = Deadline(_SILENT_WAIT)
-    for pause in _pauses():
+    clock = deadline.clock
+    silent: Deadline | None = Deadline(_SILENT_WAIT, clock)
+    for pause in _pauses(clock):
         waiting = [i for i in range(len(transports)) if i not in found]
         pending = {i: _submit(transports[i], Hello(worker=worker), deadline.remaining) for i in waiting}
         reasons: dict[int, str] = {}
@@ -158,10 +158,17 @@ def _in_order(connections: list[ShardConnection]) -> list[ShardConnection]:
 class ShardConnections:
     """All shards of a placement. Safe for use by several threads."""
 
-    def __init__(self, connections: Sequence[ShardConnection], worker: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        connections: Sequence[ShardConnection],
+        worker: int,
+        timeout: timedelta,
+        clock: SystemClock = SYSTEM_CLOCK,
+    ) -> None:
         self.timeout = timeout  # of every call that gives no other
+        self.clock = clock
         self.stats = ClientStats()
-        self.lock = threading.Lock()  # of the stats
+        self.lock = clock.lock()  # of the stats
         self.byte_counter = ByteCounter()
         self.settings_revision = 0  # of the compression settings that the shards were given, as replies show it
         self.watch: Watch | None = None  # called after every call that is counted
@@ -207,17 +214,17 @@ class ShardConnections:
         that put a request back for other workers' sake, so near to it that no answer could come in time, is not.
         """
         left = self.timeout if timeout is None else timeout
-        start, deadline = time.perf_counter(), Deadline(left)
+        start, deadline = time.perf_counter(), Deadline(left, self.clock)
         held = 0.0  # seconds, for other workers
         outcomes: dict[int, Outcome] = {}
         waiting = requests
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
-                for pause in _pauses():
+                for pause in _pauses(self.clock):
                     waiting = self._try(waiting, into or {}, left, deadline, outcomes)
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
-                    if not waiting or not _sleep(max(pause, _wanted_pause(waiting, outcomes)), deadline):
+                    if not waiting or not _sleep(max(pause, _wanted_pause(waiting, outcomes, self.clock)), deadline):
                         break
                     left = deadline.remaining
                 for shard in waiting:
@@ -421,19 +428,19 @@ def _unavailable(name: str, address: str, reason: str, deadline: Deadline) -> Sh
     return ShardUnavailable(shard=name, seconds=deadline.timeout.total_seconds(), reason=reason, address=address)
 
 
-def _pauses() -> Iterator[float]:
+def _pauses(clock: SystemClock) -> Iterator[float]:
     """Seconds to wait after each try: growing, and jittered so that workers do not come back together."""
     pause = _FIRST_PAUSE
     while True:
-        yield pause * random.uniform(0.5, 1.0)
+        yield pause * clock.uniform(0.5, 1.0)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _wanted_pause(waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome]) -> float:
+def _wanted_pause(waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome], clock: SystemClock) -> float:
     """Seconds that busy shards ask for, jittered; 0 where none does."""
     busy = [o.fields.get("retry_after_ms") for s in waiting if isinstance(o := outcomes.get(s), ShardBusy)]
     wanted = max((ms / 1000 for ms in busy if isinstance(ms, int | float)), default=0.0)
-    return wanted * random.uniform(1.0, 1.2)
+    return wanted * clock.uniform(1.0, 1.2)
 
 
 def _too_short(deadline: Deadline) -> float:
@@ -443,5 +450,5 @@ def _too_short(deadline: Deadline) -> float:
 
 def _sleep(seconds: float, deadline: Deadline) -> bool:
     """Whether time is left after a pause."""
-    time.sleep(max(0.0, min(seconds, deadline.seconds)))
+    deadline.clock.sleep(max(0.0, min(seconds, deadline.seconds)))
     return deadline.seconds > 0
