@@ -25,6 +25,7 @@ from typing import Self
 import numpy as np
 
 from embershard.proto.arrays import Doubles
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 
 KEPT_STEPS = 4096  # the last ones: 32 KiB per part
 
@@ -67,14 +68,15 @@ def split_now() -> TimeSplit | None:
 class Deadline:
     """A moment that several waits share."""
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, clock: SystemClock = SYSTEM_CLOCK) -> None:
         self.timeout = timeout
-        self._end = time.monotonic() + timeout.total_seconds()
+        self.clock = clock
+        self._end = clock.now() + timeout.total_seconds()
 
     @property
     def seconds(self) -> float:
         """Seconds that are left; negative once it passed."""
-        return self._end - time.monotonic()
+        return self._end - self.clock.now()
 
     @property
     def remaining(self) -> timedelta:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any, Generic, Protocol, TypeVar
 
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
 from embershard.proto.messages import PUT_BACK_SECONDS
 
@@ -58,8 +57,8 @@ class _Job(Generic[T]):
 
     work: Callable[[], T]
     num_bytes: int
-    deadline: float  # time.monotonic() after which nobody waits for it
-    arrived: float = field(default_factory=time.monotonic)
+    deadline: float  # after which nobody waits for it
+    arrived: float
     future: Future[T] = field(default_factory=Future)
     is_held: bool = False  # its answer waits to be released, and its bytes count for that long
 
@@ -83,28 +82,30 @@ class ApplyThread:
     never keeps out the work that it waits for. What does not fit fails with its error at once.
     """
 
-    def __init__(self, *, max_bytes: int = QUEUE_BYTES, max_requests: int = QUEUE_REQUESTS) -> None:
+    def __init__(
+        self, *, max_bytes: int = QUEUE_BYTES, max_requests: int = QUEUE_REQUESTS, clock: SystemClock = SYSTEM_CLOCK
+    ) -> None:
         if max_bytes < 1 or max_requests < 1:
             raise ValueError(f"the queue must hold at least 1 byte and 1 request, got {max_bytes} and {max_requests}")
         self._max_bytes = max_bytes
         self._max_requests = max_requests
-        self._lock = threading.Lock()  # of the counters, never held while work runs
-        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._clock = clock
+        self._lock = clock.lock()  # of the counters, never held while work runs
+        self._jobs = clock.queue()
         self._queued_bytes = 0
         self._queued_requests = 0
         self._held_bytes = 0  # of requests whose answers wait to be released
         self._mean_seconds = 0.001
         self._closed = False
-        self.arrived = 0.0  # when the work that runs was submitted, on time.monotonic()'s clock
+        self.arrived = 0.0  # when the work that runs was submitted
         # from here on: of the thread alone
         self._watched: Watched | None = None
         self._parked: list[_Job[Any]] = []
         self._parked_bytes = 0
         self._first_due = float("inf")
         self._seen_generation = 0
-        self._looked = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="apply", daemon=True)
-        self._thread.start()
+        self._looked = clock.now()
+        self._thread = clock.spawn("apply", self._run)
 
     @property
     def queued_bytes(self) -> int:
@@ -117,7 +118,7 @@ class ApplyThread:
 
     def submit(self, work: Callable[[], T], num_bytes: int, deadline: float) -> Future[T]:
         """Queue work that holds `num_bytes`; ShardBusy where the queue is full, ShuttingDown once it is closed."""
-        job: _Job[T] = _Job(work, num_bytes, deadline)
+        job: _Job[T] = _Job(work, num_bytes, deadline, self._clock.now())
         with self._lock:
             if self._closed:
                 raise ShuttingDown()
@@ -151,7 +152,7 @@ class ApplyThread:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=max(0.0, min(_TICK_SECONDS, self._first_due - time.monotonic())))
+                job = self._jobs.get(timeout=max(0.0, min(_TICK_SECONDS, self._first_due - self._clock.now())))
             except Empty:
                 self._pass_time(self._now())
             else:
@@ -162,7 +163,7 @@ class ApplyThread:
                 with self._lock:
                     self._queued_bytes -= job.num_bytes
                     self._queued_requests -= 1
-                    self._mean_seconds += _SMOOTHING * (time.monotonic() - started - self._mean_seconds)
+                    self._mean_seconds += _SMOOTHING * (self._clock.now() - started - self._mean_seconds)
             if self._parked:
                 self._try_parked()
         for job in self._parked:
@@ -170,7 +171,7 @@ class ApplyThread:
 
     def _now(self) -> float:
         """The time."""
-        now = time.monotonic()
+        now = self._clock.now()
         stopped = now - self._looked - _STEP_SECONDS
         self._looked = now
         if stopped > 0 and self._watched is not None:
@@ -242,7 +243,7 @@ class ApplyThread:
 
     def _try_parked(self) -> None:
         """Answer the parked work that may be answered now, and put back what is due."""
-        now = time.monotonic()
+        now = self._clock.now()
         while self._generation != self._seen_generation or now >= self._first_due:
             self._seen_generation = self._generation
             left = []

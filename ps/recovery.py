@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
 from embershard.proto.wire import FrameReader, Header
 from embershard.ps.coordination.clock import MustWait
@@ -23,6 +23,7 @@ from embershard.ps.journal.log_thread import LogThread, end_process
 from embershard.ps.journal.progress import RecoveryProgress, RecoveryRate
 from embershard.ps.journal.reader import LoggedRecord
 from embershard.ps.journal.record import MAX_BODY_BYTES, LogRecord
+from embershard.ps.journal.segments import SEGMENT_BYTES
 from embershard.ps.shard import Shard
 
 FAILED = 1  # flag of a record: the event ended with an error after it had changed something
@@ -42,17 +43,19 @@ class ShardLog:
         before: int = 0,
         rate: RecoveryRate | None = None,
         on_fatal: Callable[[BaseException], None] = end_process,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.journal = journal
+        self._clock = clock
         self._mode, self._on_fatal = mode, on_fatal
         self._bytes = before  # of the records
         self._rate = rate or RecoveryRate()
-        self._began = 0.0  # time.perf_counter() of the request that is handled; 0: nothing is known of it
+        self._began = 0.0  # when the request that is handled began; 0: nothing is known of it
         self._thread: LogThread | None = None
 
     def start(self) -> None:
         """Write from here on what is appended."""
-        self._thread = LogThread(self.journal, on_fatal=self._on_fatal)
+        self._thread = LogThread(self.journal, on_fatal=self._on_fatal, clock=self._clock)
 
     def close(self, timeout: float) -> bool:
         """Write what was appended, at most for so many seconds; whether all of it was written."""
@@ -61,7 +64,7 @@ class ShardLog:
     def check_room(self, num_bytes: int) -> None:
         """Before a request changes anything: LogStalled, ShardBusy where an event of this size could not be kept."""
         self.journal.check_room(num_bytes)
-        self._began = time.perf_counter()
+        self._began = self._clock.now()
 
     def append(self, event: Event, outcome: Outcome) -> int:
         """Take an event that has changed the state; its LSN."""
@@ -72,7 +75,7 @@ class ShardLog:
         )
         self._bytes += record.num_bytes
         if self._began:
-            self._rate.add(record.num_bytes, time.perf_counter() - self._began)
+            self._rate.add(record.num_bytes, self._clock.now() - self._began)
             self._began = 0.0
         return self.journal.append(record)
 
@@ -94,7 +97,7 @@ def recover(
     folder: LogFolder,
     mode: DurabilityMode,
     *,
-    segment_bytes: int | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
     on_fatal: Callable[[BaseException], None] = end_process,
     progress: RecoveryProgress | None = None,
     rate: RecoveryRate | None = None,
@@ -104,11 +107,12 @@ def recover(
     `progress` shows others how far it is, `rate` is told what it took. LogDamaged, LogDiverged, LogUnusable; nothing
     was changed then. The process must end after another error.
     """
-    progress, rate = progress or RecoveryProgress(), rate or RecoveryRate()
+    clock = shard.system
+    progress, rate = progress or RecoveryProgress(clock), rate or RecoveryRate()
     num_bytes = replay(shard.core, folder, progress)
     rate.add(num_bytes, progress.elapsed)
-    journal = folder.begin(mode) if segment_bytes is None else folder.begin(mode, segment_bytes=segment_bytes)
-    log = ShardLog(journal, mode, before=num_bytes, rate=rate, on_fatal=on_fatal)
+    journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
+    log = ShardLog(journal, mode, before=num_bytes, rate=rate, on_fatal=on_fatal, clock=clock)
     shard.log_to(log, journal.term)
     try:
         while journal.write_group():  # the term, before anybody sees what it begins with
@@ -129,14 +133,14 @@ def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = No
     progress.total_bytes = folder.num_bytes
     budget, decode, num_bytes = core.budget, EventReader(), 0
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
-    reported = time.monotonic()
+    reported = 0.0
     try:
         for record in folder.records():
             _apply_again(core, record, decode)
             num_bytes += record.header.num_bytes
             progress.done_bytes = num_bytes
-            if time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
+            if progress.elapsed - reported > _REPORT_SECONDS:
+                reported = progress.elapsed
                 _log.info(
                     "recovery: %d events, %d of about %d bytes, about %.0f s left",
                     record.header.lsn, num_bytes, progress.total_bytes, progress.seconds_left,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import LogDamaged, LogLocked, LogUnusable
 from embershard.ps.journal.disk import Disk, DiskLock, LocalDisk
 from embershard.ps.journal.journal import Journal
@@ -125,7 +126,9 @@ class LogFolder:
         with _named(self.folder):
             yield from self.reader.records(from_lsn)
 
-    def begin(self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES) -> Journal:
+    def begin(
+        self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES, clock: SystemClock = SYSTEM_CLOCK
+    ) -> Journal:
         """Go on behind the last record, in a new term. All records must have been read. LogUnusable without room."""
         end = self.reader.end
         assert end is not None, "read the records to their end first"
@@ -151,8 +154,9 @@ class LogFolder:
                 previous=self.reader.id_before(end.position),
                 segment_bytes=segment_bytes,
                 new_id=self._new_id,
+                clock=clock,
             )
-        return Journal(segments, next_lsn=end.position.lsn, term=self.manifest.term)
+        return Journal(segments, next_lsn=end.position.lsn, term=self.manifest.term, clock=clock)
 
     def recycle(self, journal: Journal, bases: tuple[LogBase, ...]) -> None:
         """Give up the events below what the last of these bases needs, and all other bases. They must be on disk."""

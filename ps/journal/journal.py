@@ -9,11 +9,11 @@ There is no timer: a group is what gathered while the last one was written.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import NamedTuple
 
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import LogStalled, ShardBusy
 from embershard.ps.journal.record import MAX_GROUP, LogRecord, encode_record
 from embershard.ps.journal.segments import SegmentWriter
@@ -45,15 +45,16 @@ class Journal:
         term: int,
         group_bytes: int = GROUP_BYTES,
         waiting_bytes: int = WAITING_BYTES,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.segments = segments
         self.term = term
         self.last_lsn = next_lsn - 1  # of what was appended
-        self.written = Watermark(self.last_lsn)  # what survives this process
-        self.safe = Watermark(self.last_lsn)  # what survives what the mode promises
+        self.written = Watermark(self.last_lsn, clock)  # what survives this process
+        self.safe = Watermark(self.last_lsn, clock)  # what survives what the mode promises
         self._group_bytes = group_bytes
         self._max_waiting_bytes = waiting_bytes
-        self._queue: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._queue = clock.queue()
         self._group: list[_Waiting] = []  # taken, and not written yet
         self._appended_bytes = self._written_bytes = 0  # each is changed by one thread
         self._stalled: OSError | None = None
@@ -156,9 +157,9 @@ class Journal:
 class Watermark:
     """An LSN that grows, and those who wait for it."""
 
-    def __init__(self, lsn: int) -> None:
+    def __init__(self, lsn: int, clock: SystemClock = SYSTEM_CLOCK) -> None:
         self.lsn = lsn
-        self._lock = threading.Lock()
+        self._lock = clock.lock()
         self._waiting: list[tuple[int, Callable[[], object]]] = []
 
     def when(self, lsn: int, call: Callable[[], object]) -> None:

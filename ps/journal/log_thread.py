@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import LogLocked
 from embershard.ps.journal.journal import Journal
 
@@ -32,14 +32,18 @@ class LogThread:
     or acknowledged after it.
     """
 
-    def __init__(self, journal: Journal, *, on_fatal: Callable[[BaseException], None] = end_process) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        on_fatal: Callable[[BaseException], None] = end_process,
+        clock: SystemClock = SYSTEM_CLOCK,
+    ) -> None:
         self._journal = journal
         self._on_fatal = on_fatal
-        self._ended = threading.Event()
-        self._writer = threading.Thread(target=self._until_fatal, args=(self._write,), name="log", daemon=True)
-        self._keeper = threading.Thread(target=self._until_fatal, args=(self._keep,), name="log-files", daemon=True)
-        self._writer.start()
-        self._keeper.start()
+        self._ended = clock.event()
+        self._writer = clock.spawn("log", partial(self._until_fatal, self._write))
+        self._keeper = clock.spawn("log-files", partial(self._until_fatal, self._keep), nice=_NICE)
 
     def close(self, timeout: float) -> bool:
         """Write what was appended, at most for so many seconds; whether all of it was written."""
@@ -78,9 +82,6 @@ class LogThread:
 
     def _keep(self) -> None:
         segments = self._journal.segments
-        if sys.platform == "linux":
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while not self._ended.is_set():
             segments.wants_spare.clear()
             if not segments.is_locked:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import ShardRecovering
 
 _LEAST_RETRY_MS, _MOST_RETRY_MS = 20, 1000
@@ -35,15 +34,16 @@ class RecoveryRate:
 class RecoveryProgress:
     """How far a recovery is. One thread makes progress, others look at it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: SystemClock = SYSTEM_CLOCK) -> None:
         self.total_bytes = 0  # to be read, about; 0 until it is known
         self.done_bytes = 0
-        self._began = time.monotonic()
+        self._clock = clock
+        self._began = clock.now()
 
     @property
     def elapsed(self) -> float:
         """Seconds since it began."""
-        return time.monotonic() - self._began
+        return self._clock.now() - self._began
 
     @property
     def seconds_left(self) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
-import threading
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import LogLocked
 from embershard.ps.journal.disk import Disk, DiskFile, DiskLock
 from embershard.ps.journal.record import HEADER_BYTES, VERSION, SegmentFlag, SegmentHeader, encode_segment_header
@@ -58,7 +57,7 @@ class SyncFailed(Exception):
 
 def random_id() -> int:
     """An id of a segment."""
-    return secrets.randbits(64) or 1
+    return SYSTEM_CLOCK.random_bits(64) or 1
 
 
 class SegmentWriter:
@@ -82,11 +81,12 @@ class SegmentWriter:
         previous: int,
         segment_bytes: int = SEGMENT_BYTES,
         new_id: Callable[[], int] = random_id,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.folder = folder
         self.syncs = syncs
         self.no_room: OSError | None = None  # why the last spare could not be made
-        self.wants_spare = threading.Event()
+        self.wants_spare = clock.event()
         self.wants_spare.set()
         self._disk = disk
         self._lock = lock
@@ -94,7 +94,7 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self._new_id = new_id
         self._boot = disk.boot_id()
-        self._names_lock = threading.Lock()
+        self._names_lock = clock.lock()
         self._names = sorted(segments)
         self._previous = previous
         self._spares: deque[Path] = deque()

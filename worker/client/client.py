@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -11,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
 from embershard.proto.messages import Declare, GetStatus, Load, Pull, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
@@ -57,15 +56,16 @@ class Client:
         worker: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
         recovery_timeout: timedelta = RECOVERY_TIMEOUT,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         if not transports:
             raise ValueError("no shards: name at least one address, as host:port")
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be above zero, got {timeout}")
         self.worker = worker
-        self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
-        connections = handshake(transports, worker, Deadline(timeout), recovery_timeout)
-        self.connections = ShardConnections(connections, worker, timeout, recovery_timeout)
+        self.epoch = int(clock.since_1970() * 1e9)  # a later incarnation of this worker fences this one
+        connections = handshake(transports, worker, Deadline(timeout, clock), recovery_timeout)
+        self.connections = ShardConnections(connections, worker, timeout, recovery_timeout, clock)
         greetings = [connection.greeting for connection in self.connections]
         self.directory = Directory(Placement.even(len(greetings), greetings[0].placement_epoch))
         # shard -> bytes of a message to it; replies are read up to our own limit, whatever the shard would take
@@ -77,7 +77,7 @@ class Client:
         self.directory.subscribe(self.compressor.follow)
         self._pushes = PushQueue(worker, self.epoch, self.limits, self.compressor)
         self._puller = Puller(self.connections, worker, self.epoch, self.limits, self.compressor)
-        self._push_lock = threading.Lock()
+        self._push_lock = clock.lock()
 
     @classmethod
     def connect(

@@ -6,8 +6,6 @@ A request is retried with identical bytes: a push is recognised by its token, ev
 from __future__ import annotations
 
 import logging
-import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +14,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from embershard.proto.arrays import Array
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import (
     ClientClosed,
     ClockAhead,
@@ -54,7 +53,7 @@ class ShardConnection:
     transport: Transport
     greeting: Greeting  # of the process that answered last
     suspect: bool = False  # the connection broke: another process may answer now
-    recovering_since: float = 0.0  # time.monotonic() when it said so first; 0: it does not
+    recovering_since: float = 0.0  # clock.now() when it said so first; 0: it does not
     heartbeat: PendingReply | None = None  # on its way; held because gRPC cancels a call that is forgotten
 
     @property
@@ -96,9 +95,10 @@ def handshake(
     shards do not make one placement.
     """
     found: dict[int, Greeting] = {}
-    silent: Deadline | None = Deadline(_SILENT_WAIT)
-    recovery = Deadline(recovery_timeout)
-    for pause in _pauses():
+    clock = deadline.clock
+    silent: Deadline | None = Deadline(_SILENT_WAIT, clock)
+    recovery = Deadline(recovery_timeout, clock)
+    for pause in _pauses(clock):
         waiting = [i for i in range(len(transports)) if i not in found]
         pending = {i: _submit(transports[i], Hello(worker=worker), deadline.remaining) for i in waiting}
         reasons: dict[int, str] = {}
@@ -130,7 +130,7 @@ def handshake(
         if not (_sleep(pause, deadline) or recovering):
             break
         if recovering:
-            deadline = Deadline(deadline.timeout)
+            deadline = Deadline(deadline.timeout, clock)
     raise _unavailable(f"the server at {transports[first].address}", transports[first].address, reason, deadline)
 
 
@@ -176,11 +176,13 @@ class ShardConnections:
         worker: int,
         timeout: timedelta,
         recovery_timeout: timedelta = RECOVERY_TIMEOUT,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.timeout = timeout  # of every call that gives no other
         self.recovery_timeout = recovery_timeout  # of every call to a shard that recovers its rows
+        self.clock = clock
         self.stats = ClientStats()
-        self.lock = threading.Lock()  # of the stats
+        self.lock = clock.lock()  # of the stats
         self.byte_counter = ByteCounter()
         self.settings_revision = 0  # of the compression settings that the shards were given, as replies show it
         self.watch: Watch | None = None  # called after every call that is counted
@@ -229,24 +231,24 @@ class ShardConnections:
         time on, unless `awaits_recovery` is False.
         """
         whole = left = self.timeout if timeout is None else timeout
-        start, deadline = time.perf_counter(), Deadline(left)
+        start, deadline = time.perf_counter(), Deadline(left, self.clock)
         held = 0.0  # seconds, for other workers
         outcomes: dict[int, Outcome] = {}
         waiting = requests
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
-                for pause in _pauses():
+                for pause in _pauses(self.clock):
                     waiting = self._try(waiting, into or {}, left, deadline, outcomes)
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
                     recovers = awaits_recovery and self._is_recovering(waiting, outcomes)
-                    pause = max(pause, _wanted_pause(waiting, outcomes))
+                    pause = max(pause, _wanted_pause(waiting, outcomes, self.clock))
                     if any(isinstance(outcomes.get(shard), _AnswersAgain) for shard in waiting):
                         pause = 0.0
                     if not waiting or not (_sleep(pause, deadline) or recovers):
                         break
                     if recovers:
-                        deadline = Deadline(whole)
+                        deadline = Deadline(whole, self.clock)
                     left = deadline.remaining
                 for shard in waiting:
                     outcomes[shard] = self._unanswered(shard, outcomes.get(shard), deadline)
@@ -300,7 +302,7 @@ class ShardConnections:
 
     def _is_recovering(self, waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome]) -> bool:
         """Whether a shard that is asked again recovers its rows, and may go on with it."""
-        earliest = time.monotonic() - self.recovery_timeout.total_seconds()
+        earliest = self.clock.now() - self.recovery_timeout.total_seconds()
         return any(
             isinstance(outcomes.get(shard), ShardRecovering) and self._connections[shard].recovering_since > earliest
             for shard in waiting
@@ -318,7 +320,7 @@ class ShardConnections:
     def _gave_up(self, shard: int, last: ShardRecovering) -> ShardUnavailable:
         """The outcome of a request to a shard whose recovery takes longer than may be waited for."""
         connection = self._connections[shard]
-        waited, limit = time.monotonic() - connection.recovering_since, self.recovery_timeout.total_seconds()
+        waited, limit = self.clock.now() - connection.recovering_since, self.recovery_timeout.total_seconds()
         reason = (
             f"{last.template.format_map(last.fields)}, and this worker waits for {limit:.0f} s: raise "
             "recovery_timeout, in a job train.recovery_timeout"
@@ -379,7 +381,7 @@ class ShardConnections:
     def _recovering(self, connection: ShardConnection, error: ShardRecovering) -> EmbershardError:
         error.shard = connection.name
         if not connection.recovering_since:
-            connection.recovering_since = time.monotonic()
+            connection.recovering_since = self.clock.now()
             _log.warning("waiting for %s", error)
         return error
 
@@ -490,19 +492,19 @@ def _unavailable(name: str, address: str, reason: str, deadline: Deadline) -> Sh
     return ShardUnavailable(shard=name, seconds=deadline.timeout.total_seconds(), reason=reason, address=address)
 
 
-def _pauses() -> Iterator[float]:
+def _pauses(clock: SystemClock) -> Iterator[float]:
     """Seconds to wait after each try: growing, and jittered so that workers do not come back together."""
     pause = _FIRST_PAUSE
     while True:
-        yield pause * random.uniform(0.5, 1.0)
+        yield pause * clock.uniform(0.5, 1.0)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _wanted_pause(waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome]) -> float:
+def _wanted_pause(waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome], clock: SystemClock) -> float:
     """Seconds that busy shards ask for, jittered; 0 where none does."""
     busy = [o.fields.get("retry_after_ms") for s in waiting if isinstance(o := outcomes.get(s), ShardBusy)]
     wanted = max((ms / 1000 for ms in busy if isinstance(ms, int | float)), default=0.0)
-    return wanted * random.uniform(1.0, 1.2)
+    return wanted * clock.uniform(1.0, 1.2)
 
 
 def _too_short(deadline: Deadline) -> float:
@@ -512,5 +514,5 @@ def _too_short(deadline: Deadline) -> float:
 
 def _sleep(seconds: float, deadline: Deadline) -> bool:
     """Whether time is left after a pause."""
-    time.sleep(max(0.0, min(seconds, deadline.seconds)))
+    deadline.clock.sleep(max(0.0, min(seconds, deadline.seconds)))
     return deadline.seconds > 0

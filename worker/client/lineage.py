@@ -1,12 +1,15 @@
-"""Declare tables on shards whose rows belong together, and refuse those of which one has lost its rows."""
+"""Declare tables on shards whose rows belong together, and refuse those of which one has lost its rows.
+
+All shards of a job get one lineage, a random number, with its first table, and a new one by a restore. A shard that is
+started again has none: where the others have rows, its own are lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from embershard.proto.errors import OtherLineage, RowsLost
-from embershard.proto.lineage import new_lineage, shards_without_rows
 from embershard.proto.messages import Declare, Declared, GetStatus, Greeting, Hello, ShardStatus
 from embershard.worker.client.connections import ShardConnections, raise_first
 
@@ -52,7 +55,7 @@ class Lineage:
         if self._connections.lineage:
             return self._call(self._connections.shards, replace(request, lineage=self._connections.lineage))
         # first shard 0: its lineage is that of all, also where several workers begin at once
-        request = replace(request, lineage=new_lineage(), begins_lineage=True)
+        request = replace(request, lineage=self._connections.clock.random_bits(64) or 1, begins_lineage=True)
         first = self._call([0], request)
         request = replace(request, lineage=first[0].lineage)
         replies = first + self._call(self._connections.shards[1:], request)
@@ -66,3 +69,17 @@ class Lineage:
 
     def _names(self, shards: Iterable[int]) -> str:
         return ", ".join(self._connections[shard].name for shard in shards)
+
+
+def shards_without_rows(statuses: Sequence[ShardStatus]) -> list[ShardStatus]:
+    """The shards whose rows do not belong to those of the others; none while no shard has a row.
+
+    They are those of another lineage than the shard that has had rows for longest. One that recovers its rows is not
+    among them.
+    """
+    statuses = [status for status in statuses if not status.recovering]
+    with_rows = [status for status in statuses if any(table.rows for table in status.tables)]
+    if not with_rows:
+        return []
+    oldest = max(with_rows, key=lambda status: status.uptime_seconds)
+    return [status for status in statuses if status.lineage != oldest.lineage]

@@ -7,15 +7,16 @@ it joins again at a later clock, and what it computed in between is dropped.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 
 from embershard.proto.arrays import Array
+from embershard.proto.clock import ClockEvent
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, WorkerLost
 from embershard.proto.messages import (
     Heartbeat,
@@ -96,8 +97,8 @@ class Membership:
         self.may_rejoin = True
         self._connections, self._epoch, self._timeout = connections, epoch, timeout
         self._next = 0  # after the last clock that was pushed
-        self._lock = threading.RLock()  # of joining
-        self._ended = threading.Event()
+        self._lock = connections.clock.rlock()  # of joining
+        self._ended = connections.clock.event()
 
     def join(self, clock: int = 0) -> int:
         """Join at `clock`, or as soon after it as all shards take this worker; the clock.
@@ -107,13 +108,9 @@ class Membership:
         with self._lock:
             self._join(clock)
         self._connections.heartbeat = Heartbeat(worker=self.worker, epoch=self._epoch)
-        thread = threading.Thread(
-            target=_send_heartbeats,
-            args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _HEARTBEATS),
-            name="embershard heartbeat",
-            daemon=True,
-        )
-        thread.start()
+        seconds = self.terms.lease.total_seconds() / _HEARTBEATS
+        work = partial(_send_heartbeats, weakref.ref(self), self._ended, seconds)
+        self._connections.clock.spawn("embershard heartbeat", work)
         return self.first
 
     def pause(self) -> None:
@@ -187,8 +184,9 @@ class Membership:
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
         ahead: dict[int, ClockAhead] = {}
-        over = Deadline(self.terms.wait_timeout if wait_timeout is None else wait_timeout)
-        deadline = Deadline(self._timeout)
+        clock = self._connections.clock
+        over = Deadline(self.terms.wait_timeout if wait_timeout is None else wait_timeout, clock)
+        deadline = Deadline(self._timeout, clock)
         first, said = True, False
         while waiting:
             left = min(deadline.remaining, over.remaining)
@@ -206,7 +204,7 @@ class Membership:
                 said = True
                 _log.warning("worker %d: %s", self.worker, waits)
             if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
-                deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
+                deadline = Deadline(self._timeout, clock)  # the shards answer: it is for workers that they wait
             elif deadline.seconds <= 0 or over.seconds <= 0:
                 break
             first = False
@@ -251,7 +249,8 @@ class Membership:
             self._call_all(leave, timeout, awaits_recovery=False)
 
     def _join(self, clock: int) -> int:
-        terms, margin, deadline = self.terms, _MARGIN, Deadline(self._timeout)
+        terms, margin = self.terms, _MARGIN
+        deadline = Deadline(self._timeout, self._connections.clock)
         while True:
             staleness = -1 if terms.staleness is None else terms.staleness
             lease_ms = max(1, round(terms.lease.total_seconds() * 1000))
@@ -306,7 +305,7 @@ class Membership:
             self.members = tuple(first.members)
 
 
-def _send_heartbeats(membership: weakref.ref[Membership], ended: threading.Event, seconds: float) -> None:
+def _send_heartbeats(membership: weakref.ref[Membership], ended: ClockEvent, seconds: float) -> None:
     """Renew the lease until it ends, or its session was collected without being closed."""
     while not ended.wait(seconds) and (member := membership()) is not None:
         member._heartbeat(timedelta(seconds=seconds))

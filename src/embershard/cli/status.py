@@ -21,10 +21,10 @@ from rich.table import Table
 from embershard.cli.shards import FIRST_OF_UP, RunningShards, shards_of_up
 from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
-from embershard.proto.lineage import shards_without_rows
 from embershard.proto.messages import GetStatus, Request, ShardStatus
 from embershard.proto.transport.addresses import parse_addresses, transport_for
 from embershard.proto.transport.transport import Transport, Unreachable
+from embershard.worker.client.lineage import shards_without_rows
 
 _TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long
 _SAMPLE_SECONDS = 0.5

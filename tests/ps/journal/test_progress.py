@@ -2,34 +2,37 @@
 
 import pytest
 
+from embershard.proto.clock import SystemClock
 from embershard.proto.errors import ShardRecovering
-from embershard.ps.journal import progress
 from embershard.ps.journal.progress import RecoveryProgress, RecoveryRate
 
 MIB = 2**20
 
 
-@pytest.fixture
-def at(monkeypatch):
-    """Sets the time, which begins at 100."""
-    clock = {"now": 100.0}
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock["now"])
-    return lambda now: clock.update(now=now)
+class SetClock(SystemClock):
+    """A clock that the test sets."""
+
+    def __init__(self):
+        self.time = 100.0
+
+    def now(self):
+        return self.time
 
 
-def test_what_is_left_is_told_by_the_rate_until_now(at):
-    recovery = RecoveryProgress()
+def test_what_is_left_is_told_by_the_rate_until_now():
+    clock = SetClock()
+    recovery = RecoveryProgress(clock)
     recovery.total_bytes, recovery.done_bytes = 40 * MIB, 10 * MIB
-    at(102.0)
+    clock.time = 102.0
     assert recovery.seconds_left == pytest.approx(6.0)
     recovery.done_bytes = 41 * MIB  # the total is an estimate
     assert recovery.seconds_left == 0.0
 
 
-def test_pauses_grow_with_the_time_that_a_recovery_has_taken_and_have_a_limit(at):
-    recovery, pauses = RecoveryProgress(), []
-    for now in (100.0, 101.0, 150.0):
-        at(now)
+def test_pauses_grow_with_the_time_that_a_recovery_has_taken_and_have_a_limit():
+    clock = SetClock()
+    recovery, pauses = RecoveryProgress(clock), []
+    for clock.time in (100.0, 101.0, 150.0):
         error = recovery.error()
         assert type(error) is ShardRecovering
         pauses.append(error.fields["retry_after_ms"])
