@@ -504,18 +504,20 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
 
 def _exact(values: _Values, limit: int) -> Ids:
     """Ids that are numbers already."""
+    bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
     try:
         array = values.flat.cast(pa.int64())
     except pa.ArrowException:
         texts = texts_of(values.column, values.flat)
         wrong = np.flatnonzero(~np.asarray(pc.match_substring_regex(texts, r"^[0-9]{1,18}$")))
         place = int(wrong[0]) if len(wrong) else 0
-        raise BadValue(values.row(place), values.column, f"{texts[place].as_py()[:40]!r} is no integer id") from None
+        text = texts[place].as_py()
+        reason = f"id {text} is not in 0 to below {bound}" if text.isdecimal() else f"{text[:40]!r} is no integer id"
+        raise BadValue(values.row(place), values.column, reason) from None
     ids: Ids = pc.fill_null(array, -1).to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero((ids < 0) | (ids >= limit))
     if len(wrong):
         place = int(wrong[0])
-        bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
         raise BadValue(values.row(place), values.column, f"id {values.flat[place]} is not in 0 to below {bound}")
     return ids
 
@@ -531,6 +533,7 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
         if pa.types.is_temporal(array.type):
             array = array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64(), safe=False)
         if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+            array = pc.utf8_trim_whitespace(array)  # as in CSV
             array = pc.if_else(pc.equal(array, ""), None, array)
         x: Floats = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     except pa.ArrowException:
@@ -547,8 +550,8 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
 
 def _is_number(value: object) -> bool:
     try:
-        float(str(value))
-    except ValueError:
+        pa.scalar(str(value)).cast(pa.float64())
+    except pa.ArrowException:
         return False
     return True
 
@@ -558,26 +561,36 @@ def _declare(name: str, array: pa.Array) -> str:
 
 
 def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.ChunkedArray) -> None:
-    """BadFeature where the first values of a feature without a type are several in one, as in a|b|c."""
+    """BadFeature where the first values of a feature without a type are several in one, as in a|b|c.
+
+    And where those of a list with a separator are in brackets, which would be parts of its values.
+    """
+    array = _array(array)
+    if feature.separator is not None and (shown := looks_separated(array, _BRACKETS)):
+        reason = f"values of column {feature.column or name!r} are in brackets, as {shown!r}"
+        raise BadFeature(name, f"{reason}, which a separator leaves in the first and the last value: write them as a|b")
     if feature.type is not None or feature.separator is not None:
         return
-    array = _array(array)
     if is_list(array.type):
         raise BadFeature(name, f"column {feature.column or name!r} is a list ({array.type}): {_declare(name, array)}")
-    if looks_separated(array):
-        reason = f"values of column {feature.column or name!r} look like several in one, as {looks_separated(array)!r}"
-        declare = f"{name}: {{type: list, separator: '|'}}"
-        raise BadFeature(name, f"{reason}: declare {declare}, or {name}: {{type: category}} if each is one value")
+    if shown := looks_separated(array):
+        reason = f"values of column {feature.column or name!r} look like several in one, as {shown!r}"
+        declare = f"{'write them as a|b and ' if shown.startswith('[') else ''}declare {name}: "
+        declare += f"{{type: list, separator: '|'}}, or {name}: {{type: category}} if each is one value"
+        raise BadFeature(name, f"{reason}: {declare}")
 
 
-def looks_separated(array: pa.Array | pa.ChunkedArray) -> str:
+_BRACKETS = r"^\[.*\]$"
+
+
+def looks_separated(array: pa.Array | pa.ChunkedArray, pattern: str = rf"\||{_BRACKETS}") -> str:
     """A value of texts that are lists, as a|b or [a, b], if a tenth of them or more are; else the empty text."""
     array = _array(array)
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
         return ""
-    parted = array.filter(pc.fill_null(pc.match_substring_regex(array, r"\||^\[.*\]$"), False))
+    parted = array.filter(pc.fill_null(pc.match_substring_regex(array, pattern), False))
     return str(parted[0].as_py())[:60] if len(parted) * 10 >= len(array) else ""
 
 
