@@ -102,13 +102,18 @@ Fitted = dict[str, Any]  # JSON: numbers (feature -> figures), vocabularies (tab
 class Preprocessor:
     """Makes ids and dense features of columns, as `schema` names them.
 
+    `paired` are sequences whose values belong together place by place, and which so are as long as each other.
     BadFeature where features contradict each other.
     """
 
     def __init__(
-        self, features: Mapping[str, FeatureSpec], fitted: Fitted | None = None, labels: Sequence[str] = ()
+        self,
+        features: Mapping[str, FeatureSpec],
+        fitted: Fitted | None = None,
+        labels: Sequence[str] = (),
+        paired: Sequence[str] = (),
     ) -> None:
-        self.features, self.labels = dict(features), tuple(labels)
+        self.features, self.labels, self.paired = dict(features), tuple(labels), tuple(paired)
         self.fitted: Fitted = fitted or {}
         self._tables = self._settings_of_tables()
 
@@ -122,12 +127,17 @@ class Preprocessor:
                 k: tuple(v) if k in tuples and isinstance(v, list | tuple) else v for k, v in fields.items()
             }
             features[name] = FeatureSpec(**given)
-        return cls(features, values["fitted"], values["labels"])
+        return cls(features, values["fitted"], values["labels"], values.get("paired", ()))
+
+    def with_fitted(self, fitted: Fitted) -> Self:
+        """The same features with what was learnt from training data."""
+        return type(self)(self.features, fitted, self.labels, self.paired)
 
     def to_dict(self) -> dict[str, Any]:
         """The features and what was fitted, of types that JSON has."""
         features = {name: asdict(feature) for name, feature in self.features.items()}
-        return {"features": features, "fitted": self.fitted, "labels": list(self.labels)}
+        labels, paired = list(self.labels), list(self.paired)
+        return {"features": features, "fitted": self.fitted, "labels": labels, "paired": paired}
 
     def __call__(self, columns: Columns | Mapping[str, Sequence[object]]) -> tuple[Ids, Floats | None]:
         """Ids (N, C) int64 and dense features (N, D) float32 or None of columns by name, as arrays of Arrow or lists.
@@ -136,11 +146,15 @@ class Preprocessor:
         """
         arrays = {name: _array(columns[name]) for name in self.columns}
         ids, dense, weights = [], [], []
+        first: _Values | None = None  # of the paired ones
         for name, feature in self.features.items():
             if feature.is_dense:
                 dense.append(self._number(name, feature, arrays))
                 continue
             values = self._values(name, feature, arrays)
+            if name in self.paired:
+                first = first or values
+                values.check_lengths(first)
             ids.append(self._encoded(feature, name, values))
             if feature.is_weighted:
                 weights.append(self._weights_of(name, feature, arrays, values))
@@ -294,13 +308,7 @@ class Preprocessor:
             return values.padded(values.weights(feature.weight_separator), feature.width, 0)
         assert feature.weights is not None
         own = self._values(name, FeatureSpec(**{**asdict(feature), "column": feature.weights}), arrays)
-        assert own.starts is not None
-        assert values.starts is not None
-        differ = np.flatnonzero(np.diff(own.starts) != np.diff(values.starts)[: len(own.starts)])
-        if len(differ):
-            counts = [int(np.diff(v.starts)[differ[0]]) for v in (own, values) if v.starts is not None]
-            reason = f"{counts[0]} weights for {counts[1]} values of {values.column!r}"
-            raise BadValue(int(differ[0]), feature.weights, reason)
+        own.check_lengths(values, "weights")
         numbers = numbers_of(feature.weights, own.flat, own.row)
         return own.padded(np.nan_to_num(numbers), feature.width, 0)
 
@@ -426,6 +434,16 @@ class _Values:
     def row(self, place: int) -> int:
         """The sample of a value."""
         return place if self.starts is None else int(np.searchsorted(self.starts, place, side="right")) - 1
+
+    def check_lengths(self, other: _Values, what: str = "values") -> None:
+        """BadValue where a sample has not as many values as of another column."""
+        assert self.starts is not None
+        assert other.starts is not None
+        own, others = np.diff(self.starts), np.diff(other.starts)
+        differ = np.flatnonzero(own != others)
+        if len(differ):
+            reason = f"{own[differ[0]]} {what} for {others[differ[0]]} values of {other.column!r}"
+            raise BadValue(int(differ[0]), self.column, reason)
 
     def hashes(self, table: str, weight_separator: str | None) -> Ids:
         """The hash of each value."""

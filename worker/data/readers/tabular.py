@@ -172,7 +172,7 @@ class Tabular:
                         if feature.kind != "cross":
                             check_undeclared(name, feature, table.column(feature.column or name))
                     if not pre.fitted:  # of the first file, which is one to train on
-                        pre = Preprocessor(pre.features, self._fit([table], first=True), pre.labels)
+                        pre = pre.with_fitted(self._fit([table], first=True))
                     pre(_columns(table, pre))
                     self.labels.of(table)
                     if self.split is not None and self.split.by == "time":
@@ -195,7 +195,7 @@ class Tabular:
         pre, fitted = self.preprocessor, self.preprocessor.fitted
         if self.needs_fit():
             fitted = self.fit(seed)
-            pre = Preprocessor(pre.features, fitted, pre.labels)
+            pre = pre.with_fitted(fitted)
         whole = replace(self, preprocessor=pre)
         counts = fitted.get("samples", {})
         counts = {part: count for part, count in counts.items() if self.split is not None or part == "train"}
@@ -211,7 +211,7 @@ class Tabular:
         pre = self.preprocessor
         if self.needs_fit():
             _, table = next(self._sources(lambda table, part: NO_SAMPLES)["train"].first_rows())
-            pre = Preprocessor(pre.features, {**self._fit([table], first=True), "samples": {}}, pre.labels)
+            pre = pre.with_fitted({**self._fit([table], first=True), "samples": {}})
         return replace(self, preprocessor=pre).open(seed=seed)
 
     def _fit(self, tables: Iterable[pa.Table] | None, seed: int = 0, *, first: bool = False) -> Fitted:

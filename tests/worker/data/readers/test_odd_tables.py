@@ -7,22 +7,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embershard.proto.errors import JobError
+from embershard.proto.errors import BadRows, JobError
 from embershard.worker.job.load import load_job
+from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
 
-REST = "model: {name: fm}\nembedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_size: 32}\n"
+REST = "embedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_size: 32}\n"
 
 
-def section_of(folder, columns, features, ending="parquet", **data):
-    """The data section of a job of these columns, in a file of this format."""
+def job_of(folder, columns, features, ending="parquet", model="{name: fm}", **data):
+    """A job of these columns, in a file of this format."""
     rows = pa.table({"label": pa.array([1, 0] * 2), **columns})
     if ending == "parquet":
         pq.write_table(rows, folder / "a.parquet")
     else:
         (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
     data = {"reader": "tabular", "train": f"a.{ending}", **data}
-    (folder / "job.yaml").write_text(f"data: {json.dumps(data)}\nfeatures: {features}\n{REST}")
-    return load_job(folder / "job.yaml").data
+    (folder / "job.yaml").write_text(f"data: {json.dumps(data)}\nfeatures: {features}\nmodel: {model}\n{REST}")
+    return load_job(folder / "job.yaml")
+
+
+def section_of(*args, **kwargs):
+    return job_of(*args, **kwargs).data
 
 
 def samples(section, folder):
@@ -60,6 +65,26 @@ def test_ids_of_64_bits_are_alike_in_each_format(tmp_path):
 def test_spaces_around_numbers_in_texts_do_not_count(tmp_path):
     section = section_of(tmp_path, {"user": ["u"] * 4, "x": [" 2.5 ", "1", " ", "+5"]}, "{user: {}, x: {type: number}}")
     assert samples(section, tmp_path).dense[:, 0].tolist() == [2.5, 1, 0, 5]
+
+
+def test_sequences_that_din_weighs_together_are_as_long_as_each_other(tmp_path):
+    columns = {
+        "item": ["i"] * 4,
+        "shop": ["s"] * 4,
+        "items": [["i", "j"], [], ["i"], None],
+        "shops": [["s", "t"], [], ["s", "t"], None],
+    }
+    features = "{item: {}, shop: {}, items: {type: sequence, table: item}, shops: {type: sequence, table: shop}}"
+    job = job_of(tmp_path, columns, features, model="{name: din, target: [item, shop], history: [items, shops]}")
+    with pytest.raises(JobError) as found:
+        job.data.look(tmp_path)
+    assert found.value.fields["where"] == f"{tmp_path}/a.parquet: row 3"
+    assert "'shops': 2 values for 1 values of 'items'" in found.value.fields["reason"]
+    served = FeatureInputs(json.loads(json.dumps(inputs_of(type(job).model_validate(job.model_dump()), None))))
+    served({name: values[:2] for name, values in columns.items()})
+    with pytest.raises(BadRows) as bad:
+        served(columns)
+    assert bad.value.fields["feature"] == "shops"
 
 
 SPLIT = {"by": "time", "column": "t", "at": ["March"]}
