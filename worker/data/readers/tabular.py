@@ -312,6 +312,8 @@ def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
         array = pc.if_else(pc.equal(array, ""), None, array)
         with suppress(pa.ArrowException):
             return numbers_of(column, array.cast(pa.float64()))
+        array = pc.replace_substring_regex(array, r"(\.\d{6})\d+", r"\1")  # of nanoseconds
+        array = pc.replace_substring_regex(array, r" UTC$", "Z")
         for zone in (None, "UTC"):  # all with a zone, as 2026-01-31T12:00:00Z, or none
             with suppress(pa.ArrowException):
                 return numbers_of(column, array.cast(pa.timestamp("us", zone)))

@@ -36,10 +36,13 @@ def samples(section, folder):
     return batch
 
 
-def test_times_of_large_texts_split_rows(tmp_path):
+def test_times_as_other_programs_write_them_split_rows(tmp_path):
     times = [f"2026-01-0{day} 12:00:00" for day in (1, 2, 3, 4)]  # as pandas and polars write texts
-    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
-        columns = {"user": ["u"] * 4, "time": pa.array(times).cast(kind)}
+    large, coded = (pa.array(times).cast(kind) for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())))
+    fine = pa.array([n * 86_400_000_000_001 for n in (20454, 20455, 20456, 20457)], pa.timestamp("ns"))
+    zones = [f"{time}.123456789 UTC" for time in times]
+    for found in (large, coded, fine, fine.cast(pa.timestamp("ns", "UTC")), pa.array(zones)):
+        columns = {"user": ["u"] * 4, "time": found}
         split = {"by": "time", "column": "time", "at": ["2026-01-04"]}
         section = section_of(tmp_path, columns, "{user: {}}", split=split)
         assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 3, "test": 1}
