@@ -379,7 +379,7 @@ def _features(job: Job) -> Problems:
         return
     if not job.data.features:
         return
-    from embershard.worker.data.preprocess import BadFeature
+    from embershard.worker.data.preprocess import MAX_LENGTH, BadFeature
 
     try:
         job.data.preprocessor()
@@ -391,6 +391,12 @@ def _features(job: Job) -> Problems:
                 if name not in job.data.features or job.data.features[name].type not in types:
                     reason = f"{name!r} is no feature of type {types[-1]}, as each {field} must be"
                     yield ("model", field), reason
+        found = [(name, job.data.features[name]) for name in job.model.history if name in job.data.features]
+        for name, feature in found[1:]:
+            first = found[0][1].max_length or MAX_LENGTH["sequence"]
+            if (feature.max_length or MAX_LENGTH["sequence"]) != first:
+                reason = f"must be that of {found[0][0]!r}, whose values {job.model.name} weighs together with these"
+                yield ("features", name, "max_length"), reason
     for name, feature in job.data.features.items():
         if feature.type == "sequence" and not job.model.reads_sequences:
             reason = f"{job.model.name} reads no sequences: use type list, whose rows are pooled"

@@ -27,6 +27,19 @@ REFUSED = {  # name: (the parts of a job, what is said)
     ),
     "a label twice": ({"data": "label: [a, a]", "model": "{name: mmoe}"}, ":5: data.label: names 'a' twice"),
     "two labels for one logit": ({"data": "label: [a, b]"}, ":1: model.name: fm has one logit"),
+    "sequences of other lengths beside each other": (
+        {
+            "model": "{name: din, target: [user, shop], history: [items, shops]}",
+            "feature": "\n  ".join(
+                [
+                    "shop: {}",
+                    "items: {type: sequence, table: user, max_length: 5}",
+                    "shops: {type: sequence, table: shop, max_length: 7}",
+                ]
+            ),
+        },
+        ":10: features.shops.max_length: must be that of 'items'",
+    ),
     "weights of other labels": (
         {"data": "label: [a, b]", "model": "{name: mmoe}", "rest": "loss: {name: bce, label_weights: [1]}"},
         "label_weights: has 1 weights for labels a, b",
