@@ -8,20 +8,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
 from embershard.proto.wire import FrameReader, Header
+from embershard.ps.bases.base import ShardBase, make_tables, read_base
+from embershard.ps.bases.bases import Bases
 from embershard.ps.coordination.clock import MustWait
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
-from embershard.ps.events import Event, decode_event, encode_event, kind_of
-from embershard.ps.journal.folder import DurabilityMode, LogFolder
+from embershard.ps.events import Event, PushEvent, decode_event, encode_event, kind_of
+from embershard.ps.journal.folder import DurabilityMode, LogFolder, named_errors
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.log_thread import LogThread, end_process
 from embershard.ps.journal.reader import LoggedRecord
 from embershard.ps.journal.record import MAX_BODY_BYTES, LogRecord
+from embershard.ps.journal.segments import SEGMENT_BYTES
 from embershard.ps.shard import Shard
 
 FAILED = 1  # flag of a record: the event ended with an error after it had changed something
@@ -37,13 +41,12 @@ class ShardLog:
         self,
         journal: Journal,
         mode: DurabilityMode,
+        bases: Bases,
         *,
-        before: int = 0,
         on_fatal: Callable[[BaseException], None] = end_process,
     ) -> None:
-        self.journal = journal
+        self.journal, self.bases = journal, bases
         self._mode, self._on_fatal = mode, on_fatal
-        self._bytes = before  # of the records
         self._thread: LogThread | None = None
 
     def start(self) -> None:
@@ -52,6 +55,7 @@ class ShardLog:
 
     def close(self, timeout: float) -> bool:
         """Write what was appended, at most for so many seconds; whether all of it was written."""
+        self.bases.close(timeout / 2)
         return self._thread is None or self._thread.close(timeout)
 
     def check_room(self, num_bytes: int) -> None:
@@ -65,7 +69,6 @@ class ShardLog:
         record = LogRecord(
             kind_of(event), encode_event(event), outcome.version, outcome.clock, applied, skipped, flags=flags
         )
-        self._bytes += record.num_bytes
         return self.journal.append(record)
 
     def when_safe(self, lsn: int, call: Callable[[], None]) -> None:
@@ -77,8 +80,8 @@ class ShardLog:
         self._on_fatal(error)
 
     def status(self) -> tuple[str, int, int]:
-        """The mode; bytes of the log's records; bytes of them that are not written yet."""
-        return self._mode, self._bytes, self.journal.waiting_bytes
+        """The mode; bytes of the records that a recovery replays; bytes of them that are not written yet."""
+        return self._mode, self.bases.tail_bytes, self.journal.waiting_bytes
 
 
 def recover(
@@ -86,18 +89,23 @@ def recover(
     folder: LogFolder,
     mode: DurabilityMode,
     *,
-    segment_bytes: int | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
     on_fatal: Callable[[BaseException], None] = end_process,
+    **bases: Any,
 ) -> ShardLog:
     """Give a new shard the state that its log says, and have the log go on; it is not written before `start`.
 
-    LogDamaged, LogDiverged, LogUnusable; nothing was changed then. The process must end after another error.
+    `bases` are options of Bases. LogDamaged, LogDiverged, LogMismatch, LogUnusable; nothing was changed then. The
+    process must end after another error.
     """
     began = time.monotonic()
-    num_bytes = replay(shard.core, folder)
-    journal = folder.begin(mode) if segment_bytes is None else folder.begin(mode, segment_bytes=segment_bytes)
-    log = ShardLog(journal, mode, before=num_bytes, on_fatal=on_fatal)
+    base, num_bytes = replay(shard.core, folder)
+    journal = folder.begin(mode, segment_bytes=segment_bytes)
+    log = ShardLog(
+        journal, mode, Bases(folder, journal, base, num_bytes, on_fatal=on_fatal, **bases), on_fatal=on_fatal
+    )
     shard.log_to(log, journal.term)
+    shard.bases_to(log.bases)
     try:
         while journal.write_group():  # the term, before anybody sees what it begins with
             pass
@@ -105,19 +113,27 @@ def recover(
         raise LogUnusable(path=str(folder.folder), reason=error.strerror or str(error)) from error
     if journal.term > 1:
         _log.info(
-            "recovered %d events, %d bytes, in %.1f s from %s (term %d)",
-            shard.core.lsn - 1, num_bytes, time.monotonic() - began, folder.folder, journal.term,
+            "recovered %d events in %.1f s from %s (term %d): a base of LSN %d, and %d bytes of events",
+            shard.core.lsn - 1, time.monotonic() - began, folder.folder, journal.term, log.bases.lsn, num_bytes,
         )  # fmt: skip
     return log
 
 
-def replay(core: Core, folder: LogFolder) -> int:
-    """Apply all events of a log to a new core; the bytes of their records. LogDamaged, LogDiverged."""
+def replay(core: Core, folder: LogFolder) -> tuple[ShardBase | None, int]:
+    """Give a new core the state of a log: its base, and the events behind it, applied; the bytes of their records.
+
+    LogDamaged, LogDiverged; LogMismatch, OtherOptimizer.
+    """
     budget, decode, num_bytes = core.budget, EventReader(), 0
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
     reported = time.monotonic()
     try:
+        base = _load_base(core, folder)
+        pending = set() if base is None else set(base.control["clock"]["pending"])
         for record in folder.records():
+            if base is not None and record.header.lsn <= base.lsn:
+                _gather_again(core, record, decode, pending, is_last=record.header.lsn == base.lsn)
+                continue
             _apply_again(core, record, decode)
             num_bytes += record.header.num_bytes
             if time.monotonic() - reported > _REPORT_SECONDS:
@@ -125,7 +141,34 @@ def replay(core: Core, folder: LogFolder) -> int:
                 _log.info("recovery: %d events, %d bytes", record.header.lsn, num_bytes)
     finally:
         budget.limit = limit
-    return num_bytes
+    return base, num_bytes
+
+
+def _load_base(core: Core, folder: LogFolder) -> ShardBase | None:
+    """Give a new core the state of a log's base; None where it has none."""
+    if not folder.manifest.bases:
+        return None
+    named = folder.manifest.bases[-1]
+    path = folder.folder / named.name
+    with named_errors(folder.folder):
+        base = read_base(folder.disk, path, folder.manifest, named)
+        core.restore(base.control, make_tables(folder.disk, path, base, core.new_table))
+    return base
+
+
+def _gather_again(core: Core, record: LoggedRecord, decode: EventReader, pending: set[int], *, is_last: bool) -> None:
+    """Keep the push of a record for its clock where a base says so; the last one's outcome is that of the base."""
+    header, updates = record.header, core.clock.updates
+    if header.lsn in pending:
+        event = decode(record.body)
+        assert isinstance(event, PushEvent)
+        core.gather_again(header.lsn, event)
+    for what, got, want in (
+        ("the version", updates.version, header.version),
+        ("the clock", core.clock.open, header.clock),
+    ):
+        if is_last and got != want:
+            raise LogDiverged(lsn=header.lsn, kind=header.kind, what=what, got=str(got), want=str(want))
 
 
 def _apply_again(core: Core, record: LoggedRecord, decode: EventReader) -> None:

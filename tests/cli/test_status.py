@@ -48,8 +48,8 @@ GIB = 2**30
         ([replace(EMPTY, tables=(PLAIN, CODED))], "table optimizer push pull dim rows bytes t adam none none 4 10"),
         ([replace(EMPTY, tables=(PLAIN, CODED))], "u adam int8 fp16s 4 10"),
         (
-            [replace(EMPTY, durability="log", term=3, log_bytes=2 * GIB, log_waiting_bytes=0)],
-            "shard durability term bytes written 0 log 3 2.0 GiB",
+            [replace(EMPTY, durability="log", term=3, base_lsn=5000, log_bytes=2 * GIB, log_waiting_bytes=0)],
+            "shard durability term LSN bytes written 0 log 3 5,000 2.0 GiB",
         ),
         ([replace(EMPTY, failed_update="the update failed")], "h:1: the update failed"),
         ([replace(EMPTY, used_bytes=3 * GIB, budget_bytes=4 * GIB)], "rows tables used left"),

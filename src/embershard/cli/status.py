@@ -169,12 +169,14 @@ def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
 
 def _logs(statuses: Sequence[ShardStatus]) -> list[Table]:
     """The shards' logs; nothing where none writes one."""
-    logged = [status for status in statuses if status.log_bytes]
+    logged = [status for status in statuses if status.log_bytes or status.base_lsn]
     if not logged:
         return []
-    view = _table_of(("\nshard", "\ndurability"), ("\nterm", "log\nbytes", "not\nwritten"))
+    view = _table_of(("\nshard", "\ndurability"), ("\nterm", "base\nLSN", "log\nbytes", "not\nwritten"))
     for one in logged:
-        view.add_row(str(one.shard), one.durability, str(one.term), size(one.log_bytes), size(one.log_waiting_bytes))
+        base = f"{one.base_lsn:,}" if one.base_lsn else "none"
+        sizes = size(one.log_bytes), size(one.log_waiting_bytes)
+        view.add_row(str(one.shard), one.durability, str(one.term), base, *sizes)
     return [view]
 
 
