@@ -15,6 +15,7 @@ from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.errors import OtherLineage
 from embershard.proto.messages import Compress, Declare, Join, Leave, Load, Rendezvous, TakeSplit, replace
 from embershard.proto.routing import Placement
+from embershard.proto.spec import TableSpec
 from embershard.ps.compression_settings import CompressionSettings
 from embershard.ps.coordination.clock import Clock, Plain
 from embershard.ps.coordination.data_splits import Splits
@@ -93,6 +94,10 @@ class Core:
         for name in ("clock", "pushes", "rendezvous", "splits", "compression"):
             getattr(self, name).restore(control[name])
 
+    def new_table(self, spec: TableSpec) -> Table:
+        """An empty table, of no shard yet, within the budget of this one."""
+        return Table(spec, self._optimizers.find(spec.optimizer), self.budget)
+
     def gather_again(self, lsn: int, event: PushEvent) -> None:
         """Keep event number `lsn` for its clock, as `control` says that it was; after `restore`, in their order."""
         self.pushes.gather_again(event.push, event.ids, lsn)
@@ -169,7 +174,7 @@ class Core:
         spec = event.spec
         table = self._restoring.get(spec.name)
         if table is None:
-            table = self._restoring[spec.name] = Table(spec, self._optimizers.find(spec.optimizer), self.budget)
+            table = self._restoring[spec.name] = self.new_table(spec)
         if len(event.ids):
             table.restore(event.ids, event.rows, event.state.reshape(len(event.ids), table.num_state))
 

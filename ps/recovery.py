@@ -7,17 +7,20 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
 from embershard.proto.wire import FrameReader, Header
+from embershard.ps.bases.base import ShardBase, make_tables, read_base
+from embershard.ps.bases.bases import Bases
 from embershard.ps.coordination.clock import MustWait
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
-from embershard.ps.events import Event, decode_event, encode_event, kind_of
-from embershard.ps.journal.folder import DurabilityMode, LogFolder
+from embershard.ps.events import Event, PushEvent, decode_event, encode_event, kind_of
+from embershard.ps.journal.folder import DurabilityMode, LogFolder, named_errors
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.log_thread import LogThread, end_process
 from embershard.ps.journal.progress import RecoveryProgress, RecoveryRate
@@ -39,16 +42,15 @@ class ShardLog:
         self,
         journal: Journal,
         mode: DurabilityMode,
+        bases: Bases,
         *,
-        before: int = 0,
         rate: RecoveryRate | None = None,
         on_fatal: Callable[[BaseException], None] = end_process,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
-        self.journal = journal
+        self.journal, self.bases = journal, bases
         self._clock = clock
         self._mode, self._on_fatal = mode, on_fatal
-        self._bytes = before  # of the records
         self._rate = rate or RecoveryRate()
         self._began = 0.0  # when the request that is handled began; 0: nothing is known of it
         self._thread: LogThread | None = None
@@ -59,6 +61,7 @@ class ShardLog:
 
     def close(self, timeout: float) -> bool:
         """Write what was appended, at most for so many seconds; whether all of it was written."""
+        self.bases.close(timeout / 2)
         return self._thread is None or self._thread.close(timeout)
 
     def check_room(self, num_bytes: int) -> None:
@@ -73,7 +76,6 @@ class ShardLog:
         record = LogRecord(
             kind_of(event), encode_event(event), outcome.version, outcome.clock, applied, skipped, flags=flags
         )
-        self._bytes += record.num_bytes
         if self._began:
             self._rate.add(record.num_bytes, self._clock.now() - self._began)
             self._began = 0.0
@@ -88,8 +90,9 @@ class ShardLog:
         self._on_fatal(error)
 
     def status(self) -> tuple[str, int, int, float]:
-        """The mode; bytes of the log's records, and of those not written yet; seconds that a recovery would take."""
-        return self._mode, self._bytes, self.journal.waiting_bytes, self._rate.seconds(self._bytes)
+        """The mode; bytes of the records that a recovery replays, and of those not written; seconds that it takes."""
+        tail = self.bases.tail_bytes
+        return self._mode, tail, self.journal.waiting_bytes, self._rate.seconds(tail + self.bases.base_bytes)
 
 
 def recover(
@@ -101,19 +104,22 @@ def recover(
     on_fatal: Callable[[BaseException], None] = end_process,
     progress: RecoveryProgress | None = None,
     rate: RecoveryRate | None = None,
+    **bases: Any,
 ) -> ShardLog:
     """Give a new shard the state that its log says, and have the log go on; it is not written before `start`.
 
-    `progress` shows others how far it is, `rate` is told what it took. LogDamaged, LogDiverged, LogUnusable; nothing
-    was changed then. The process must end after another error.
+    `progress` shows others how far it is, `rate` is told what it took, `bases` are options of Bases. LogDamaged,
+    LogDiverged, LogMismatch, LogUnusable; nothing was changed then. The process must end after another error.
     """
     clock = shard.system
     progress, rate = progress or RecoveryProgress(clock), rate or RecoveryRate()
-    num_bytes = replay(shard.core, folder, progress)
-    rate.add(num_bytes, progress.elapsed)
+    base, num_bytes = replay(shard.core, folder, progress)
+    rate.add(progress.done_bytes, progress.elapsed)
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
-    log = ShardLog(journal, mode, before=num_bytes, rate=rate, on_fatal=on_fatal, clock=clock)
+    own = Bases(folder, journal, base, num_bytes, on_fatal=on_fatal, **bases)
+    log = ShardLog(journal, mode, own, rate=rate, on_fatal=on_fatal, clock=clock)
     shard.log_to(log, journal.term)
+    shard.bases_to(log.bases)
     try:
         while journal.write_group():  # the term, before anybody sees what it begins with
             pass
@@ -121,33 +127,71 @@ def recover(
         raise LogUnusable(path=str(folder.folder), reason=error.strerror or str(error)) from error
     if journal.term > 1:
         _log.info(
-            "recovered %d events, %d bytes, in %.1f s from %s (term %d)",
-            shard.core.lsn - 1, num_bytes, progress.elapsed, folder.folder, journal.term,
+            "recovered %d events in %.1f s from %s (term %d): a base of LSN %d, and %d bytes of events",
+            shard.core.lsn - 1, progress.elapsed, folder.folder, journal.term, log.bases.lsn, num_bytes,
         )  # fmt: skip
     return log
 
 
-def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = None) -> int:
-    """Apply all events of a log to a new core; the bytes of their records. LogDamaged, LogDiverged."""
+def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = None) -> tuple[ShardBase | None, int]:
+    """Give a new core the state of a log: its base, and the events behind it, applied; the bytes of their records.
+
+    LogDamaged, LogDiverged; LogMismatch, OtherOptimizer.
+    """
     progress = progress or RecoveryProgress()
     progress.total_bytes = folder.num_bytes
     budget, decode, num_bytes = core.budget, EventReader(), 0
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
     reported = 0.0
     try:
+        base = _load_base(core, folder)
+        if base is not None:
+            progress.total_bytes += base.num_bytes
+            progress.done_bytes = base.num_bytes
+        pending = set() if base is None else set(base.control["clock"]["pending"])
         for record in folder.records():
+            if base is not None and record.header.lsn <= base.lsn:
+                _gather_again(core, record, decode, pending, is_last=record.header.lsn == base.lsn)
+                continue
             _apply_again(core, record, decode)
             num_bytes += record.header.num_bytes
-            progress.done_bytes = num_bytes
+            progress.done_bytes += record.header.num_bytes
             if progress.elapsed - reported > _REPORT_SECONDS:
                 reported = progress.elapsed
                 _log.info(
                     "recovery: %d events, %d of about %d bytes, about %.0f s left",
-                    record.header.lsn, num_bytes, progress.total_bytes, progress.seconds_left,
+                    record.header.lsn, progress.done_bytes, progress.total_bytes, progress.seconds_left,
                 )  # fmt: skip
     finally:
         budget.limit = limit
-    return num_bytes
+    return base, num_bytes
+
+
+def _load_base(core: Core, folder: LogFolder) -> ShardBase | None:
+    """Give a new core the state of a log's base; None where it has none."""
+    if not folder.manifest.bases:
+        return None
+    named = folder.manifest.bases[-1]
+    path = folder.folder / named.name
+    with named_errors(folder.folder):
+        base = read_base(folder.disk, path, folder.manifest, named)
+        core.restore(base.control, make_tables(folder.disk, path, base, core.new_table))
+    return base
+
+
+def _gather_again(core: Core, record: LoggedRecord, decode: EventReader, pending: set[int], *, is_last: bool) -> None:
+    """Keep the push of a record for its clock where a base says so; the last one's outcome is that of the base."""
+    header, updates = record.header, core.clock.updates
+    if header.lsn in pending:
+        event = decode(record.body)
+        assert isinstance(event, PushEvent)
+        core.gather_again(header.lsn, event)
+    for what, got, want in (
+        ("the version", updates.version, header.version),
+        ("the clock", core.clock.open, header.clock),
+    ):
+        if is_last and got != want:
+            raise LogDiverged(lsn=header.lsn, kind=header.kind, what=what, got=str(got), want=str(want))
 
 
 def _apply_again(core: Core, record: LoggedRecord, decode: EventReader) -> None:

@@ -55,7 +55,8 @@ class ServerOptions:
     at a time are refused. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
     torch.distributed.rpc, which is not served without it; `rpc_executes_pickles` allows it to be an address that other
     machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
-    record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory".
+    record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
+    is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
     """
 
     shard: int
@@ -71,6 +72,7 @@ class ServerOptions:
     rpc_executes_pickles: bool = False
     durability: Durability | None = None
     log_dir: Path | None = None
+    log_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -139,7 +141,7 @@ def _recover(shard: Shard, options: ServerOptions, progress: RecoveryProgress) -
     path = log_folder(options.log_dir.absolute(), options.shard)
     modules = sha256_of_modules(options.imports)
     folder = LogFolder.open(path, shard=options.shard, num_shards=options.of, modules=modules, package=_version())
-    log = recover(shard, folder, mode, progress=progress, rate=rate)
+    log = recover(shard, folder, mode, progress=progress, rate=rate, limit_bytes=options.log_bytes)
     log.start()
     return log
 

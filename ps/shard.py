@@ -60,6 +60,7 @@ from embershard.proto.messages import (
     replace,
 )
 from embershard.proto.routing import Placement
+from embershard.ps.bases.bases import Bases
 from embershard.ps.coordination.clock import MustWait
 from embershard.ps.coordination.fencing import Fences
 from embershard.ps.coordination.leases import Leases
@@ -136,6 +137,7 @@ class Shard:
             decoding=self._coding,
         )
         self._log = log
+        self._bases: Bases | None = None
         self._lsn = self._awaited = 0  # of the last event in the log; of the one that the last answer waits for
         self._recovered: dict[int, tuple[int, int]] = {}  # worker -> epoch and seq of its last push in the log
         self._leases = Leases(core.clock)
@@ -181,6 +183,10 @@ class Shard:
             if self._log is not None:
                 self._awaited = 0 if isinstance(request, (Pull, Heartbeat)) else self._lsn
 
+    def bases_to(self, bases: Bases) -> None:
+        """Have these bases of the log taken when they are due."""
+        self._bases = bases
+
     def log_to(self, log: EventLog, term: int) -> None:
         """Have this log keep what is done from here on. It has made the core what it is; `term` is this process's.
 
@@ -215,6 +221,8 @@ class Shard:
 
     def advance(self, now: float) -> None:
         """Let time pass: every request that arrived before `now` has been handled."""
+        if self._bases is not None:
+            self._take_base(now, self._bases)
         ended = self._leases.ended(now)
         if not ended:
             return
@@ -265,6 +273,7 @@ class Shard:
             budget_bytes=core.budget.limit,
             failed_update="" if clock.failed is None else clock.failed.message,
             lineage=self.greeting.lineage,
+            base_lsn=0 if self._bases is None else self._bases.lsn,
             durability=mode,
             log_bytes=log_bytes,
             log_waiting_bytes=waiting,
@@ -469,6 +478,11 @@ class Shard:
             self.core.tables.opened(),
             self.core.control(payloads=False),
         )
+
+    def _take_base(self, now: float, bases: Bases) -> None:
+        """Take a base of the log where one is due; a snapshot that somebody waits for comes first."""
+        if bases.due(now, self.core.budget.used) and not self._snapshots.running:
+            bases.take(now, self.core.tables.all(), self.core.control())
 
     def _install(self, contents: Contents) -> None:
         """Put what was restored in place of what is here."""

@@ -64,6 +64,11 @@ class Snapshots:
         self._writer: SnapshotWriter | None = None
         self._failed: tuple[int, EmbershardError] | None = None  # what could not begin when its moment came
 
+    @property
+    def running(self) -> bool:
+        """Whether one is being written."""
+        return self._writer is not None and not self._writer.ended
+
     def answer(self, request: Snapshot, clock: int) -> Snapshotted:
         """Begin, watch or cancel; `clock` is the first that is not closed."""
         check_name(request.name)
@@ -92,7 +97,7 @@ class Snapshots:
     def _begin(self, request: Snapshot, clock: int) -> Snapshotted:
         if self._knows(request.id):  # its first reply was lost
             return self._watch(request)
-        if self._writer is not None and not self._writer.ended:
+        if self._writer is not None and self.running:
             if not self._writer.hangs:
                 raise self._writer.running()
             self._writer.cancel()

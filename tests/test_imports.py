@@ -34,7 +34,7 @@ FLOORS = (
 FLOORS_OF_PS = (
     {"ps/memory", "ps/apply_thread", "ps/journal"},
     {"ps/table"},
-    {"ps/coordination"},
+    {"ps/coordination", "ps/bases"},
     {"ps/snapshot", "ps/restore", "ps/compression_settings"},
     {"ps/events"},
     {"ps/core"},

@@ -195,7 +195,7 @@ def _version_of(*parts: ShardPart) -> int:
 
 
 def _plain_part(part: ShardPart) -> dict[str, object]:
-    tables = [{**_shallow(table), "spec": _plain_spec(table.spec),
+    tables = [{**_shallow(table), "spec": plain_spec(table.spec),
                "files": [_shallow(file) for file in table.files]} for table in part.tables]  # fmt: skip
     plain = {**_shallow(part), "workers": [_shallow(window) for window in part.workers], "tables": tables}
     if part.control is None:
@@ -240,7 +240,7 @@ def _window(fields: _Fields) -> WorkerWindow:
 
 def _table(fields: _Fields) -> TableBlocks:
     files = tuple(_file(file) for file in fields.maps("files"))
-    table = TableBlocks(_spec(fields.map("spec"), fields), fields.get("num_state", int), fields.get("rows", int), files)
+    table = TableBlocks(read_spec(fields), fields.get("num_state", int), fields.get("rows", int), files)
     if sum(file.rows for file in files) != table.rows:
         raise fields.wrong("rows", f"table {table.spec.name!r} has {table.rows}, its files have another number")
     return table
@@ -262,7 +262,8 @@ def _file(fields: _Fields) -> BlockFile:
     return file
 
 
-def _plain_spec(spec: TableSpec) -> dict[str, object]:
+def plain_spec(spec: TableSpec) -> dict[str, object]:
+    """A table's spec in what msgpack can say."""
     return {
         "name": spec.name,
         "dim": spec.dim,
@@ -276,7 +277,9 @@ def _plain_spec(spec: TableSpec) -> dict[str, object]:
     }
 
 
-def _spec(fields: _Fields, table: _Fields) -> TableSpec:
+def read_spec(table: _Fields) -> TableSpec:
+    """The spec in the field `spec` of a table's map."""
+    fields = table.map("spec")
     optimizer = fields.map("optimizer")
     initializer = fields.map("initializer")
     try:

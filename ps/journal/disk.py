@@ -84,6 +84,10 @@ class Disk(Protocol):
         """Remove a file."""
         ...
 
+    def remove_folder(self, folder: Path) -> None:
+        """Remove a folder without files."""
+        ...
+
     def sync_folder(self, folder: Path) -> None:
         """Wait until the names in a folder are on the disk."""
         ...
@@ -124,6 +128,10 @@ class LocalDisk:
     def remove(self, path: Path) -> None:
         """Remove a file."""
         path.unlink()
+
+    def remove_folder(self, folder: Path) -> None:
+        """Remove a folder without files."""
+        folder.rmdir()
 
     def sync_folder(self, folder: Path) -> None:
         """Wait until the names in a folder are on the disk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,17 +19,33 @@ from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.manifest import MANIFEST, LogBase, LogManifest, read_manifest, write_manifest
 from embershard.ps.journal.reader import LoggedRecord, LogPosition, LogReader
 from embershard.ps.journal.record import HEADER_BYTES
-from embershard.ps.journal.segments import LOCK, SEGMENT_BYTES, SegmentName, SegmentWriter, is_spare, random_id
+from embershard.ps.journal.segments import (
+    LOCK,
+    SEGMENT_BYTES,
+    SegmentName,
+    SegmentWriter,
+    SyncFailed,
+    is_spare,
+    random_id,
+)
 
 DurabilityMode = Literal["log", "fsync"]
 
 _log = logging.getLogger(__name__)
+_BASE = re.compile(r"base-[0-9]{20}-[0-9a-f]{16}")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def log_folder(log_dir: Path, shard: int) -> Path:
     """The folder of a shard in the folder of all logs."""
     return log_dir / f"shard-{shard}"
+
+
+def remove_base(disk: Disk, path: Path) -> None:
+    """Remove a base's folder, finished or not."""
+    for name in disk.list(path):
+        disk.remove(path / name)
+    disk.remove_folder(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +66,7 @@ class LogFolder:
     def __init__(self, folder: Path, disk: Disk, lock: DiskLock, manifest: LogManifest, new_id: Callable[[], int]):
         self.folder = folder
         self.manifest = manifest
-        self._disk = disk
+        self.disk = disk
         self._lock = lock
         self._new_id = new_id
         self._reader: LogReader | None = None
@@ -74,11 +91,11 @@ class LogFolder:
         """
         disk = disk or LocalDisk()
         modules = modules or {}
-        with _named(folder):
+        with named_errors(folder):
             disk.make_folder(folder)
         lock = _locked(disk, folder)
         try:
-            with _named(folder):
+            with named_errors(folder):
                 manifest = read_manifest(disk, folder)
                 if manifest is None:
                     _refuse_segments(disk, folder)
@@ -107,14 +124,14 @@ class LogFolder:
     def reader(self) -> LogReader:
         """The reader of the log as it was when it was locked."""
         if self._reader is None:
-            with _named(self.folder):
-                self._reader = LogReader(self._disk, self.folder, self.manifest)
+            with named_errors(self.folder):
+                self._reader = LogReader(self.disk, self.folder, self.manifest)
         return self._reader
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the records, about."""
-        with _named(self.folder):
+        with named_errors(self.folder):
             return self.reader.num_bytes
 
     def close(self) -> None:
@@ -123,7 +140,7 @@ class LogFolder:
 
     def records(self, from_lsn: int = 0) -> Iterator[LoggedRecord]:
         """The records from an LSN on. LogDamaged."""
-        with _named(self.folder):
+        with named_errors(self.folder):
             yield from self.reader.records(from_lsn)
 
     def begin(
@@ -132,7 +149,7 @@ class LogFolder:
         """Go on behind the last record, in a new term. All records must have been read. LogUnusable without room."""
         end = self.reader.end
         assert end is not None, "read the records to their end first"
-        with _named(self.folder):
+        with named_errors(self.folder):
             self._check_room(segment_bytes)
             if end.state == "unsynced":
                 _log.warning(
@@ -143,8 +160,9 @@ class LogFolder:
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
                 self._sync(kept)
             self.write_manifest(replace(self.manifest, term=self.manifest.term + 1))
+            self._remove_other_bases()
             segments = SegmentWriter(
-                self._disk,
+                self.disk,
                 self.folder,
                 self._lock,
                 shard=self.manifest.shard,
@@ -158,22 +176,39 @@ class LogFolder:
             )
         return Journal(segments, next_lsn=end.position.lsn, term=self.manifest.term, clock=clock)
 
-    def recycle(self, journal: Journal, bases: tuple[LogBase, ...]) -> None:
-        """Give up the events below what the last of these bases needs, and all other bases. They must be on disk."""
-        redo_lsn = bases[-1].redo_lsn
-        self.write_manifest(replace(self.manifest, first_lsn=redo_lsn, bases=bases))
-        journal.segments.recycle(redo_lsn)
+    def new_base(self, lsn: int) -> Path:
+        """A folder for the image of the shard after an event: none has had its name."""
+        return self.folder / f"base-{lsn:020}-{self._new_id():016x}"
+
+    def recycle(self, journal: Journal, base: LogBase) -> None:
+        """Begin the log with this base, which is on the disk, and give up the events and bases that it replaces.
+
+        The events up to its own are safe. SyncFailed, LogLocked: the process has to end. OSError: the log begins with
+        the base or with what it began with before, and has too many files.
+        """
+        segments = journal.segments
+        if not segments.is_locked:
+            raise LogLocked(path=str(self.folder), holder="another process: the lock was lost")
+        if not segments.syncs:  # a loss of power must not leave the log shorter than its base
+            try:
+                self._sync([name for name in segments.names if name.first_lsn <= base.lsn])
+                self.disk.sync_folder(self.folder)
+            except OSError as error:
+                raise SyncFailed(f"{self.folder}: {error.strerror or error}") from error
+        self.write_manifest(replace(self.manifest, first_lsn=base.redo_lsn, bases=(base,)))
+        segments.recycle(base.redo_lsn)
+        self._remove_other_bases()
 
     def write_manifest(self, manifest: LogManifest) -> None:
         """Put another manifest in the place of the folder's."""
-        write_manifest(self._disk, self.folder, manifest)
+        write_manifest(self.disk, self.folder, manifest)
         self.manifest = manifest
 
     def lost_by_cut(self, lsn: int) -> LostRecords:
         """What `cut` at this LSN takes, intact records behind damage included. LogDamaged below it."""
         kinds: Counter[int] = Counter()
         num_bytes = last_lsn = 0
-        with _named(self.folder):
+        with named_errors(self.folder):
             for record in self.reader.intact_behind(self.reader.find(lsn)):
                 kinds[record.header.kind] += 1
                 num_bytes += record.header.num_bytes
@@ -186,7 +221,7 @@ class LogFolder:
         if lsn <= needed:
             reason = f"it cannot be cut at LSN {lsn}: the shard's image has all events up to {needed}"
             raise LogUnusable(path=str(self.folder), reason=reason)
-        with _named(self.folder):
+        with named_errors(self.folder):
             self._sync(self._cut(self.reader.find(lsn)))
         self._reader = None
 
@@ -200,28 +235,35 @@ class LogFolder:
         for segment in reversed(self.reader.segments):
             is_here = segment.name == position.segment and position.offset > HEADER_BYTES
             if segment.name.first_lsn >= first_lsn and not is_here:
-                self._disk.remove(segment.path)
+                self.disk.remove(segment.path)
                 continue
             kept.append(segment.name)
             if is_here and segment.size > position.offset:
-                file = self._disk.open(segment.path, write=True)
+                file = self.disk.open(segment.path, write=True)
                 try:
                     file.truncate(position.offset)
                 finally:
                     file.close()
-        self._disk.sync_folder(self.folder)
+        self.disk.sync_folder(self.folder)
         return kept[::-1]
+
+    def _remove_other_bases(self) -> None:
+        """Remove the bases that the manifest does not name: older ones, and what an ended process began."""
+        kept = {base.name for base in self.manifest.bases}
+        for name in self.disk.list(self.folder):
+            if _BASE.fullmatch(name) and name not in kept:
+                remove_base(self.disk, self.folder / name)
 
     def _check_room(self, segment_bytes: int) -> None:
         """LogUnusable where not one segment has room."""
-        free = self._disk.free_bytes(self.folder)
-        if free < segment_bytes and not any(map(is_spare, self._disk.list(self.folder))):
+        free = self.disk.free_bytes(self.folder)
+        if free < segment_bytes and not any(map(is_spare, self.disk.list(self.folder))):
             reason = f"a segment takes {segment_bytes} bytes and {free} are free; make room, or choose another folder"
             raise LogUnusable(path=str(self.folder), reason=reason)
 
     def _sync(self, names: list[SegmentName]) -> None:
         for name in names:
-            file = self._disk.open(self.folder / str(name), write=True)
+            file = self.disk.open(self.folder / str(name), write=True)
             try:
                 file.sync()
             finally:
@@ -230,7 +272,7 @@ class LogFolder:
 
 def manifest_of(folder: Path, disk: Disk) -> LogManifest:
     """The manifest of a log that is there. LogUnusable where none is, LogDamaged, LogTooNew."""
-    with _named(folder):
+    with named_errors(folder):
         try:
             manifest = read_manifest(disk, folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -250,7 +292,7 @@ def _refuse_segments(disk: Disk, folder: Path) -> None:
 
 
 def _locked(disk: Disk, folder: Path) -> DiskLock:
-    with _named(folder):
+    with named_errors(folder):
         try:
             return disk.lock(folder / LOCK)
         except BlockingIOError as error:
@@ -263,7 +305,7 @@ def _locked(disk: Disk, folder: Path) -> DiskLock:
 
 
 @contextmanager
-def _named(folder: Path) -> Iterator[None]:
+def named_errors(folder: Path) -> Iterator[None]:
     """Name the folder in what the system says about it."""
     try:
         yield

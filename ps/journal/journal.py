@@ -65,6 +65,11 @@ class Journal:
         """Bytes of the records, arrays included, that are appended and not written."""
         return self._appended_bytes - self._written_bytes
 
+    @property
+    def appended_bytes(self) -> int:
+        """Bytes of the records that were appended."""
+        return self._appended_bytes
+
     def check_room(self, num_bytes: int) -> None:
         """Before an event is applied: LogStalled where it could not be logged, ShardBusy where too much waits."""
         waiting = self.waiting_bytes

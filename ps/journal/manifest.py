@@ -10,9 +10,9 @@ from typing import cast
 from embershard.proto.errors import EmbershardError, LogDamaged, LogMismatch, LogTooNew
 from embershard.proto.snapshot.sealed import Fields, SealedFormat
 from embershard.ps.journal.disk import Disk
-from embershard.ps.journal.record import VERSION
 
 MANIFEST = "MANIFEST"
+VERSION = 2  # one without bases is written as version 1, which older readers know
 _NEW = "MANIFEST.new"
 _MOST_BYTES = 2**24
 
@@ -27,7 +27,7 @@ _SEALED = SealedFormat("embershard log", VERSION, _damaged, LogTooNew)
 
 @dataclass(frozen=True, slots=True)
 class LogBase:
-    """An image of the shard after the event `lsn`; the events from `redo_lsn` on are needed with it."""
+    """An image of the shard after the event `lsn`; the events from `redo_lsn` on, at most `lsn`, are needed with it."""
 
     name: str
     lsn: int
@@ -98,7 +98,7 @@ def write_manifest(disk: Disk, folder: Path, manifest: LogManifest) -> None:
         disk.remove(folder / _NEW)
     file = disk.open(folder / _NEW, write=True, create=True)
     try:
-        file.pwritev([_SEALED.seal(plain)], 0)
+        file.pwritev([_SEALED.seal(plain, VERSION if manifest.bases else 1)], 0)
         file.sync()
     finally:
         file.close()

@@ -37,6 +37,10 @@ from embershard.ps.journal.record import (
 )
 from embershard.ps.journal.segments import SegmentName
 
+NO_COPY = (
+    "Restore it from a copy of the folder. Without a copy this shard's rows are lost: begin a new log in another "
+    "folder, and restore a snapshot of the job onto all shards"
+)
 _WINDOW_BYTES = 4 * 2**20
 _PROBE_STEP, _PROBE_BYTES = 2**20, 4096  # more than an embedding row that happens to be zero
 
@@ -207,10 +211,14 @@ class LogReader:
                 yield segment
 
     def _end(self, position: LogPosition) -> LogEnd:
-        """How the log ends at the first place without a record. LogDamaged where something behind it proves damage."""
+        """How the log ends at the first place without a record. LogDamaged where something behind it proves damage.
+
+        So does a base: the log had all of its events when the base was named.
+        """
         if position.segment is None:
             if any(segment.header or any(self._intact(segment, 0, 0)) for segment in self.segments):
                 raise self._damaged(position, "the file with it is missing, but later ones are here")
+            self._check_base(position)
             return LogEnd(position, "clean")
         here = next(segment for segment in self.segments if segment.name == position.segment)
         restarted = here.header is not None and here.header.boot != self._boot
@@ -224,7 +232,16 @@ class LogReader:
                     raise self._damaged(position, f"no intact record is there, but {what} behind it is intact")
                 state = "torn" if is_synced else "unsynced"
                 lost += lsn > 0 and not is_synced
+        self._check_base(position)
         return LogEnd(position, state, lost)
+
+    def _check_base(self, position: LogPosition) -> None:
+        """LogDamaged where the log ends before the last event of its base."""
+        base = max(self._manifest.bases, key=lambda base: base.lsn, default=None)
+        if base is not None and position.lsn <= base.lsn:
+            path = str(self.folder / str(position.segment or ""))
+            reason = f"the log ends there, but {base.name} has all events up to {base.lsn}"
+            raise LogDamaged(path=path, offset=position.offset, lsn=position.lsn, reason=reason, remedy=NO_COPY)
 
     def _proofs(self, segment: StoredSegment, position: LogPosition) -> Iterator[tuple[int, int, str]]:
         """What is intact in a segment behind a place: LSN (0: the header), first LSN of its group, name."""

@@ -17,7 +17,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-VERSION = 1  # of the log's format
+VERSION = 1  # of the format of segments and records
 SEGMENT_MAGIC = b"EMBLSEG\n"
 RECORD_MAGIC = b"EMBL"
 HEADER_BYTES = 64  # of a segment, and of a record

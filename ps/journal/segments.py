@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from bisect import insort
@@ -9,15 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import LogLocked
 from embershard.ps.journal.disk import Disk, DiskFile, DiskLock
 from embershard.ps.journal.record import HEADER_BYTES, VERSION, SegmentFlag, SegmentHeader, encode_segment_header
-
-if TYPE_CHECKING:
-    pass
 
 SEGMENT_BYTES = 256 * 2**20
 NUM_SPARES = 2
@@ -86,6 +84,7 @@ class SegmentWriter:
         self.folder = folder
         self.syncs = syncs
         self.no_room: OSError | None = None  # why the last spare could not be made
+        self.limit_bytes: int | None = None  # of all segments, beyond which no spare is made
         self.wants_spare = clock.event()
         self.wants_spare.set()
         self._disk = disk
@@ -96,6 +95,8 @@ class SegmentWriter:
         self._boot = disk.boot_id()
         self._names_lock = clock.lock()
         self._names = sorted(segments)
+        self._sizes = {name: self._size_of(folder / str(name)) for name in segments}
+        self._spares_lock = clock.lock()  # of what makes spares
         self._previous = previous
         self._spares: deque[Path] = deque()
         self._file: DiskFile | None = None
@@ -127,6 +128,34 @@ class SegmentWriter:
     def num_segments(self) -> int:
         """Segments of the log."""
         return len(self._names)
+
+    @property
+    def names(self) -> list[SegmentName]:
+        """The segments of the log, by LSN."""
+        with self._names_lock:
+            return list(self._names)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the files of the log's segments, and of the spares."""
+        with self._names_lock:
+            return sum(self._sizes.values()) + len(self._spares) * self._segment_bytes
+
+    def bytes_up_to(self, lsn: int) -> int:
+        """Bytes of the files of segments that begin up to an LSN; one at least."""
+        with self._names_lock:
+            return max(self._segment_bytes, sum(size for name, size in self._sizes.items() if name.first_lsn <= lsn))
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a segment, unless one record needs more."""
+        return self._segment_bytes
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether a spare is wanted and `limit_bytes` does not allow one more."""
+        limit = self.limit_bytes
+        return limit is not None and len(self._spares) < NUM_SPARES and self.file_bytes + self._segment_bytes > limit
 
     def write(self, pieces: list[bytes | memoryview], num_bytes: int) -> None:
         """Write at the end of the segment, and with it, its header if it has none yet. Nothing moves on an OSError."""
@@ -162,15 +191,23 @@ class SegmentWriter:
         self._file, self._name, self._size, self._end = file, name, size, HEADER_BYTES
         with self._names_lock:
             insort(self._names, name)
+            self._sizes[name] = size
         self.wants_spare.set()
 
     def prepare_spare(self) -> bool:
         """Make a segment of zeros, which is faster to write to than a new file; whether one more is wanted.
 
-        An OSError is kept in `no_room` until a spare can be made.
+        An OSError is kept in `no_room` until a spare can be made, as is the limit of all segments.
         """
+        with self._spares_lock:
+            return self._prepare_spare()
+
+    def _prepare_spare(self) -> bool:
         if len(self._spares) >= NUM_SPARES:
             self.no_room = None
+            return False
+        if self.at_limit:
+            self.no_room = OSError(errno.EDQUOT, "the folder has the bytes that --log-bytes allows")
             return False
         path = self._spare_path()
         try:
@@ -193,6 +230,11 @@ class SegmentWriter:
 
     def recycle(self, redo_lsn: int) -> None:
         """Make spares of the segments that have only records below `redo_lsn`, or remove them."""
+        with self._spares_lock:
+            self._recycle(redo_lsn)
+        self.wants_spare.set()
+
+    def _recycle(self, redo_lsn: int) -> None:
         with self._names_lock:
             keep = max(0, sum(name.first_lsn <= redo_lsn for name in self._names) - 1)
             done = self._names[:keep]
@@ -206,6 +248,7 @@ class SegmentWriter:
                 self._disk.remove(path)
             with self._names_lock:
                 self._names.remove(name)
+                del self._sizes[name]
 
     def close(self) -> None:
         """Close the segment that is written."""

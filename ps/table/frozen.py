@@ -120,6 +120,15 @@ class CopyOnWriteRows:
             slots = slots[np.isin(slots, self._free, invert=True)]
         return slots, starts
 
+    def slots(self, step: int) -> Iterator[Slots]:
+        """The slots that have rows, in their order, at most `step` at a time."""
+        for start in range(0, self._num_slots, step):
+            slots = np.arange(start, min(start + step, self._num_slots), dtype=np.uint32)
+            if self._free.size:
+                slots = slots[np.isin(slots, self._free, invert=True)]
+            if slots.size:
+                yield slots
+
     def block(self, count: int) -> RowBlock:
         """Memory for so many rows."""
         rows, state = np.empty((count, self.dim), np.float32), np.empty((count, self.num_state), np.float32)

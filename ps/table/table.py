@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -91,7 +92,8 @@ class Table:
         self._free: npt.NDArray[np.uint32] = np.empty(0, np.uint32)  # HashIndex.free
         self._store: HashIndex
         self._reserved_slots = 0  # that an earlier call had addresses and huge pages for
-        self._frozen: CopyOnWriteRows | None = None  # while a snapshot reads
+        self._frozen: tuple[CopyOnWriteRows, ...] = ()  # while snapshots and bases read
+        self._frozen_lock = threading.Lock()
         self.changes: ChangeTracker | None = None  # once somebody wants to know
         self._reserve_first()
         self.budget.check(spec.name, self.nbytes)
@@ -128,7 +130,7 @@ class Table:
     def growth(self, new_rows: int) -> int:
         """Bytes that so many new rows take at most, their part of the index included."""
         pages = min(new_rows, int(self._counters[NUM_PAGES])) + new_rows // _PAGE_ROWS
-        free = 0 if self._frozen is not None else int(self._counters[NUM_FREE])
+        free = 0 if self._frozen else int(self._counters[NUM_FREE])
         return max(0, new_rows - free) * self._stride * 4 + pages * (_PAGE_BYTES + 64)
 
     def count_missing(self, ids: Ids) -> int:
@@ -255,15 +257,19 @@ class Table:
     def freeze(self) -> CopyOnWriteRows:
         """The rows as they are now, for one other thread to read while this one goes on, until `thaw`.
 
+        Several may read, each the rows of its own moment.
+
         OSError where the system refuses the address space for copies, MemoryError where the budget has no room.
         """
-        self._frozen = CopyOnWriteRows(self._store, np.uint64(self.spec.space_key), self.budget)
-        return self._frozen
+        frozen = CopyOnWriteRows(self._store, np.uint64(self.spec.space_key), self.budget)
+        with self._frozen_lock:
+            self._frozen = (*self._frozen, frozen)
+        return frozen
 
     def thaw(self, frozen: CopyOnWriteRows) -> None:
         """Copy rows for this reader no more; any thread may say so."""
-        if self._frozen is frozen:
-            self._frozen = None
+        with self._frozen_lock:
+            self._frozen = tuple(one for one in self._frozen if one is not frozen)
 
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
         """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
@@ -290,15 +296,15 @@ class Table:
         if not has_room and self.growth(len(ids)) > self.budget.limit - self.budget.used:
             self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
         self.reserve(len(ids))
-        self._counters[MAY_REUSE] = self._frozen is None
+        self._counters[MAY_REUSE] = not self._frozen
         self._keep_aside(ids)
 
     def _keep_aside(self, ids: Ids) -> None:
         """Copy the rows aside that a snapshot has yet to read, before they change."""
-        frozen = self._frozen
-        if frozen is not None and not frozen.keep(ids):
-            frozen.give_up()  # rather than the push: training goes on, and the snapshot is taken again
-            self.thaw(frozen)
+        for frozen in self._frozen:
+            if not frozen.keep(ids):
+                frozen.give_up()  # rather than the push: training goes on, and the snapshot is taken again
+                self.thaw(frozen)
 
     def _record(self, ids: Ids, before: Floats | None) -> None:
         if self.changes is not None and before is not None:
@@ -353,15 +359,17 @@ class Table:
         pages, entries = _index_size(capacity)
         directory = Arena(4 * (pages + entries) + 8 * NUM_BUCKETS)
         frozen = self._frozen
-        with nullcontext() if frozen is None else frozen.moving():
+        with ExitStack() as readers:
+            for one in frozen:
+                readers.enter_context(one.moving())
             before = self._store
             try:
                 self._cells.grow(pages * PAGE_CELLS * 8)
                 self._records.grow(capacity * self._stride * 4)
             except OSError:  # the cells may have moved
                 self._store = self._open(before.fill.size, before.directory.size)
-                if frozen is not None:
-                    frozen.moved_to(self._store)
+                for one in frozen:
+                    one.moved_to(self._store)
                 raise
             self._directory = directory
             self._store = self._open(pages, entries)
@@ -369,8 +377,8 @@ class Table:
             self._store.root[:] = before.root
             self._store.fill[used[0]] = before.fill[used[0]]
             self._store.directory[used[1]] = before.directory[used[1]]
-            if frozen is not None:
-                frozen.moved_to(self._store)
+            for one in frozen:
+                one.moved_to(self._store)
 
     def _open(self, pages: int, entries: int) -> HashIndex:
         """The arrays as they lie now."""

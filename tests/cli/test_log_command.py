@@ -1,6 +1,8 @@
 """`embershard log`: what it shows of logs, and what it cuts."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +11,8 @@ from embershard.cli import app as cli
 from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogUnusable
 from embershard.ps.journal.folder import LogFolder
 from harness.logs import Written, open_log, read
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "log-2"
 
 
 @pytest.fixture
@@ -50,6 +54,22 @@ def test_inspect_prints_segments_and_events_by_their_names(logs):
     for segment in one["segments"]:
         assert segment["name"] in text
     assert {"Declare", "Pull", "Push"} <= set(text.split()) & set(one["events"])
+
+
+def test_inspect_reads_the_bases_of_a_log_and_names_the_damage_of_one(tmp_path):
+    folder = tmp_path / "shard-0"
+    shutil.copytree(GOLDEN, folder)
+    (found,) = inspected(folder)
+    (base,) = found["bases"]
+    name = base.pop("name")
+    assert base == {"lsn": 9, "redo_lsn": 8, "rows": 6, "bytes": 604}
+    assert name in run("inspect", folder)
+    path = folder / name / "1-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    done = CliRunner().invoke(cli.app, ["log", "inspect", str(folder), "--json"])
+    assert isinstance(done.exception, LogDamaged)
+    assert done.exception.fields["path"] == str(path)
+    assert json.loads(done.stdout)["bases"] == [{"name": name, "lsn": 9, "redo_lsn": 8}]
 
 
 def test_inspect_shows_what_lies_before_damage_and_ends_with_the_error(logs):

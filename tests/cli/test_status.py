@@ -48,8 +48,18 @@ GIB = 2**30
         ([replace(EMPTY, tables=(PLAIN, CODED))], "table optimizer push pull dim rows bytes t adam none none 4 10"),
         ([replace(EMPTY, tables=(PLAIN, CODED))], "u adam int8 fp16s 4 10"),
         (
-            [replace(EMPTY, durability="log", term=3, log_bytes=GIB, log_waiting_bytes=1024, recovery_seconds=9.54)],
-            "shard durability term bytes written would take 0 log 3 1.0 GiB 1.0 KiB 9.5 s",
+            [
+                replace(
+                    EMPTY,
+                    durability="log",
+                    term=3,
+                    base_lsn=5000,
+                    log_bytes=GIB,
+                    log_waiting_bytes=1024,
+                    recovery_seconds=9.54,
+                )
+            ],
+            "shard durability term LSN bytes written would take 0 log 3 5,000 1.0 GiB 1.0 KiB 9.5 s",
         ),
         (
             [replace(EMPTY, recovering=True, log_bytes=2 * GIB, recovered_bytes=GIB // 2, recovery_seconds=90.0)],

@@ -219,7 +219,7 @@ def state_of(core: Core) -> dict[str, object]:
         (part.table.spec.name, part.ids.tobytes(), part.gradients.tobytes(), part.lr_scale)
         for part in core.clock.pending.parts()
     )
-    return {"tables": tables, "pending": pending, **core.control()}
+    return {"rows": tables, "pending": pending, **core.control()}
 
 
 def contents(table_: Table) -> list[np.ndarray]:

@@ -42,7 +42,7 @@ class SimulatedDisk:
         self._do("list", folder)
         if folder not in self._folders:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
-        return [path.name for path in self._names if path.parent == folder]
+        return [path.name for path in (*self._names, *self._folders) if path.parent == folder]
 
     def make_folder(self, folder: Path) -> None:
         self._do("make_folder", folder)
@@ -50,6 +50,8 @@ class SimulatedDisk:
 
     def open(self, path: Path, *, write: bool = False, create: bool = False) -> SimulatedFile:
         self._do("open", path)
+        if create and path.parent not in self._folders:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         if create and path not in self._names:
             self._names[path] = Inode()
             self._changes.append((None, path, self._names[path]))
@@ -67,6 +69,12 @@ class SimulatedDisk:
     def remove(self, path: Path) -> None:
         self._do("remove", path)
         self._changes.append((path, None, self._names.pop(path)))
+
+    def remove_folder(self, folder: Path) -> None:
+        self._do("remove_folder", folder)
+        if self.list(folder):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+        self._folders.remove(folder)
 
     def sync_folder(self, folder: Path) -> None:
         self._do("sync_folder", folder)
@@ -105,6 +113,7 @@ class SimulatedDisk:
             if new is not None:
                 names[new] = inode
         self._names, self._durable_names, self._changes = names, dict(names), []
+        self._folders |= {path.parent for path in names}  # one that was removed may come back, as its files do
         for inode in self._inodes():
             _tear(inode, random)
 

@@ -1,6 +1,7 @@
 """A shard whose process or machine ends at any moment comes back from its log with every acknowledged push, once."""
 
 import errno
+import itertools
 import os
 import random
 from collections import Counter
@@ -29,11 +30,15 @@ from harness.simulated_disk import SimulatedDisk
 SEGMENT_BYTES = 2**16
 
 
-def start(disk, mode="log", **options):
+def start(disk, mode="log", bases=(), **options):
     """A shard's process: the shard, and its log, which is written when the test says so."""
     shard = Shard(0, Placement.even(1), OptimizerRegistry())
-    log = recover(shard, open_log(disk, **options), mode, segment_bytes=SEGMENT_BYTES)
+    log = recover(shard, open_log(disk, **options), mode, segment_bytes=SEGMENT_BYTES, **dict(bases))
     return shard, log
+
+
+class Crash(BaseException):
+    pass
 
 
 class Recorded:
@@ -58,10 +63,13 @@ class CrashingJob(RandomJob):
         self.chance, self.mode_of_log, self.disk = random.Random(seed + 1000), mode, SimulatedDisk()
         self.events, self.outcomes_of_events = [], []
         self.unanswered, self.acknowledged, self.crashes, self.lost = [], set(), 0, 0
+        self.works, self.bases, self.gathered = [], 0, 0  # of bases
+        small = {"smallest_tail_bytes": 2**12, "tail_share": 0.0, "start": self.works.append}
+        self.start = lambda: start(self.disk, mode, small)
         super().__init__(seed, staleness, optimizer, aware=bool(seed % 2))
 
     def begin(self):
-        shard, log = start(self.disk, self.mode_of_log)
+        shard, log = self.start()
         self.log = shard._log = Recorded(log, self.events, self.outcomes_of_events)
         if not self.events:
             self._note_term(shard)
@@ -90,6 +98,24 @@ class CrashingJob(RandomJob):
             pass
         assert all(done for _, done in self.unanswered)
         self.note_answers()
+        if self.works and self.chance.random() < 0.5:
+            self.write_base(self.works.pop())
+
+    def write_base(self, work):
+        """Write the base that was begun some events ago; the process may end at any step of it."""
+        left = itertools.count(self.chance.randrange(60), -1)
+
+        def before(operation, path):
+            if next(left) == 0:
+                raise Crash
+
+        self.disk.before = before
+        try:
+            work()
+            self.disk.before = lambda operation, path: None
+            self.bases += 1
+        except Crash:
+            self.crash()
 
     def note_answers(self):
         """Note the pushes that were acknowledged; the requests without an answer."""
@@ -113,8 +139,10 @@ class CrashingJob(RandomJob):
             self.disk.lose_power(self.chance)
         else:
             self.disk.kill()
-        shard, log = start(self.disk, self.mode_of_log)
+        self.works.clear()
+        shard, log = self.start()
         kept = shard.core.lsn - 1
+        self.gathered += bool(log.bases.lsn) and log.bases.redo_lsn < log.bases.lsn
         assert kept >= safe
         if kept == len(self.events):  # nothing was lost with the process: its state was that of its log
             now = state_of(replay(empty_core(), self.events, self.outcomes_of_events))
@@ -147,15 +175,18 @@ class CrashingJob(RandomJob):
 @pytest.mark.parametrize("mode", ["log", "fsync"])
 @pytest.mark.parametrize("staleness", [0, 2, -1])
 def test_every_acknowledged_push_is_there_once_whenever_the_process_or_the_machine_ends(mode, staleness):
-    crashes = lost = 0
+    crashes = lost = bases = gathered = 0
     for seed in range(2):
         job = CrashingJob(seed, staleness, OPTIMIZERS[(seed + staleness) % len(OPTIMIZERS)], mode).run(100)
         job.crash()
-        crashes, lost = crashes + job.crashes, lost + job.lost
+        crashes, lost, bases = crashes + job.crashes, lost + job.lost, bases + job.bases
+        gathered += job.gathered
         assert job.acknowledged
         assert job.shard.core.clock.updates.version >= TERM_VERSIONS
         assert job.shard.greeting.lineage == seed + 1
     assert crashes > 10
+    assert bases > 3
+    assert gathered or staleness
     assert lost  # some events were not safe yet, and their pushes came again
 
 
@@ -277,7 +308,7 @@ def test_restored_tables_come_back_with_their_states_and_pushes_that_follow(opti
     disk.kill()
     again, _ = start(disk)
     got = state_of(again.core)
-    assert got["tables"] == want["tables"]
+    assert got["rows"] == want["rows"]
     assert got["pushes"] == want["pushes"]
     assert again.greeting.lineage == 7
     assert again.core.tables.flags() == shard.core.tables.flags()

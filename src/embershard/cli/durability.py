@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.sizes import file_bytes
 from embershard.ps.server import Durability, check_durability
 
 DurabilityOption = Annotated[
@@ -22,6 +23,22 @@ LogDirOption = Annotated[
     Path | None,
     typer.Option(help="Folder of the shards' logs, on a local disk; a shard that finds its log there goes on with it."),
 ]
+LogBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What each shard's log may take on the disk (20GiB): at least twice the rows, and 1 GiB. Where more is "
+        "needed pushes wait until an image of the rows has taken the place of old events. [default: no limit]"
+    ),
+]
+
+
+def checked_log_bytes(log_bytes: str | None, log_dir: Path | None) -> int | None:
+    """The size that an option means."""
+    if log_bytes is None:
+        return None
+    if log_dir is None:
+        raise typer.BadParameter("it limits a log, and there is none without --log-dir", param_hint="--log-bytes")
+    return file_bytes(log_bytes, "--log-bytes")
 
 
 def checked_durability(durability: str | None, log_dir: Path | None) -> Durability:

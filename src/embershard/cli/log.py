@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import REQUEST_KINDS
-from embershard.ps.journal.folder import LogFolder
+from embershard.ps.bases.base import ShardBase, check_bases
+from embershard.ps.journal.disk import LocalDisk
+from embershard.ps.journal.folder import LogFolder, manifest_of
 from embershard.ps.journal.summary import LogSummary, find_logs, summarize
 
 log = typer.Typer(no_args_is_help=True, help="Show what a shard's log holds, or cut it.")
 
+_TRIES = 3
 _END = {
     "clean": "it ends there",
     "torn": "a record that was not written whole follows; nobody was told that it was safe, and it is left out",
@@ -37,9 +42,9 @@ def inspect(
     """
     damage = None
     for one in find_logs(folder):
-        summary = summarize(one)
-        typer.echo(json.dumps(_plain(summary))) if as_json else _show(summary, Console())
-        damage = damage or summary.damage
+        summary, bases, damaged = _read(one)
+        typer.echo(json.dumps(_plain(summary, bases))) if as_json else _show(summary, bases, Console())
+        damage = damage or damaged or summary.damage
     if damage is not None:
         raise damage
 
@@ -67,6 +72,19 @@ def truncate(
     typer.echo(f"the log ends before LSN {at} now")
 
 
+def _read(folder: Path) -> tuple[LogSummary, list[ShardBase], EmbershardError | None]:
+    """A log, its bases, and what is wrong with these."""
+    for _ in range(_TRIES):
+        summary = summarize(folder)
+        try:
+            return summary, check_bases(folder, summary.manifest), None
+        except EmbershardError as error:
+            damage = error
+        if manifest_of(folder, LocalDisk()) == summary.manifest:  # else a running shard has taken another meanwhile
+            break
+    return summary, [], damage
+
+
 def _named(kinds: Mapping[int, int]) -> dict[str, int]:
     """Counts by the name of the event."""
     return {_name(kind): number for kind, number in sorted(kinds.items())}
@@ -77,7 +95,7 @@ def _name(kind: int) -> str:
     return f"kind {kind}" if request is None else request.__name__
 
 
-def _plain(summary: LogSummary) -> dict[str, object]:
+def _plain(summary: LogSummary, bases: list[ShardBase]) -> dict[str, object]:
     manifest, end, damage = summary.manifest, summary.end, summary.damage
     return {
         "folder": str(summary.folder),
@@ -87,7 +105,11 @@ def _plain(summary: LogSummary) -> dict[str, object]:
         "term": max(manifest.term, summary.term),
         "first_lsn": manifest.first_lsn,
         "last_lsn": max((segment.last_lsn for segment in summary.segments), default=0),
-        "bases": [base.name for base in manifest.bases],
+        "bases": [
+            {"name": one.name, "lsn": one.lsn, "redo_lsn": one.redo_lsn}
+            | ({"rows": base.num_rows, "bytes": base.num_bytes} if base else {})
+            for one, base in zip_longest(manifest.bases, bases)
+        ],
         "segments": [
             {
                 "name": str(segment.name),
@@ -111,16 +133,17 @@ def _plain(summary: LogSummary) -> dict[str, object]:
     }
 
 
-def _show(summary: LogSummary, console: Console) -> None:
+def _show(summary: LogSummary, bases: list[ShardBase], console: Console) -> None:
     manifest = summary.manifest
     last = max((segment.last_lsn for segment in summary.segments), default=0)
     console.print(
         f"[bold]{escape(str(summary.folder))}[/]: shard {manifest.shard} of {manifest.num_shards}, lineage "
         f"{manifest.lineage:016x}, term {max(manifest.term, summary.term)}, LSN {manifest.first_lsn} to {last}"
     )
-    for base in manifest.bases:
+    for one, base in zip_longest(manifest.bases, bases):
+        holds = f"{base.num_rows:,} rows, {base.num_bytes / 1e6:,.1f} MB" if base else "damaged"
         console.print(
-            f"base {escape(base.name)}: the shard after LSN {base.lsn}; needs the log from {base.redo_lsn} on"
+            f"{escape(one.name)}: {holds}; all events up to LSN {one.lsn}, with the log from {one.redo_lsn} on"
         )
     view = _table("segment", "first LSN", "last LSN", "records", "MB", "file MB")
     for segment in summary.segments:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from typing import Annotated
 
 import typer
 
-from embershard.cli.durability import DurabilityOption, LogDirOption, checked_durability
-from embershard.doctor.machine import smallest_memory_limit
-from embershard.ps.memory import physical_memory
+from embershard.cli.durability import (
+    DurabilityOption,
+    LogBytesOption,
+    LogDirOption,
+    checked_durability,
+    checked_log_bytes,
+)
+from embershard.cli.sizes import memory_bytes
 from embershard.ps.server import ServerOptions, serve
-
-_UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", start=1)}}
-_SMALLEST = 2**20  # bytes
-_UNITS.update({f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", start=1)})
 
 
 def ps(
@@ -53,6 +53,7 @@ def ps(
     ] = "80%",
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
+    log_bytes: LogBytesOption = None,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -74,18 +75,6 @@ def ps(
         rpc_executes_pickles=rpc_executes_pickles,
         durability=checked_durability(durability, log_dir),
         log_dir=log_dir,
+        log_bytes=checked_log_bytes(log_bytes, log_dir),
     )
     raise typer.Exit(serve(options))
-
-
-def memory_bytes(text: str) -> int:
-    """Bytes of "4GiB", "500MB", "1048576" or "40%", the latter of the container's limit or of the machine."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", text)
-    unit = found and (0.01 if found[2] == "%" else _UNITS.get(found[2].upper()))
-    if not found or not unit:
-        raise typer.BadParameter(f"{text!r} is no size; write 4GiB, 500MB or 80%", param_hint="--memory")
-    whole = min(smallest_memory_limit() or physical_memory(), physical_memory()) if found[2] == "%" else 1
-    size = int(float(found[1]) * unit * whole)
-    if not _SMALLEST <= size < 2**63:
-        raise typer.BadParameter(f"{text!r} is not between 1 MiB and 8 EiB", param_hint="--memory")
-    return size

@@ -174,13 +174,15 @@ def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
 
 def _logs(statuses: Sequence[ShardStatus]) -> list[Table]:
     """The shards' logs; nothing where none writes one."""
-    logged = [status for status in statuses if status.log_bytes]
+    logged = [status for status in statuses if status.log_bytes or status.base_lsn]
     if not logged:
         return []
-    view = _table_of(("\nshard", "\ndurability"), ("\nterm", "log\nbytes", "not\nwritten", "recovery\nwould take"))
+    figures = ("\nterm", "base\nLSN", "log\nbytes", "not\nwritten", "recovery\nwould take")
+    view = _table_of(("\nshard", "\ndurability"), figures)
     for one in logged:
+        base = f"{one.base_lsn:,}" if one.base_lsn else "none"
         sizes = size(one.log_bytes), size(one.log_waiting_bytes)
-        view.add_row(str(one.shard), one.durability, str(one.term), *sizes, _duration(one.recovery_seconds))
+        view.add_row(str(one.shard), one.durability, str(one.term), base, *sizes, _duration(one.recovery_seconds))
     return [view]
 
 

@@ -9,7 +9,13 @@ from typing import Annotated
 
 import typer
 
-from embershard.cli.durability import DurabilityOption, LogDirOption, checked_durability
+from embershard.cli.durability import (
+    DurabilityOption,
+    LogBytesOption,
+    LogDirOption,
+    checked_durability,
+    checked_log_bytes,
+)
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 
 DEFAULT_PORT = 7700
@@ -29,6 +35,7 @@ def up(
     ] = None,
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
+    log_bytes: LogBytesOption = None,
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
@@ -46,6 +53,7 @@ def up(
         restart=RestartPolicy(),
         durability=mode,
         log_dir=log_dir,
+        log_bytes=checked_log_bytes(log_bytes, log_dir),
         report=_say,
         forward=_say,
     )

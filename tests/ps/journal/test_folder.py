@@ -93,10 +93,10 @@ def test_another_version_of_the_format_is_refused(log):
         read(log.disk)
     assert raised.value.fields == {"path": str(FOLDER / str(name)), "got": 2, "want": 1}
     content = log.disk.content(FOLDER / MANIFEST)
-    content[:] = msgpack.packb({**msgpack.unpackb(bytes(content)), "version": 2})
+    content[:] = msgpack.packb({**msgpack.unpackb(bytes(content)), "version": 3})
     with pytest.raises(LogTooNew) as raised:
         read(log.disk)
-    assert raised.value.fields == {"path": str(FOLDER / MANIFEST), "got": 2, "want": 1}
+    assert raised.value.fields == {"path": str(FOLDER / MANIFEST), "got": 3, "want": 2}
 
 
 def test_any_flipped_bit_of_a_manifest_is_damage_that_names_it(log):

@@ -51,10 +51,22 @@ def test_a_frozen_table_reads_as_it_was_whatever_is_written_since(dim, optimizer
     assert (rows.num_rows, rows.num_kept) == (1000, 700)
 
 
+def test_two_readers_see_a_table_each_at_its_own_moment():
+    table = make(1000)
+    first, rows = contents(*table.scan()), table.freeze()
+    push(table, np.arange(300, 1200), seed=1)
+    second, later = contents(*table.scan()), table.freeze()
+    push(table, np.arange(0, 1300), seed=2)
+    table.reserve(10**7)  # both move
+    push(table, np.arange(0, 1300), seed=3)
+    assert (read(rows), read(later)) == (first, second)
+    assert (rows.num_kept, later.num_kept) == (1000, 1200)
+
+
 def test_rows_that_were_read_or_thawed_are_not_copied_any_more():
     table = make(1000)
     then, thawed, rows = contents(*table.scan()), table.freeze(), table.freeze()
-    table.thaw(thawed)  # leaves the later one
+    table.thaw(thawed)  # leaves the other one
     slots, _ = rows.by_bucket()
     seen = read(rows, slots[:600])
     push(table, np.arange(1000), seed=1)

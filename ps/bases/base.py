@@ -1,0 +1,271 @@
+"""A base: the image of a shard after one of its events, as files in a folder of its log.
+
+docs/durability.md has the format. Files of rows are those of a snapshot (safetensors), in the order of slots; they have
+checksums by pieces of XXH3-64, which finds what a disk does to them and costs a twentieth of sha256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from embershard.proto.errors import EmbershardError, LogDamaged, LogMismatch, LogTooNew, OtherOptimizer
+from embershard.proto.snapshot.blocks import block_header, rows_per_file
+from embershard.proto.snapshot.manifest import plain_spec, read_spec
+from embershard.proto.snapshot.sealed import Fields, SealedFormat
+from embershard.proto.spec import TableSpec
+from embershard.ps.journal.disk import Disk, LocalDisk
+from embershard.ps.journal.manifest import LogBase, LogManifest
+from embershard.ps.journal.reader import NO_COPY
+from embershard.ps.table.frozen import CopyOnWriteRows, RowBlock
+from embershard.ps.table.table import Table
+
+BASE = "base.msgpack"
+VERSION = 1
+PIECE_BYTES = 4 * 2**20  # of a file, under one checksum
+_MOST_BYTES = 2**31  # of BASE: what the state has beside its rows
+_LENGTH_BYTES = 8
+
+
+def _damaged(where: str, reason: str) -> EmbershardError:
+    return LogDamaged(path=where, offset=0, lsn=0, reason=reason, remedy=NO_COPY)
+
+
+_SEALED = SealedFormat("embershard base", VERSION, _damaged, LogTooNew)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """Some rows of a table, with the XXH3-64 of each PIECE_BYTES of the file."""
+
+    name: str
+    bytes: int
+    rows: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableImage:
+    """A table of a base; a row has dim weights and num_state floats of optimizer state."""
+
+    spec: TableSpec
+    num_state: int
+    files: tuple[RowFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBase:
+    """What a base says of itself. `control` is the state beside the rows (ps/core.py)."""
+
+    lineage: int  # the log's
+    shard: int
+    num_shards: int
+    lsn: int
+    redo_lsn: int
+    tables: tuple[TableImage, ...]
+    control: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its rows' files."""
+        return sum(file.bytes for table in self.tables for file in table.files)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(file.rows for table in self.tables for file in table.files)
+
+
+def write_base(
+    disk: Disk,
+    path: Path,
+    log: LogManifest,
+    control: dict[str, Any],
+    tables: Sequence[tuple[Table, CopyOnWriteRows]],
+    go_on: Callable[[], None] = lambda: None,
+) -> ShardBase:
+    """Write the image of a shard of this log into a new folder, which is on the disk then.
+
+    `control` and the frozen rows are of one moment. A table is thawed once it is written. `go_on` is called often, and
+    ends the work by what it raises. OSError.
+    """
+    disk.make_folder(path)
+    images = []
+    for number, (table, rows) in enumerate(tables):
+        files = tuple(_write_rows(disk, path, number, table.spec, rows, go_on))
+        images.append(TableImage(table.spec, rows.num_state, files))
+        table.thaw(rows)
+    lsn, redo_lsn = range_of(control)
+    base = ShardBase(log.lineage, log.shard, log.num_shards, lsn, redo_lsn, tuple(images), control)
+    _write_file(disk, path / BASE, [_SEALED.seal(_plain(base))])
+    disk.sync_folder(path)
+    disk.sync_folder(path.parent)
+    return base
+
+
+def range_of(control: dict[str, Any]) -> tuple[int, int]:
+    """The LSN of a state, and the first that is needed with it: that of the oldest push that waits for its clock.
+
+    That is at most its own LSN, so that a log with a base is never empty: a missing file shows.
+    """
+    return control["lsn"], min([control["lsn"], *control["clock"]["pending"]])
+
+
+def read_base(disk: Disk, path: Path, log: LogManifest, named: LogBase) -> ShardBase:
+    """What a base says of itself. LogDamaged; LogMismatch where it is another log's; LogTooNew."""
+    where = str(path / BASE)
+    try:
+        data = _read_file(disk, path / BASE, _MOST_BYTES)
+    except FileNotFoundError:
+        raise _damaged_at(where, 0, named.lsn, "the file is missing") from None
+    base = _base(_SEALED.unseal(data, where))
+    for what, got, want in (
+        ("shard", f"{base.shard} of {base.num_shards}", f"{log.shard} of {log.num_shards}"),
+        ("lineage", f"{base.lineage:016x}", f"{log.lineage:016x}"),
+        ("LSN", str(base.lsn), str(named.lsn)),
+    ):
+        if got != want:
+            raise LogMismatch(path=str(path), what=what, got=got, want=want)
+    return base
+
+
+def blocks_of(disk: Disk, path: Path, base: ShardBase, table: TableImage) -> Iterator[RowBlock]:
+    """The rows of a table of a base, file by file. LogDamaged."""
+    for file in table.files:
+        yield _read_rows(disk, path / file.name, file, table, base.lsn)
+
+
+def check_bases(folder: Path, log: LogManifest, disk: Disk | None = None) -> list[ShardBase]:
+    """The bases that a log's manifest names, all of their files read. LogDamaged, LogMismatch, LogTooNew."""
+    disk, bases = disk or LocalDisk(), []
+    for named in log.bases:
+        path = folder / named.name
+        base = read_base(disk, path, log, named)
+        for table in base.tables:
+            for _ in blocks_of(disk, path, base, table):
+                pass
+        bases.append(base)
+    return bases
+
+
+def make_tables(disk: Disk, path: Path, base: ShardBase, new_table: Callable[[TableSpec], Table]) -> list[Table]:
+    """The tables of a base, with their rows. LogDamaged; OtherOptimizer where one keeps another state per row now."""
+    tables = []
+    for image in base.tables:
+        spec, table = image.spec, new_table(image.spec)
+        if table.num_state != image.num_state:
+            name, want = spec.optimizer.name, table.num_state
+            raise OtherOptimizer(path=str(path), table=spec.name, got=image.num_state, optimizer=name, want=want)
+        for block in blocks_of(disk, path, base, image):
+            table.restore(*block)
+        tables.append(table)
+    return tables
+
+
+def _write_rows(
+    disk: Disk, path: Path, number: int, spec: TableSpec, rows: CopyOnWriteRows, go_on: Callable[[], None]
+) -> Iterator[RowFile]:
+    step = rows_per_file(rows.dim, rows.num_state)
+    memory = rows.block(min(step, rows.num_rows))
+    for count, slots in enumerate(rows.slots(step)):
+        go_on()
+        block = rows.read(slots, memory)
+        header = block_header(block._asdict(), {"table": spec.name})
+        arrays = (array.reshape(-1).view(np.uint8).data for array in block)
+        pieces: list[bytes | memoryview] = [header, *arrays]
+        data = memoryview(b"".join(pieces))  # its checksums' pieces lie across the arrays
+        name = f"{number}-{count}.safetensors"
+        _write_file(disk, path / name, [data])
+        yield RowFile(name, len(data), len(block.ids), _checksums(data))
+
+
+def _write_file(disk: Disk, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    with closing(disk.open(path, write=True, create=True)) as file:
+        file.pwritev(pieces, 0)
+        file.sync()
+
+
+def _read_file(disk: Disk, path: Path, most: int) -> bytes:
+    with closing(disk.open(path)) as file:
+        return file.pread(most, 0)
+
+
+def _checksums(data: memoryview) -> tuple[int, ...]:
+    return tuple(xxh3_64_intdigest(data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES))
+
+
+def _read_rows(disk: Disk, path: Path, file: RowFile, table: TableImage, lsn: int) -> RowBlock:
+    try:
+        data = memoryview(_read_file(disk, path, file.bytes + 1))
+    except FileNotFoundError:
+        raise _damaged_at(str(path), 0, lsn, "the file is missing") from None
+    if len(data) != file.bytes:
+        reason = f"it has {len(data) if len(data) < file.bytes else 'more'} bytes, not {file.bytes}"
+        raise _damaged_at(str(path), min(len(data), file.bytes), lsn, reason)
+    for number, (got, want) in enumerate(zip(_checksums(data), file.checksums, strict=True)):
+        if got != want:
+            reason = f"the checksum of {PIECE_BYTES} bytes is {got:016x}, not {want:016x}"
+            raise _damaged_at(str(path), number * PIECE_BYTES, lsn, reason)
+    dim, num_state, at = table.spec.dim, table.num_state, _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if at + file.rows * (8 + 4 * (dim + num_state)) != len(data):
+        raise _damaged_at(str(path), at, lsn, f"{file.rows} rows do not take {len(data) - at} bytes")
+    ids = np.frombuffer(data, np.int64, file.rows, at)
+    rows = np.frombuffer(data, np.float32, file.rows * dim, at + ids.nbytes).reshape(file.rows, dim)
+    state = np.frombuffer(data, np.float32, file.rows * num_state, at + ids.nbytes + rows.nbytes)
+    return RowBlock(ids, rows, state.reshape(file.rows, num_state))
+
+
+def _damaged_at(path: str, offset: int, lsn: int, reason: str) -> LogDamaged:
+    return LogDamaged(path=path, offset=offset, lsn=lsn, reason=reason, remedy=NO_COPY)
+
+
+def _plain(base: ShardBase) -> dict[str, object]:
+    plain = {name: getattr(base, name) for name in base.__slots__}
+    plain["tables"] = [
+        {
+            "spec": plain_spec(table.spec),
+            "num_state": table.num_state,
+            "files": [{name: getattr(file, name) for name in file.__slots__} for file in table.files],
+        }
+        for table in base.tables
+    ]
+    return plain
+
+
+def _base(fields: Fields) -> ShardBase:
+    base = ShardBase(
+        fields.get("lineage", int),
+        fields.get("shard", int),
+        fields.get("num_shards", int),
+        fields.get("lsn", int),
+        fields.get("redo_lsn", int),
+        tuple(_table(table) for table in fields.maps("tables")),
+        fields.get("control", dict),
+    )
+    try:
+        found = range_of(base.control)
+    except (KeyError, TypeError):
+        found = None
+    if found != (base.lsn, base.redo_lsn):
+        raise fields.wrong("control", f"it is of the events {found}, not {base.redo_lsn} to {base.lsn}")
+    return base
+
+
+def _table(fields: Fields) -> TableImage:
+    return TableImage(read_spec(fields), fields.get("num_state", int), tuple(map(_file, fields.maps("files"))))
+
+
+def _file(fields: Fields) -> RowFile:
+    checksums = fields.get("checksums", list)
+    file = RowFile(fields.get("name", str), fields.get("bytes", int), fields.get("rows", int), tuple(checksums))
+    if "/" in file.name or file.name.startswith("."):
+        raise fields.wrong("name", f"{file.name[:100]!r} is no file of a base")
+    if len(checksums) != -(-file.bytes // PIECE_BYTES) or not all(isinstance(one, int) for one in checksums):
+        raise fields.wrong("checksums", f"one number for each {PIECE_BYTES} bytes was expected")
+    return file
