@@ -197,18 +197,25 @@ class LogReader:
                 raise self._damaged(position, "the file with it is missing, but later ones are here")
             return LogEnd(position, "clean")
         here = next(segment for segment in self.segments if segment.name == position.segment)
-        restarted = here.header is not None and here.header.boot != self._boot
         state: Literal["clean", "torn", "unsynced"] = "torn" if self._is_begun(here, position) else "clean"
         lost = 0
         for segment in self._from(position):
-            # what a synced segment holds was on the disk before a later one began
-            is_synced = _is_synced(here) or _is_synced(segment)
+            is_synced, was_whole = self._was_whole(here, segment)
             for lsn, first_lsn, what in self._proofs(segment, position):
-                if (first_lsn > position.lsn or lsn == position.lsn) if is_synced else not restarted:
+                if (first_lsn > position.lsn or lsn == position.lsn) if is_synced else was_whole:
                     raise self._damaged(position, f"no intact record is there, but {what} behind it is intact")
                 state = "torn" if is_synced else "unsynced"
                 lost += lsn > 0 and not is_synced
         return LogEnd(position, state, lost)
+
+    def _was_whole(self, here: StoredSegment, behind: StoredSegment) -> tuple[bool, bool]:
+        """Whether what one segment holds was on the disk before a later group of another began; before anything did."""
+        if _is_synced(behind) or (here.header and _is_synced(here)):
+            return True, True
+        assert behind.header is not None
+        boots = {behind.header.boot} if here.header is None else {behind.header.boot, here.header.boot}
+        # the kernel had it, or a process read it from the disk after the machine had started anew
+        return False, behind.header.boot == self._boot or len(boots) > 1
 
     def _proofs(self, segment: StoredSegment, position: LogPosition) -> Iterator[tuple[int, int, str]]:
         """What is intact in a segment behind a place: LSN (0: the header), first LSN of its group, name."""
