@@ -64,9 +64,10 @@ class Core:
 
     def apply(self, event: Event) -> Outcome:
         """What an event makes of the state; EmbershardError or MustWait where it is refused and changes nothing."""
-        reply, changed, error, waiting, _, _ = self._apply(event)
-        self.lsn += changed
-        return Outcome(reply, changed, error, waiting, self.clock.updates.version, self.clock.open)
+        outcome = self._apply(event)
+        self.lsn += outcome.changed
+        outcome.version, outcome.clock = self.clock.updates.version, self.clock.open
+        return outcome
 
     def control(self, *, payloads: bool = True) -> Plain:
         """All of the state but the rows, in values that msgpack can say.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgpack
 import numpy as np
@@ -39,8 +39,7 @@ from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.restore import Contents
 
 
-@dataclass(frozen=True, slots=True)
-class PushEvent:
+class PushEvent(NamedTuple):
     """A push that is no duplicate. `ids` has those of the parts that name them by a route number, None for the others.
 
     They are () where no part does. Pulls, which left the ids with the shard, are no events.
@@ -224,6 +223,6 @@ class EventLog(Protocol):
         """The state has changed, and the log may not have it: end the process, so that the next one recovers."""
         ...
 
-    def status(self) -> tuple[str, int, int]:
-        """The mode; bytes of the log; bytes of it that are not written yet."""
+    def status(self) -> tuple[str, int, int, float]:
+        """The mode; bytes of the log, and of those not written yet; seconds that a recovery would take."""
         ...

@@ -7,7 +7,6 @@ be read at any time.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,7 +82,7 @@ from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import Stopwatch, read_all
-from embershard.ps.table.table import Table
+from embershard.ps.table.table import Applied, Table
 
 DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
 _DECLARE_RETRY_MS = 100
@@ -164,7 +163,7 @@ class Shard:
         self._requests += 1
         self._coding.seconds = 0.0  # the request before may have failed
         try:
-            first = request if isinstance(request, Push | Join) and self._may_begin(request) else None
+            first = request if isinstance(request, (Push, Join)) and self._may_begin(request) else None
             if first is not None:
                 self._fences.check(first)
             reply = self._answer(request, now)
@@ -180,7 +179,7 @@ class Shard:
             if self._snapshots.asked is not None:
                 self._snapshots.clock_moved(self.core.clock.open)
             if self._log is not None:
-                self._awaited = 0 if isinstance(request, Pull | Heartbeat) else self._lsn
+                self._awaited = 0 if isinstance(request, (Pull, Heartbeat)) else self._lsn
 
     def log_to(self, log: EventLog, term: int) -> None:
         """Have this log keep what is done from here on. It has made the core what it is; `term` is this process's.
@@ -240,7 +239,7 @@ class Shard:
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
         core, clock = self.core, self.core.clock
-        mode, log_bytes, waiting = ("memory", 0, 0) if self._log is None else self._log.status()
+        mode, log_bytes, waiting, recovery = ("memory", 0, 0, 0.0) if self._log is None else self._log.status()
         return ShardStatus(
             shard=self.greeting.shard,
             num_shards=self.greeting.num_shards,
@@ -270,6 +269,7 @@ class Shard:
             log_bytes=log_bytes,
             log_waiting_bytes=waiting,
             term=self.greeting.term,
+            recovery_seconds=recovery,
         )
 
     def _may_begin(self, request: Push | Join) -> bool:
@@ -284,9 +284,7 @@ class Shard:
             case Pull():
                 return self._pull(request, now)
             case Push():
-                reply = self._push(request, now)
-                seconds = self._coding.seconds
-                return dataclasses.replace(reply, settings=self.core.compression.revision, coding_seconds=seconds)
+                return self._push(request, now)
             case Load():
                 return self._load(request, now)
             case Declare():
@@ -318,6 +316,17 @@ class Shard:
 
     def _apply(self, event: Event) -> Reply:
         """The reply to a request that is an event; MustWait, or an EmbershardError."""
+        reply = self._reply_of(event)
+        assert not isinstance(reply, Applied)
+        return reply
+
+    def _apply_rows(self, event: PushEvent | Load) -> Applied:
+        """What a push or a load did to rows; MustWait, or an EmbershardError."""
+        reply = self._reply_of(event)
+        assert isinstance(reply, Applied)
+        return reply
+
+    def _reply_of(self, event: Event) -> Reply | Applied:
         outcome = self._record(event)
         if outcome.waiting is not None:
             raise outcome.waiting
@@ -366,31 +375,27 @@ class Shard:
         token = request.token
         if self._recovered:
             self._check_recovered(token)
-        reply = self._duplicate_of(token, now)
-        if reply is not None:
-            return reply
-
-        def event() -> PushEvent:
-            return PushEvent(request, self._ids_of(request))
-
-        applied = self._apply_once(token, request.placement_epoch, event, now)
-        for part in request.tables:
-            self._routes.forget(token.worker, token.epoch, part.route)
-        assert isinstance(applied, Pushed)
-        return applied
+        done = self._duplicate_of(token, now)
+        is_duplicate = done is not None
+        if done is None:
+            done = self._apply_once(request, token, now)
+            for part in request.tables:
+                if part.route:
+                    self._routes.forget(token.worker, token.epoch, part.route)
+        return Pushed(is_duplicate, done.rows, done.skipped, self.core.compression.revision, self._coding.seconds)
 
     def _load(self, request: Load, now: float) -> Reply:
         token = request.token
         if token is None:
             self._check_placement(request.placement_epoch)
-            return self._apply(request)
+            return Loaded(self._apply_rows(request).rows)
         done = self._duplicate_of(token, now)
-        if done is not None:
-            return Loaded(rows=done.applied)
-        return self._apply_once(token, request.placement_epoch, lambda: request, now)
+        if done is None:
+            done = self._apply_once(request, token, now)
+        return Loaded(done.rows)
 
-    def _duplicate_of(self, token: PushToken, now: float) -> Pushed | None:
-        """The reply to a push or load that was recorded before; a retry is known under any placement."""
+    def _duplicate_of(self, token: PushToken, now: float) -> Applied | None:
+        """What a push or load did that was recorded before; a retry is known under any placement."""
         found = self.core.pushes.find(token)
         if found is not None:
             self._duplicates += 1
@@ -398,12 +403,12 @@ class Shard:
                 self._leases.renew(token.worker, token.epoch, now)
         return found
 
-    def _apply_once(self, token: PushToken, placement_epoch: int, event: Callable[[], Event], now: float) -> Reply:
-        """The reply to a push or a load that is no duplicate; one that is refused is settled."""
+    def _apply_once(self, request: Push | Load, token: PushToken, now: float) -> Applied:
+        """What a push or a load did that is no duplicate; one that is refused is settled."""
         try:
-            self._check_placement(placement_epoch)
+            self._check_placement(request.placement_epoch)
             self._leases.renew(token.worker, token.epoch, now)
-            return self._apply(event())
+            return self._apply_rows(PushEvent(request, self._ids_of(request)) if isinstance(request, Push) else request)
         except MustWait:
             self._settle(token, 0)
             raise
@@ -425,18 +430,17 @@ class Shard:
 
     def _ids_of(self, request: Push) -> tuple[Ids | None, ...]:
         """The ids that the route numbers of a push stand for, see PushEvent; UnknownRoute."""
-        if not any(part.route for part in request.tables):
-            return ()
-        token, ids = request.token, list[Ids | None]()
+        token, ids, has_routes = request.token, list[Ids | None](), False
         for part in request.tables:
             known = None
             if part.route:
+                has_routes = True
                 self.core.tables.open_entry(part.table)
                 known = self._routes.find(token.worker, token.epoch, part.route, part.table)
                 if known is None:
                     raise UnknownRoute(worker=token.worker, route=part.route, table=part.table)
             ids.append(known)
-        return tuple(ids)
+        return tuple(ids) if has_routes else ()
 
     def _declare(self, request: Declare, now: float) -> Reply:
         is_new = request.spec.name not in self.core.tables

@@ -20,10 +20,10 @@ from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled, inlined
 from embershard.proto.compiled.open_addressing import FREE, cell_of
-from embershard.proto.messages import Push, Pushed
+from embershard.proto.messages import Push
 from embershard.proto.routing import mix64
 from embershard.ps.memory import Charge, MemoryBudget
-from embershard.ps.table.table import Table
+from embershard.ps.table.table import Applied, Table
 from embershard.ps.table.tables import CheckedGradients, apply_parts
 
 _U = np.uint64
@@ -73,7 +73,7 @@ class PendingUpdates:
         done = (clock + 1 for clock, pushes in self._clocks.items() if any(s.complete for s in pushes.values()))
         return max(done, default=0)
 
-    def add(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int = 0) -> Pushed:
+    def add(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int = 0) -> Applied:
         """Keep a message of a worker's push; the rows that will be applied, and those that are not finite.
 
         event: its number among the shard's.
@@ -85,7 +85,7 @@ class PendingUpdates:
         push.version, push.complete = request.version, request.last
         self._count(parts, 1)
         skipped = sum(_count_non_finite(part.gradients) for part in parts)
-        return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
+        return Applied(sum(len(part.ids) for part in parts) - skipped, skipped)
 
     def events(self) -> list[int]:
         """The numbers of the events that are kept, ascending."""

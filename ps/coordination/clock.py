@@ -26,10 +26,11 @@ from embershard.proto.errors import (
     UpdateFailed,
     clipped,
 )
-from embershard.proto.messages import Join, Joined, Leave, LeaveAck, Push, Pushed
+from embershard.proto.messages import Join, Joined, Leave, LeaveAck, Push
 from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_clock
 from embershard.ps.coordination.dedup import MAX_WORKERS
 from embershard.ps.memory import MemoryBudget
+from embershard.ps.table.table import Applied
 from embershard.ps.table.tables import CheckedGradients
 
 TERM_VERSIONS = 2**32  # versions of a term begin at a multiple: what was read in another one is of another history
@@ -243,7 +244,7 @@ class Clock:
         """The gradients that wait for those of other workers."""
         return self._pushes
 
-    def gather(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int) -> Pushed:
+    def gather(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int) -> Applied:
         """Keep a push, which is event number `event`, until its clock closes."""
         return self._pushes.add(sender, request, parts, event)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
-from embershard.proto.messages import Pushed, PushToken
+from embershard.proto.messages import PushToken
 from embershard.proto.snapshot.manifest import WorkerWindow
+from embershard.ps.table.table import Applied
 
 # Far more than any client keeps in flight; they bound what a broken or hostile one can make a shard remember.
 MAX_IN_FLIGHT = 4096
@@ -26,7 +27,7 @@ class _Window:
     epoch: int
     first_incomplete: int = 0
     settled: int = 0  # the highest seq that was applied or refused
-    replies: dict[int, Pushed] = field(default_factory=dict)  # seq >= first_incomplete -> what was answered
+    replies: dict[int, Applied] = field(default_factory=dict)  # seq >= first_incomplete -> what was answered
 
 
 class Dedup:
@@ -43,8 +44,8 @@ class Dedup:
         """Completion records held."""
         return sum(len(window.replies) for window in self._windows.values())
 
-    def find(self, token: PushToken) -> Pushed | None:
-        """The reply for a push that was applied before, None for one to apply; changes nothing.
+    def find(self, token: PushToken) -> Applied | None:
+        """What was answered for a push that was applied before, None for one to apply; changes nothing.
 
         StaleWorker for an earlier incarnation, MemoryLost for one whose acknowledged pushes are not known here,
         InvalidRequest for numbers that no client sends.
@@ -57,16 +58,15 @@ class Dedup:
             return None
         if token.seq < window.first_incomplete:
             # Its sender had the reply long ago: this copy was late in the network, and nobody waits for the counts.
-            return Pushed(duplicate=True, applied=0, skipped=0)
-        applied = window.replies.get(token.seq)
-        return applied and Pushed(duplicate=True, applied=applied.applied, skipped=applied.skipped)
+            return Applied(rows=0, skipped=0)
+        return window.replies.get(token.seq)
 
     @classmethod
     def of(cls, windows: Sequence[WorkerWindow]) -> Dedup:
         """The records that `windows` gave."""
         dedup = cls()
         for one in windows:
-            replies = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in one.replies}
+            replies = {seq: Applied(applied, skipped) for seq, applied, skipped in one.replies}
             dedup._windows[one.worker] = _Window(one.epoch, one.first_incomplete, max(replies, default=0), replies)
         return dedup
 
@@ -74,7 +74,7 @@ class Dedup:
         """All windows, in plain values."""
         return [
             [worker, one.epoch, one.first_incomplete, one.settled,
-             [[seq, reply.applied, reply.skipped] for seq, reply in one.replies.items()]]
+             [[seq, *reply] for seq, reply in one.replies.items()]]
             for worker, one in self._windows.items()
         ]  # fmt: skip
 
@@ -83,7 +83,7 @@ class Dedup:
         """The records that `control` said."""
         dedup = cls()
         for worker, epoch, first_incomplete, settled, replies in control:
-            kept = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in replies}
+            kept = {seq: Applied(applied, skipped) for seq, applied, skipped in replies}
             dedup._windows[worker] = _Window(epoch, first_incomplete, settled, kept)
         return dedup
 
@@ -94,7 +94,7 @@ class Dedup:
                 worker,
                 window.epoch,
                 window.first_incomplete,
-                tuple((seq, reply.applied, reply.skipped) for seq, reply in window.replies.items()),
+                tuple((seq, *reply) for seq, reply in window.replies.items()),
             )
             for worker, window in self._windows.items()
         )
@@ -123,8 +123,8 @@ class Dedup:
         window = self._windows.get(worker)
         return window is not None and window.epoch == epoch and seq <= window.settled
 
-    def record(self, token: PushToken, reply: Pushed) -> None:
-        """Keep the reply of a push that `find` did not know and that is applied now."""
+    def record(self, token: PushToken, reply: Applied) -> None:
+        """Keep what is answered for a push that `find` did not know and that is applied now."""
         window = self._window(token.worker, token.epoch)
         window.replies[token.seq] = reply
         window.settled = max(window.settled, token.seq)

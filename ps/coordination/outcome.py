@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Loaded, Pushed, Reply
+from embershard.proto.messages import Reply
 from embershard.ps.coordination.clock import MustWait
+from embershard.ps.table.table import Applied
 
 
-class Outcome(NamedTuple):
-    """The reply to an event, and what it did; a replay of the event has the same outcome.
+@dataclass(slots=True)
+class Outcome:
+    """The reply to an event (to a push or a load: its counts), and what it did; a replay has the same outcome.
 
     Without a reply there is an `error`, of an update that was begun and stopped, or the request is `waiting`: it is
     answered when it is applied again, once others have moved. An event that has not `changed` the state need not be
     applied again by a replay.
     """
 
-    reply: Reply | None = None
+    reply: Reply | Applied | None = None
     changed: bool = True
     error: EmbershardError | None = None
     waiting: MustWait | None = None
@@ -27,10 +29,4 @@ class Outcome(NamedTuple):
     @property
     def rows(self) -> tuple[int, int]:
         """The rows applied and those skipped, of a push or a load."""
-        match self.reply:
-            case Pushed():
-                return self.reply.applied, self.reply.skipped
-            case Loaded():
-                return self.reply.rows, 0
-            case _:
-                return 0, 0
+        return self.reply if isinstance(self.reply, Applied) else (0, 0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import BadOptimizer
-from embershard.proto.messages import Load, Push, Pushed, PushToken
+from embershard.proto.messages import Load, Push, PushToken
 from embershard.ps.coordination.aggregate import Sender
 from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
+from embershard.ps.table.table import Applied
 from embershard.ps.table.tables import CheckedGradients, Tables, apply_parts, check_room
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
@@ -33,8 +33,8 @@ class Pushes:
         self.skipped_rows = 0
         self._tables, self._clock, self._max_bytes = tables, clock, max_bytes
 
-    def find(self, token: PushToken) -> Pushed | None:
-        """The reply to a push or load that was recorded before, as it was answered then; None for one to take.
+    def find(self, token: PushToken) -> Applied | None:
+        """What was answered for a push or load that was recorded before; None for one to take.
 
         StaleWorker, MemoryLost, InvalidRequest. A load that was sent again must not undo the pushes that came since.
         """
@@ -63,7 +63,7 @@ class Pushes:
                 self.dedup.settle(token.worker, token.epoch, token.seq)
                 return Outcome(error=error)
         self.dedup.record(token, reply)
-        self.rows += reply.applied
+        self.rows += reply.rows
         self.skipped_rows += reply.skipped
         if member is not None and request.last:
             self._clock.pushed(member, request.clock)
@@ -88,15 +88,16 @@ class Pushes:
         token = request.token
         if token is not None:
             self._clock.find_member(token.worker, token.epoch)
-        reply = self._tables.load(request)
+        reply = Applied(self._tables.load(request), skipped=0)
         if token is not None:
-            self.dedup.record(token, Pushed(duplicate=False, applied=reply.rows, skipped=0))
+            self.dedup.record(token, reply)
         return Outcome(reply)
 
     def _check(self, request: Push, known_ids: Sequence[Ids | None], *, kept: bool) -> list[CheckedGradients]:
         parts: list[CheckedGradients] = []
         room = self._max_bytes
-        for part, known in zip(request.tables, known_ids or repeat(None), strict=False):
+        for number, part in enumerate(request.tables):
+            known = known_ids[number] if known_ids else None
             parts.append(self._tables.check_gradients(part, known, room))
             room -= parts[-1].gradients.nbytes
         pending = self._clock.pending
@@ -104,12 +105,12 @@ class Pushes:
         check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
 
-    def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Pushed:
+    def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Applied:
         divisor = 1.0 if member is None else self._clock.divisor(request.version)
-        done = apply_parts([(part, request.difference) for part in parts], divisor)
+        reply = apply_parts([(part, request.difference) for part in parts], divisor)
         if request.last:
             self._clock.updates.count([request.version])
-        return Pushed(duplicate=False, applied=done.rows, skipped=done.skipped)
+        return reply
 
 
 @dataclass(slots=True)

@@ -37,7 +37,6 @@ from embershard.proto.messages import (
     Declare,
     Declared,
     Load,
-    Loaded,
     TableGradients,
     TableIds,
     TableStatus,
@@ -202,8 +201,8 @@ class Tables:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""
         self._codecs.find(codec.values)
 
-    def load(self, request: Load) -> Loaded:
-        """Assign rows. The last word wins: a client sends `last` after all other parts were answered."""
+    def load(self, request: Load) -> int:
+        """Assign rows; how many. The last word wins: a client sends `last` after all other parts were answered."""
         entry = self.entry(request.table)
         if entry.loader not in (None, request.worker):
             raise TableLoading(table=request.table, worker=entry.loader)
@@ -215,7 +214,7 @@ class Tables:
         entry.table.load(request.ids, rows, keep_state=request.keep_state)
         if request.last:
             entry.loader = None
-        return Loaded(rows=len(request.ids))
+        return len(request.ids)
 
     def entry(self, name: str) -> Entry:
         """A table that was declared; UnknownTable."""

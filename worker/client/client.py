@@ -20,7 +20,14 @@ from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.transport import Transport
 from embershard.worker.client.byte_counts import ByteCounter
-from embershard.worker.client.connections import ClientStats, Outcome, Places, ShardConnections, handshake
+from embershard.worker.client.connections import (
+    RECOVERY_TIMEOUT,
+    ClientStats,
+    Outcome,
+    Places,
+    ShardConnections,
+    handshake,
+)
 from embershard.worker.client.lineage import Lineage
 from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
@@ -36,7 +43,8 @@ DEFAULT_TIMEOUT = timedelta(seconds=60)
 class Client:
     """All shards of one placement.
 
-    Every call ends by `timeout`, with an error that names the shard. Calls may come from several threads: pulls run
+    Every call ends by `timeout`, with an error that names the shard; one to a shard that recovers its rows from its
+    log waits up to `recovery_timeout` longer. Calls may come from several threads: pulls run
     side by side, pushes one after the other. A push that got no answer in time is kept, and sent again, with the same
     token, before the next one: it is applied once, whatever became of the first try.
     """
@@ -47,6 +55,7 @@ class Client:
         *,
         worker: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        recovery_timeout: timedelta = RECOVERY_TIMEOUT,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         if not transports:
@@ -55,9 +64,8 @@ class Client:
             raise ValueError(f"timeout must be above zero, got {timeout}")
         self.worker = worker
         self.epoch = int(clock.since_1970() * 1e9)  # a later incarnation of this worker fences this one
-        self.connections = ShardConnections(
-            handshake(transports, worker, Deadline(timeout, clock)), worker, timeout, clock
-        )
+        connections = handshake(transports, worker, Deadline(timeout, clock), recovery_timeout)
+        self.connections = ShardConnections(connections, worker, timeout, recovery_timeout, clock)
         greetings = [connection.greeting for connection in self.connections]
         self.directory = Directory(Placement.even(len(greetings), greetings[0].placement_epoch))
         # shard -> bytes of a message to it; replies are read up to our own limit, whatever the shard would take
@@ -78,6 +86,7 @@ class Client:
         *,
         worker: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        recovery_timeout: timedelta = RECOVERY_TIMEOUT,
         bandwidth: int | None = None,
     ) -> Client:
         """A client of the shards at `addresses` (docs/transports.md), in any order.
@@ -88,7 +97,7 @@ class Client:
         link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
         transports = [transport_for(address, link) for address in addresses]
         try:
-            return cls(transports, worker=worker, timeout=timeout)
+            return cls(transports, worker=worker, timeout=timeout, recovery_timeout=recovery_timeout)
         except BaseException:
             for transport in transports:
                 transport.close()

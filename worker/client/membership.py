@@ -245,7 +245,8 @@ class Membership:
         if not self._ended.is_set():
             self._ended.set()
             self._connections.heartbeat = None
-            self._call_all(Leave(worker=self.worker, epoch=self._epoch), min(self._timeout, _FAREWELL))
+            leave, timeout = Leave(worker=self.worker, epoch=self._epoch), min(self._timeout, _FAREWELL)
+            self._call_all(leave, timeout, awaits_recovery=False)
 
     def _join(self, clock: int) -> int:
         terms, margin = self.terms, _MARGIN
@@ -289,14 +290,17 @@ class Membership:
                 raise outcome
         return outcomes
 
-    def _call_all(self, request: Request, timeout: timedelta) -> list[Outcome]:
+    def _call_all(self, request: Request, timeout: timedelta, *, awaits_recovery: bool = True) -> list[Outcome]:
         shards = self._connections.shards
-        outcomes = self._connections.call(dict.fromkeys(shards, request), timeout=timeout, counted=False)
+        outcomes = self._connections.call(
+            dict.fromkeys(shards, request), timeout=timeout, counted=False, awaits_recovery=awaits_recovery
+        )
         return [outcomes[shard] for shard in shards]
 
     def _heartbeat(self, timeout: timedelta) -> None:
         """Renew the lease on every shard; one that does not answer must not delay the others."""
-        first = self._call_all(Heartbeat(worker=self.worker, epoch=self._epoch), timeout)[0]
+        heartbeat = Heartbeat(worker=self.worker, epoch=self._epoch)
+        first = self._call_all(heartbeat, timeout, awaits_recovery=False)[0]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)
 

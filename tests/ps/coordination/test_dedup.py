@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
-from embershard.proto.messages import Pushed, PushToken
+from embershard.proto.messages import PushToken
 from embershard.ps.coordination.dedup import MAX_IN_FLIGHT, MAX_WORKERS, Dedup
+from embershard.ps.table.table import Applied
 from harness.raises import raises
 
-REPLY = Pushed(duplicate=False, applied=3, skipped=1)
+REPLY = Applied(rows=3, skipped=1)
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def take(dedup, token):
 
 
 def test_a_retried_push_is_answered_with_its_counts_also_after_its_acknowledgement(dedup):
-    assert dedup.find(PushToken(0, 7, 1, 1)) == Pushed(duplicate=True, applied=3, skipped=1)
+    assert dedup.find(PushToken(0, 7, 1, 1)) == REPLY
     take(dedup, PushToken(0, 7, 2, 2))
-    assert dedup.find(PushToken(0, 7, 1, 1)).duplicate
+    assert dedup.find(PushToken(0, 7, 1, 1)) is not None
 
 
 def test_a_shard_that_lost_its_memory_says_so_and_an_earlier_incarnation_is_fenced(dedup):

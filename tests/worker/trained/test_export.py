@@ -310,7 +310,13 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", IN_ONNX)
+# an export takes seconds, and these are traced as one of the others is
+AS_OTHERS = {"deepfm", "xdeepfm", "ple", "simplex"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in AS_OTHERS)) for name in IN_ONNX]
+)
 def test_models_of_lists_sequences_and_labels_score_alike_in_onnx(tmp_path, name):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

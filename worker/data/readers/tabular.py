@@ -114,7 +114,8 @@ class LabelColumns:
                 low, high = self.range
                 wrong = np.flatnonzero((labels < low) | (labels > high))
                 if len(wrong):
-                    reason = f"label {labels[wrong[0]]:g} is not in {low:g} to {high:g}; set data.label_range"
+                    reason = f"label {labels[wrong[0]]:g} is not in {low:g} to {high:g}"
+                    reason += ": write it as 0 or 1, or give data.label_range and a loss of your own"
                     raise BadValue(int(wrong[0]), name, reason)
             found.append(labels.astype(np.float32))
         weights = None
