@@ -92,6 +92,7 @@ class LogReader:
         self._disk = disk
         self._boot = disk.boot_id()
         self._manifest = manifest
+        self.last_group: LogPosition | None = None  # its first record, once all records were read
         self._position = LogPosition(manifest.first_lsn, None, 0)
         names = sorted(filter(None, map(SegmentName.parse, disk.list(folder))))
         self.segments = [self._stored(name) for name in names]  # by LSN
@@ -175,6 +176,8 @@ class LogReader:
                             break
                         lsn, offset = from_lsn, start
                         continue
+                    if not record.header.in_group:
+                        self.last_group = LogPosition(lsn, segment.name, offset)
                     if lsn >= from_lsn:
                         yield record
                     lsn += 1
@@ -226,12 +229,20 @@ class LogReader:
 
     def _was_whole(self, here: StoredSegment, behind: StoredSegment) -> tuple[bool, bool]:
         """Whether what one segment holds was on the disk before a later group of another began; before anything did."""
-        if _is_synced(behind) or (here.header and _is_synced(here)):
+        (here_synced, here_boot), (behind_synced, behind_boot) = map(self._written, (here, behind))
+        if here_synced or behind_synced:
             return True, True
-        assert behind.header is not None
-        boots = {behind.header.boot} if here.header is None else {behind.header.boot, here.header.boot}
         # the kernel had it, or a process read it from the disk after the machine had started anew
-        return False, behind.header.boot == self._boot or len(boots) > 1
+        return False, behind_boot == self._boot or here_boot != behind_boot
+
+    def _written(self, segment: StoredSegment) -> tuple[bool, int]:
+        """Whether a segment was synced, and under which start of the machine it was written.
+
+        One without a header is of the last process: those before it, it has read or removed.
+        """
+        if segment.header is None:
+            return self._manifest.mode != "log", self._manifest.boot
+        return bool(segment.header.flags & SegmentFlag.SYNCED), segment.header.boot
 
     def _proofs(self, segment: StoredSegment, position: LogPosition) -> Iterator[tuple[int, int, str]]:
         """What is intact in a segment behind a place: LSN (0: the header), first LSN of its group, name."""
@@ -314,7 +325,3 @@ class _SegmentBytes:
             return None
         body = whole[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
         return LoggedRecord(header, body, self._segment.name, offset)
-
-
-def _is_synced(segment: StoredSegment) -> bool:
-    return segment.header is None or bool(segment.header.flags & SegmentFlag.SYNCED)

@@ -39,7 +39,8 @@ def main() -> int:
             failed.append(seed)
             mutant = f" --mutant {args.mutant}" if args.mutant else ""
             print(
-                f"python -m simulation {seed}{mutant}  # {simulation.scenario.durability}: {wrong[0] if wrong else 'it raised'}",
+                f"python -m simulation {seed}{mutant}  # {simulation.scenario.durability}:",
+                wrong[0] if wrong else "it raised",
                 flush=True,
             )
             if not args.keep_going:

@@ -47,6 +47,12 @@ class MachineDisk(SimulatedDisk):
         super().lose_power(random)
         self.full_until = -1.0
 
+    def sync_all(self) -> None:
+        """Have the disk have what processes see."""
+        self._durable_names, self._changes = dict(self._names), []
+        for inode in self._inodes():
+            inode.durable, inode.unsynced, inode.smallest = bytearray(inode.data), set(), len(inode.data)
+
     def free_bytes(self, folder: Path) -> int:
         return 0 if self.world.now < self.full_until else 2**62
 

@@ -14,6 +14,7 @@ from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import read_manifest
+from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.journal.segments import SyncFailed
 from embershard.ps.shard import Shard
@@ -42,7 +43,7 @@ class ShardMachine:
         self.process: Process | None = None
         self.dispatch: Dispatch | None = None
         self.shard: Shard | None = None
-        self.has_power = True
+        self.has_power, self.is_serving = True, False
         self._waiting: list[SimulatedCall] = []  # calls that this process has
         self._to_restore: tuple[Path, int, int] | None = None  # path, offset, byte
 
@@ -62,6 +63,7 @@ class ShardMachine:
         assert process is not None
         self.sim.world.note("kill", self.number, power)
         self.process = self.dispatch = self.shard = None
+        self.is_serving = False
         process.kill()
         self.disk.kill()
         if power:
@@ -107,7 +109,7 @@ class ShardMachine:
         data = disk.content(path)
         self._to_restore = path, offset, data[offset]
         data[offset] ^= 1 << chooser.randrange(8)
-        disk._names[path].durable[:] = data
+        disk.sync_all()  # a loss of power before it is found would hide it
         self.oracle.damaged = record.header.lsn, path.name
         return True
 
@@ -165,8 +167,11 @@ class ShardMachine:
         shard = Shard(self.number, self.sim.placement, OPTIMIZERS, clock=process.clock,
                       max_message_bytes=scenario.max_message_bytes)  # fmt: skip
         process.clock.sleep(world.random.uniform(1e-3, 3e-2))  # an interpreter starts
+        progress = RecoveryProgress(process.clock)
+        self.shard = shard
+        self.dispatch = Dispatch(shard, ApplyThread(clock=process.clock), progress)
         try:
-            log = self._recover(shard, process)
+            log = self._recover(shard, process, progress)
         except LogDamaged as error:
             self._restore(error)
             return
@@ -183,10 +188,11 @@ class ShardMachine:
         if scenario.group_bytes is not None:
             log.journal._group_bytes = scenario.group_bytes
         log.start()
-        self.shard, self.dispatch = shard, Dispatch(shard, ApplyThread(clock=process.clock))
+        self.dispatch.open()
+        self.is_serving = True
         world.note("serving", self.number)
 
-    def _recover(self, shard: Shard, process: Process) -> recovery.ShardLog:
+    def _recover(self, shard: Shard, process: Process, progress: RecoveryProgress) -> recovery.ShardLog:
         scenario, random = self.sim.scenario, self.sim.world.random
         disk, process_disk = self.disk, self.disk.process
         disk.process = None  # the oracle's look takes no time
@@ -205,6 +211,7 @@ class ShardMachine:
             folder,
             scenario.durability,
             segment_bytes=scenario.segment_bytes,
+            progress=progress,
             on_fatal=lambda error: self._fatal(process, error),
         )
 

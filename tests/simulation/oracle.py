@@ -9,7 +9,7 @@ import numpy as np
 
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost
-from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows, TakeSplit
+from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Rows
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
 from embershard.ps.events import Event, PushEvent, Term, encode_event
@@ -285,6 +285,3 @@ def _content(request: Push | Load) -> bytes:
     if isinstance(request, Load):
         return b"load" + request.table.encode() + request.ids.tobytes() + request.rows.tobytes()
     return b"".join(part.table.encode() + part.gradients.tobytes() for part in request.tables)
-
-
-assert TakeSplit and Pushed  # of the messages that are checked by their workers

@@ -81,7 +81,7 @@ class Simulation:
                 late = [worker.number for worker in self.workers if not worker.is_finished]
                 world.fail(f"workers {late} have not finished within {QUIET_SECONDS:.0f} s without faults")
             if not world.wrong and not self.is_given_up:
-                up = lambda: all(m.shard is not None for m in self.machines)  # noqa: E731
+                up = lambda: all(m.is_serving for m in self.machines)  # noqa: E731
                 if not world.run(up, world.now + 30.0) and not world.wrong:
                     world.fail("a shard does not come back")
                 world.run(lambda: False, world.now + 2.0)

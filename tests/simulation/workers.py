@@ -199,7 +199,8 @@ class SimulatedWorker:
             gradients.append((name, route, gradient))
         if self.scenario.refused and rng.random() < 0.3 and gradients:
             self._push(client, gradients, clock, versions, lr_scale=float("nan"))
-            clock += 1
+            others = [(name, route, rows + np.float32(0.5)) for name, route, rows in gradients]
+            self._push(client, others, clock, versions)  # of the same clock: others may wait for it
         elif self.scenario.loads and rng.random() < 0.3:
             self._load(client, self.scenario.tables[0].name, 5, None)
             self._push(client, gradients, clock, versions)
@@ -239,8 +240,8 @@ class SimulatedWorker:
             client.push(gradients, clock=clock, versions=versions, weight=float(1 + self.number), lr_scale=lr_scale)
         except ShardUnavailable:  # it is kept, and sent before the next one
             self._pause(client)
-        except InvalidRequest:
-            if lr_scale == lr_scale:
+        except InvalidRequest as error:  # perhaps of a push before, which was kept
+            if not self.scenario.refused or "lr_scale must be finite" not in error.message:
                 raise
 
     def _pause(self, client: Client) -> None:
@@ -292,6 +293,9 @@ class SimulatedWorker:
                     client._pushes.deliver(client._call_push)
                 else:
                     client._deliver(client.membership)
+            except InvalidRequest as error:
+                if not self.scenario.refused or "lr_scale must be finite" not in error.message:
+                    raise
             except ShardUnavailable:
                 self._pause(client)
 
