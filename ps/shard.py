@@ -389,6 +389,8 @@ class Shard:
         if token is None:
             self._check_placement(request.placement_epoch)
             return Loaded(self._apply_rows(request).rows)
+        if self._recovered:
+            self._check_recovered(token)
         done = self._duplicate_of(token, now)
         if done is None:
             done = self._apply_once(request, token, now)

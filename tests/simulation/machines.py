@@ -86,7 +86,7 @@ class ShardMachine:
 
     def flip(self, chooser: random.Random) -> bool:
         """End the process and flip a bit of a record that is on the disk, and is not of its last group."""
-        if self._to_restore is not None or self.oracle.may_lose or not self.disk._names:
+        if self._to_restore is not None or not self.is_serving:
             return False
         self.kill(chooser.choice([0.01, 0.2]))
         disk = self.disk

@@ -112,7 +112,9 @@ class Simulation:
 
     def met(self, name: str, workers: tuple[int, ...]) -> None:
         """A worker read who came to a rendezvous."""
-        if self.meetings.setdefault(name, workers) != workers and not self.has_lost:
+        began_again = any(worker.incarnation > 1 for worker in self.workers)  # perhaps as another job
+        lost = began_again or any(machine.oracle.expired or machine.oracle.has_lost for machine in self.machines)
+        if self.meetings.setdefault(name, workers) != workers and not lost:
             self.world.fail(f"rendezvous {name}: {workers} for one, {self.meetings[name]} for another")
 
     def took(self, worker: int, done: int, split: int) -> None:
