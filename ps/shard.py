@@ -398,6 +398,8 @@ class Shard:
         if token is None:
             self._check_placement(request.placement_epoch)
             return Loaded(self._apply_rows(request).rows)
+        if self._recovered:
+            self._check_recovered(token)
         done = self._duplicate_of(token, now)
         if done is None:
             done = self._apply_once(request, token, now)
@@ -421,8 +423,9 @@ class Shard:
         except MustWait:
             self._settle(token, 0)
             raise
-        except EmbershardError:
-            self._settle(token, token.seq)
+        except EmbershardError as error:
+            comes_again = error.retryable or isinstance(error, UnknownRoute)
+            self._settle(token, 0 if comes_again else token.seq)
             raise
 
     def _check_recovered(self, token: PushToken) -> None:
@@ -512,8 +515,18 @@ class Shard:
             self.core.lsn = self._lsn
 
     def _show_lineage(self) -> None:
-        if self.core.lineage != self.greeting.lineage:
-            self.greeting = replace(self.greeting, lineage=self.core.lineage)
+        """Greet with the lineage that the shard has now, once that outlives the process."""
+        lineage = self.core.lineage
+        if lineage == self.greeting.lineage:
+            return
+
+        def show() -> None:
+            self.greeting = replace(self.greeting, lineage=lineage)
+
+        if self._log is None:
+            show()
+        else:
+            self._log.when_safe(self._lsn, show)
 
     def _pull(self, request: Pull, now: float) -> Rows:
         self._check_placement(request.placement_epoch)

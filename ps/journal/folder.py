@@ -158,8 +158,10 @@ class LogFolder:
                 )  # fmt: skip
             kept = self._cut(end.position)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
+                self._write_again(kept)
                 self._sync(kept)
-            self.write_manifest(replace(self.manifest, term=self.manifest.term + 1))
+            term, boot = self.manifest.term + 1, self.disk.boot_id()
+            self.write_manifest(replace(self.manifest, term=term, mode=mode, boot=boot))
             self._remove_other_bases()
             segments = SegmentWriter(
                 self.disk,
@@ -253,6 +255,22 @@ class LogFolder:
         for name in self.disk.list(self.folder):
             if _BASE.fullmatch(name) and name not in kept:
                 remove_base(self.disk, self.folder / name)
+
+    def _write_again(self, kept: list[SegmentName]) -> None:
+        """Write the last group again, and its segment's header.
+
+        Where its sync failed, the process ended, and the kernel may say that what only it has is on the disk (Rebello
+        et al., ATC 2020): a sync of this process would do nothing then.
+        """
+        group = self.reader.last_group
+        if group is None or group.segment not in kept:
+            return
+        file = self.disk.open(self.folder / str(group.segment), write=True)
+        try:
+            for start, end in ((0, HEADER_BYTES), (group.offset, file.size())):
+                file.pwritev([file.pread(end - start, start)], start)
+        finally:
+            file.close()
 
     def _check_room(self, segment_bytes: int) -> None:
         """LogUnusable where not one segment has room."""

@@ -46,6 +46,8 @@ class LogManifest:
     bases: tuple[LogBase, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)  # of the user's code that events need: sha256 by name
     package: str = ""  # version of embershard that wrote it
+    mode: str = "fsync"  # of the last process: with "log" it synced nothing
+    boot: int = 0  # the start of the machine under which it began to write; 0: not known
 
     def check(self, folder: Path, shard: int, num_shards: int, lineage: int, modules: Mapping[str, str]) -> None:
         """LogMismatch where it is not the log of this shard, job (lineage 0: of any) and code."""
@@ -83,6 +85,7 @@ def read_manifest(disk: Disk, folder: Path) -> LogManifest | None:
         tuple(_base(base) for base in fields.maps("bases")),
         cast(dict[str, str], modules),
         fields.get("package", str),
+        *((fields.get("mode", str), fields.get("boot", int)) if "boot" in fields else ()),
     )
     if not manifest.first_lsn:
         raise fields.wrong("first_lsn", "LSNs begin at 1")

@@ -96,6 +96,7 @@ class LogReader:
         self._disk = disk
         self._boot = disk.boot_id()
         self._manifest = manifest
+        self.last_group: LogPosition | None = None  # its first record, once all records were read
         self._position = LogPosition(manifest.first_lsn, None, 0)
         names = sorted(filter(None, map(SegmentName.parse, disk.list(folder))))
         self.segments = [self._stored(name) for name in names]  # by LSN
@@ -179,6 +180,8 @@ class LogReader:
                             break
                         lsn, offset = from_lsn, start
                         continue
+                    if not record.header.in_group:
+                        self.last_group = LogPosition(lsn, segment.name, offset)
                     if lsn >= from_lsn:
                         yield record
                     lsn += 1
@@ -221,14 +224,12 @@ class LogReader:
             self._check_base(position)
             return LogEnd(position, "clean")
         here = next(segment for segment in self.segments if segment.name == position.segment)
-        restarted = here.header is not None and here.header.boot != self._boot
         state: Literal["clean", "torn", "unsynced"] = "torn" if self._is_begun(here, position) else "clean"
         lost = 0
         for segment in self._from(position):
-            # what a synced segment holds was on the disk before a later one began
-            is_synced = _is_synced(here) or _is_synced(segment)
+            is_synced, was_whole = self._was_whole(here, segment)
             for lsn, first_lsn, what in self._proofs(segment, position):
-                if (first_lsn > position.lsn or lsn == position.lsn) if is_synced else not restarted:
+                if (first_lsn > position.lsn or lsn == position.lsn) if is_synced else was_whole:
                     raise self._damaged(position, f"no intact record is there, but {what} behind it is intact")
                 state = "torn" if is_synced else "unsynced"
                 lost += lsn > 0 and not is_synced
@@ -242,6 +243,23 @@ class LogReader:
             path = str(self.folder / str(position.segment or ""))
             reason = f"the log ends there, but {base.name} has all events up to {base.lsn}"
             raise LogDamaged(path=path, offset=position.offset, lsn=position.lsn, reason=reason, remedy=NO_COPY)
+
+    def _was_whole(self, here: StoredSegment, behind: StoredSegment) -> tuple[bool, bool]:
+        """Whether what one segment holds was on the disk before a later group of another began; before anything did."""
+        (here_synced, here_boot), (behind_synced, behind_boot) = map(self._written, (here, behind))
+        if here_synced or behind_synced:
+            return True, True
+        # the kernel had it, or a process read it from the disk after the machine had started anew
+        return False, behind_boot == self._boot or here_boot != behind_boot
+
+    def _written(self, segment: StoredSegment) -> tuple[bool, int]:
+        """Whether a segment was synced, and under which start of the machine it was written.
+
+        One without a header is of the last process: those before it, it has read or removed.
+        """
+        if segment.header is None:
+            return self._manifest.mode != "log", self._manifest.boot
+        return bool(segment.header.flags & SegmentFlag.SYNCED), segment.header.boot
 
     def _proofs(self, segment: StoredSegment, position: LogPosition) -> Iterator[tuple[int, int, str]]:
         """What is intact in a segment behind a place: LSN (0: the header), first LSN of its group, name."""
@@ -324,7 +342,3 @@ class _SegmentBytes:
             return None
         body = whole[HEADER_BYTES : HEADER_BYTES + header.body_bytes]
         return LoggedRecord(header, body, self._segment.name, offset)
-
-
-def _is_synced(segment: StoredSegment) -> bool:
-    return segment.header is None or bool(segment.header.flags & SegmentFlag.SYNCED)

@@ -21,6 +21,7 @@ class Inode:
     data: bytearray = field(default_factory=bytearray)  # what processes see
     durable: bytearray = field(default_factory=bytearray)  # what the disk has
     unsynced: set[int] = field(default_factory=set)  # sectors
+    smallest: int = 0  # its size at the smallest since it was synced
     allocated: set[int] = field(default_factory=set)
 
 
@@ -123,7 +124,7 @@ class SimulatedDisk:
         other.boot, other._folders = self.boot, set(self._folders)
         for path, inode in self._names.items():
             allocated = set(inode.allocated)
-            other._names[path] = Inode(bytearray(inode.data), bytearray(inode.data), set(), allocated)
+            other._names[path] = Inode(bytearray(inode.data), bytearray(inode.data), set(), len(inode.data), allocated)
         other._durable_names = dict(other._names)
         return other
 
@@ -159,7 +160,7 @@ def _tear(inode: Inode, random: random.Random) -> None:
         if start < len(after):
             new = new[: len(after) - start]
             after[start : start + len(new)] = new
-    inode.data, inode.durable, inode.unsynced = bytearray(after), after, set()
+    inode.data, inode.durable, inode.unsynced, inode.smallest = bytearray(after), after, set(), len(after)
 
 
 class SimulatedFile:
@@ -186,13 +187,20 @@ class SimulatedFile:
 
     def sync(self) -> None:
         self._disk._do("sync", self._path)
-        self._inode.durable = bytearray(self._inode.data)
-        self._inode.unsynced.clear()
+        inode, size = self._inode, len(self._inode.data)
+        del inode.durable[inode.smallest :]
+        inode.durable.extend(bytes(size - len(inode.durable)))
+        for sector in inode.unsynced:  # and no others: after a sync that failed the rest counts as written
+            start, end = sector * SECTOR, min((sector + 1) * SECTOR, size)
+            inode.durable[start:end] = inode.data[start:end]
+        inode.unsynced.clear()
+        inode.smallest = size
 
     def truncate(self, num_bytes: int) -> None:
         self._disk._do("truncate", self._path)
         data = self._inode.data
         data[:] = data[:num_bytes].ljust(num_bytes, b"\0")
+        self._inode.smallest = min(self._inode.smallest, num_bytes)
         self._inode.allocated = {sector for sector in self._inode.allocated if sector * SECTOR < num_bytes}
         self._inode.unsynced = {sector for sector in self._inode.unsynced if sector * SECTOR < num_bytes}
 

@@ -211,8 +211,9 @@ class Client:
                 mine,
                 shards=shards,
                 member=self.membership,
-                next_token=self._pushes.next_token,
+                next_token=self._pushes.next_load_token,
             )
+            self._pushes.loaded()
             if loaded and not keep_state:
                 self.compressor.forget(table, mine)
 

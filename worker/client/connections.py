@@ -388,8 +388,8 @@ class ShardConnections:
     def _has_our_rows(self, known: Greeting, reply: Greeting) -> bool:
         if reply.instance == known.instance:
             return True
-        lineage = self.lineage or known.lineage
-        return bool(lineage) and (reply.shard, reply.lineage) == (known.shard, lineage)
+        lineage = self.lineage or known.lineage  # 0: there were no rows, and this client has declared nothing
+        return reply.shard == known.shard and lineage in (0, reply.lineage)
 
 
 class _Retry(EmbershardError):

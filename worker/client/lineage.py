@@ -7,10 +7,9 @@ started again has none: where the others have rows, its own are lost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from embershard.proto.errors import OtherLineage, RowsLost
-from embershard.proto.messages import Declare, Declared, GetStatus, Greeting, Hello, ShardStatus
+from embershard.proto.messages import Declare, Declared, GetStatus, Greeting, Hello, ShardStatus, replace
 from embershard.worker.client.connections import ShardConnections, raise_first
 
 
@@ -58,6 +57,8 @@ class Lineage:
         request = replace(request, lineage=self._connections.clock.random_bits(64) or 1, begins_lineage=True)
         first = self._call([0], request)
         request = replace(request, lineage=first[0].lineage)
+        connection = self._connections[0]
+        connection.greeting = replace(connection.greeting, lineage=request.lineage)
         replies = first + self._call(self._connections.shards[1:], request)
         self._connections.lineage = request.lineage
         return replies

@@ -54,6 +54,7 @@ class PushQueue:
         # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
         self._unconfirmed: defaultdict[int, list[Push]] = defaultdict(list)
         self._next_seq: defaultdict[int, int] = defaultdict(lambda: 1)
+        self._loading: dict[int, int] = {}  # shard -> the first load of which nobody knows that it was answered
         self._refused: EmbershardError | None = None  # that nobody was told of
 
     @property
@@ -110,11 +111,22 @@ class PushQueue:
         return parts
 
     def next_token(self, shard: int) -> PushToken:
-        """The token of the next push or load to a shard. A load is answered, or timed out, before the one after it."""
+        """The token of the next push to a shard."""
         waiting, seq = self._waiting[shard], self._next_seq[shard]
         self._next_seq[shard] += 1
         # pushes leave in order: the head is the first that is not acknowledged
-        return PushToken(self._worker, self._epoch, seq, waiting[0].token.seq if waiting else seq)
+        first = waiting[0].token.seq if waiting else seq
+        return PushToken(self._worker, self._epoch, seq, min(first, self._loading.get(shard, seq)))
+
+    def next_load_token(self, shard: int) -> PushToken:
+        """The token of the next load, which is answered, or given up, before the push after it: see `loaded`."""
+        token = self.next_token(shard)
+        self._loading.setdefault(shard, token.seq)
+        return token
+
+    def loaded(self) -> None:
+        """All loads were answered. One that was given up is not acknowledged: its shard may never have seen it."""
+        self._loading.clear()
 
     def _append(
         self, shard: int, update: Update, tables: tuple[TableGradients, ...], placement_epoch: int, *, last: bool
@@ -182,6 +194,7 @@ class PushQueue:
 
     def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
         """Give back what a shard will not apply, now that it has answered."""
+        self._loading.pop(shard, None)
         if gathers and not push.weight:
             return  # nobody would have applied it
         refused, unconfirmed = isinstance(outcome, EmbershardError), self._unconfirmed[shard]

@@ -1,0 +1,59 @@
+"""Run seeds: python -m simulation 17, or 0:1000; --mutant NAME plants a fault, --trace prints all that happens."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+
+from . import mutants
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    parser.add_argument("seeds", help="a seed, or FIRST:END")
+    parser.add_argument("--mutant", choices=mutants.names())
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--keep-going", action="store_true")
+    args = parser.parse_args()
+    if args.mutant:
+        mutants.install(args.mutant)
+    from .simulation import Simulation
+
+    first, _, end = args.seeds.partition(":")
+    began, faults, events, recoveries, failed = time.monotonic(), Counter(), 0, 0, []
+    seeds = range(int(first), int(end)) if end else [int(first)]
+    for seed in seeds:
+        simulation = Simulation(seed, lines=args.trace)
+        try:
+            result = simulation.run()
+        except Exception:
+            traceback.print_exc()
+            result = None
+        if args.trace:
+            print("\n".join(simulation.world.lines or []))
+        wrong = simulation.world.wrong if result is None else result.wrong
+        if result is None or wrong:
+            failed.append(seed)
+            mutant = f" --mutant {args.mutant}" if args.mutant else ""
+            print(
+                f"python -m simulation {seed}{mutant}  # {simulation.scenario.durability}:",
+                wrong[0] if wrong else "it raised",
+                flush=True,
+            )
+            if not args.keep_going:
+                break
+        if result is not None:
+            faults += result.faults
+            events, recoveries = events + result.events, recoveries + result.recoveries
+            if len(list(seeds)) == 1:
+                print(result)
+    seconds = time.monotonic() - began
+    print(f"{seeds} {len(failed)} wrong; {sum(faults.values())} faults, {events} events, {recoveries} recoveries, "
+          f"{seconds:.1f} s, {60 * sum(faults.values()) / seconds:.0f} faults/min")  # fmt: skip
+    return bool(failed)
+
+
+sys.exit(main())

@@ -1,0 +1,287 @@
+"""What is promised of a shard's log and of its answers, checked at each event, reply and recovery."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embershard.proto.codec.values.registry import find_values
+from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost
+from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Rows
+from embershard.ps.coordination.outcome import Outcome
+from embershard.ps.core import Core
+from embershard.ps.events import Event, PushEvent, Term, encode_event
+from embershard.ps.journal.reader import LogReader
+from embershard.ps.recovery import EventReader
+
+from .disk import MachineDisk
+from .model import ModelShard
+from .network import SimulatedCall
+from .world import World
+
+READS = (Pull, Heartbeat, Hello, GetStatus)
+Token = tuple[int, int, int]  # worker, epoch, seq
+
+
+@dataclass
+class Sent:
+    """A push or load as its client sent it first."""
+
+    request: Push | Load
+    content: bytes
+    state: str = "open"  # "acknowledged", "refused"
+    number: int = 0
+
+
+@dataclass
+class Logged:
+    """An event as the shard gave it to its log."""
+
+    kind: int
+    body: bytes
+    event: Event
+
+
+@dataclass
+class ShardOracle:
+    """Of one shard. History: all events that count, from LSN 1 on."""
+
+    world: World
+    shard: int
+    mode: str
+    history: list[Logged] = field(default_factory=list)
+    model: ModelShard = field(default_factory=ModelShard)
+    sent: dict[Token, Sent] = field(default_factory=dict)
+    contents: dict[bytes, Token] = field(default_factory=dict)
+    lsn_of: dict[Token, int] = field(default_factory=dict)
+    released: int = 0  # the highest LSN that an answer which has left stands for
+    may_lose: bool = False  # since the last recovery the machine lost power in mode `log`
+    damaged: Any = None  # (LSN, path name) that was flipped in a file
+    lost: set[Token] = field(default_factory=set)  # acknowledged, and lost with the machine's power
+    has_lost: bool = False  # whether anything that was answered is lost with the machine's power
+    term: int = 0
+    expired: int = 0
+    recoveries: int = 0
+
+    def fail(self, what: str) -> None:
+        self.world.fail(f"shard {self.shard}: {what}")
+
+    # clients
+
+    def submitted(self, call: SimulatedCall) -> None:
+        """A client sends a request, for the first time or again."""
+        request = call.request
+        if isinstance(request, Load) and request.token is None:
+            self._check_content(request, (request.worker, 0, len(self.contents)))
+        if not isinstance(request, Push | Load) or request.token is None:
+            return
+        token = _token(request)
+        known = self.sent.get(token)
+        if known is None:
+            self.sent[token] = Sent(request, _content(request))
+            self._check_content(request, token)
+            before = self.sent.get((token[0], token[1], token[2] - 1))
+            if before is not None and before.state == "open" and isinstance(before.request, Push):
+                self.fail(f"worker {token[0]} sends push {token[2]} although push {token[2] - 1} was not answered")
+        elif known.content != _content(request):
+            self.fail(f"worker {token[0]} sends push {token[2]} again with other bytes")
+
+    def _check_content(self, request: Push | Load, token: Token) -> None:
+        content = _content(request)
+        if len(content) < 16:
+            return
+        other = self.contents.setdefault(content, token)
+        if other != token and other[:1] == token[:1]:
+            self.fail(f"worker {token[0]} sends {type(request).__name__} {token} again, which was {other} before")
+
+    def answered(self, call: SimulatedCall, outcome: object) -> None:
+        """A client has its reply, or knows that none comes."""
+        request = call.request
+        if not isinstance(request, Push | Load) or request.token is None:
+            return
+        sent = self.sent[_token(request)]
+        if isinstance(outcome, EmbershardError):
+            if not outcome.retryable and type(outcome).__name__ != "UnknownRoute":
+                sent.state = "refused"
+            if isinstance(outcome, MemoryLost):
+                self.world.note("memory lost", self.shard, _token(request))
+        elif not isinstance(outcome, Exception):
+            sent.state = "acknowledged"
+            if _token(request) not in self.lsn_of:
+                self.fail(f"push {_token(request)} was acknowledged and is no event")
+
+    # the shard
+
+    def appended(self, lsn: int, event: Event, outcome: Outcome) -> None:
+        """The shard has applied an event, and gave it to its log."""
+        body = b"".join(bytes(piece) for piece in encode_event(event))
+        event = EventReader()(memoryview(body))  # with arrays of its own
+        if lsn != len(self.history) + 1:
+            self.fail(f"LSN {lsn} after {len(self.history)}")
+            return
+        kind = type(event).__name__
+        self.world.note("event", self.shard, lsn, kind, outcome.version, outcome.clock)
+        self.history.append(Logged(0, body, event))
+        self.expired += kind == "Expired"
+        if isinstance(event, Term):
+            if event.term <= self.term:
+                self.fail(f"term {event.term} after term {self.term}")
+            self.term = event.term
+        rows = self._apply(lsn, event)
+        if outcome.error is not None:
+            rows = outcome.rows
+        for what, got, want in (
+            ("rows", outcome.rows, rows),
+            ("version", outcome.version, self.model.version),
+            ("clock", outcome.clock, self.model.open),
+        ):
+            if got != want:
+                self.fail(f"LSN {lsn}, {kind}: {what} {got}, not {want}")
+
+    def _apply(self, lsn: int, event: Event) -> tuple[int, int]:
+        request = event.push if isinstance(event, PushEvent) else event
+        if isinstance(request, Push | Load) and request.token is not None:
+            token = _token(request)
+            sent = self.sent.get(token)
+            if sent is None:
+                self.fail(f"LSN {lsn} is push {token}, which nobody sent")
+            elif token in self.lsn_of:
+                self.fail(f"push {token} is LSN {self.lsn_of[token]} and LSN {lsn}")
+            else:
+                self.lsn_of[token] = lsn
+                self._check_event(lsn, event, sent)
+        return self.model.apply(event)
+
+    def _check_event(self, lsn: int, event: Event, sent: Sent) -> None:
+        """An event has what its client sent, and its client has been told of what was lost before it."""
+        request = event.push if isinstance(event, PushEvent) else event
+        if _content(request) != sent.content:
+            self.fail(f"LSN {lsn} is not what its client sent as {_token(request)}")
+        worker, epoch, seq = _token(request)
+        gone = [token for token in self.lost if token[:2] == (worker, epoch) and token[2] < seq]
+        if gone:
+            self.fail(f"push {_token(request)} was taken although push {gone[0]}, acknowledged, is lost")
+
+    def reply(self, request: object, reply: object) -> None:
+        """The shard has made a reply, which may leave later."""
+        if isinstance(request, Pull) and isinstance(reply, Rows):
+            if request.required_clock > self.model.open:
+                self.fail(f"a pull that needs clock {request.required_clock} is answered at {self.model.open}")
+            if reply.version != self.model.version:
+                self.fail(f"a pull shows version {reply.version}, not {self.model.version}")
+            codecs = reply.codecs or ("",) * len(reply.tables)
+            for part, codec, rows in zip(request.tables, codecs, reply.tables, strict=True):
+                want = self.model.tables[part.table].gather(part.ids)
+                if codec and codec != DELTA:
+                    payload = np.empty(find_values(codec).nbytes(*want.shape), np.uint8)
+                    find_values(codec).encode(want, payload, None)
+                    want = payload
+                if codec != DELTA and rows.tobytes() != want.tobytes():
+                    self.fail(f"a pull of {part.table} shows rows that are not those of LSN {len(self.history)}")
+
+    def rows(self, request: Pull) -> list[np.ndarray]:
+        """The rows that a pull has to show now."""
+        return [self.model.tables[part.table].gather(part.ids) for part in request.tables]
+
+    def leaves(self, request: object, lsn: int) -> None:
+        """An answer that was made when this was the last LSN leaves the shard."""
+        if not isinstance(request, READS):
+            self.released = max(self.released, lsn)
+
+    # recovery
+
+    def before_recovery(self, disk: MachineDisk, folder: Any, manifest: Any) -> None:
+        """Read what survived: a prefix of the history, with all that was answered."""
+        self.recoveries += 1
+        if manifest is None:
+            if self.released:
+                self.fail("the log is gone")
+            self._cut(0)
+            return
+        reader, last = LogReader(disk, folder, manifest), 0
+        try:
+            for record in reader.records():
+                lsn = record.header.lsn
+                if lsn > len(self.history) or self.history[lsn - 1].body != bytes(record.body):
+                    self.fail(f"LSN {lsn} of the log is not what was logged")
+                    return
+                last = lsn
+        except LogDamaged as error:
+            if self.damaged is None or error.fields["lsn"] != self.damaged[0]:
+                self.fail(f"damage where none is: {error.fields}")
+            raise
+        if self.damaged is not None:
+            self.fail(f"damage of LSN {self.damaged[0]} was not found: the log ends with LSN {last}")
+        if last < self.released and not self.may_lose:
+            self.fail(f"LSN {self.released} was acknowledged, the log ends with {last}")
+        self.has_lost |= last < self.released
+        self._cut(last)
+
+    def _cut(self, last: int) -> None:
+        for token, lsn in list(self.lsn_of.items()):
+            if lsn > last:
+                del self.lsn_of[token]
+                if self.sent[token].state == "acknowledged":
+                    self.lost.add(token)
+        if last < len(self.history):
+            del self.history[last:]
+            self.model, self.lsn_of = ModelShard(), {}
+            for lsn, logged in enumerate(self.history, start=1):
+                self._apply(lsn, logged.event)
+        self.released, self.may_lose = min(self.released, last), False
+
+    def recovered(self, core: Core) -> None:
+        """A shard serves again."""
+        if not self.history or not isinstance(self.history[-1].event, Term):
+            self.fail("a recovery that is no event")
+        self.compare(core, "after a recovery")
+
+    def compare(self, core: Core, when: str) -> None:
+        """The whole state is that of the history."""
+        control, model = core.control(), self.model
+        windows = {
+            worker: [one.epoch, one.first, one.settled, [[seq, *reply] for seq, reply in one.replies.items()]]
+            for worker, one in model.windows.items()
+        }
+        found = {worker: [*rest[:3], [list(one) for one in rest[3]]] for worker, *rest in control["pushes"]["windows"]}
+        members = sorted((m.worker, m.epoch, m.clock, m.paused) for m in model.members.values())
+        mine = sorted((m.worker, m.epoch, m.clock, m.paused) for m in core.clock.members.values())
+        pairs = [
+            ("LSN", core.lsn, len(self.history)),
+            ("version", core.clock.updates.version, model.version),
+            ("clock", core.clock.open, model.open),
+            ("members", mine, members),
+            ("windows", found, windows),
+            ("tables", sorted(core.tables.names()), sorted(model.tables)),
+        ]
+        for table in core.tables.all():
+            pairs.append((table.spec.name, plain_rows(table), plain_rows(model.tables[table.spec.name])))
+        for what, got, want in pairs:
+            if got != want:
+                detail = f"{got}, not {want}" if not isinstance(got, dict) or what == "windows" else "differ"
+                self.fail(f"{when}: {what}: {detail}")
+                return
+
+
+def plain_rows(table: Any) -> dict[int, tuple[bytes, bytes]]:
+    """Id -> the bits of its row and state."""
+    found = {}
+    for ids, rows, states in table.scan():
+        states = states.reshape(len(ids), -1)
+        for id_, row, state in zip(ids.tolist(), rows, states, strict=True):
+            found[id_] = row.tobytes(), state.astype(np.float32).tobytes()
+    return found
+
+
+def _token(request: Push | Load) -> Token:
+    token = request.token
+    return token.worker, token.epoch, token.seq
+
+
+def _content(request: Push | Load) -> bytes:
+    """What a request changes, in bytes; without the ids, which a retry may add."""
+    if isinstance(request, Load):
+        return b"load" + request.table.encode() + request.ids.tobytes() + request.rows.tobytes()
+    return b"".join(part.table.encode() + part.gradients.tobytes() for part in request.tables)

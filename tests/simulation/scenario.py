@@ -1,0 +1,81 @@
+"""What a seed stands for: a job's mode, tables, workers and shards, and how often what fails."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from embershard.proto import spec
+from embershard.proto.codec.name import CodecName
+
+OPTIMIZERS = [spec.SGD(lr=0.1), spec.SGD(lr=1.0), spec.Adagrad(lr=0.1), spec.Adam(lr=0.01), spec.FTRL(lr=0.1)]
+PUSH_CODECS = ["none"] * 5 + ["int8", "topk:0.4", "rows:0.5", "fp16s"]
+PULL_CODECS = ["none"] * 4 + ["delta", "delta", "fp16s", "int8"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All of it comes from the seed."""
+
+    seed: int
+    durability: str
+    shards: int
+    workers: int
+    is_member: bool
+    staleness: int | None
+    aware: bool
+    tables: tuple[spec.TableSpec, ...]
+    steps: int
+    splits: bool
+    max_message_bytes: int
+    segment_bytes: int
+    group_bytes: int | None
+    lease: float
+    timeout: float
+    drift: float
+    loads: bool
+    refused: bool
+    may_lose_workers: bool
+    prefetches: bool
+    faults: int
+    payload_bytes: int  # that each worker brings to a rendezvous
+
+    @classmethod
+    def of(cls, seed: int, faults: int | None = None) -> Scenario:
+        """That of a seed; `faults` replaces its number of faults."""
+        r = random.Random(f"scenario {seed}")
+        is_sync = r.random() < 0.45
+        is_member = is_sync or r.random() < 0.8
+        staleness = 0 if is_sync else r.choice([None, 1, 3])
+        tables = []
+        for number in range(r.choice([1, 1, 2, 3])):
+            optimizer, push = r.choice(OPTIMIZERS), r.choice(PUSH_CODECS)
+            initializer = r.choice([spec.Constant(value=0.0), spec.Normal(std=0.1)])
+            codecs = {"push_codec": CodecName.parse(push), "pull_codec": CodecName.parse(r.choice(PULL_CODECS))}
+            tables.append(spec.TableSpec(name="abc"[number], dim=r.choice([1, 2, 3]), optimizer=optimizer, seed=seed,
+                                         initializer=initializer, **codecs))  # fmt: skip
+        count = 20 + r.randrange(20)
+        return cls(
+            seed=seed,
+            durability=r.choice(["fsync", "fsync", "log"]),
+            shards=r.choice([1, 1, 2, 2, 3]),
+            workers=r.choice([2, 3, 3]) if is_sync else r.choice([1, 2, 2, 3]),
+            is_member=is_member,
+            staleness=staleness,
+            aware=not is_sync and is_member and r.random() < 0.4,
+            tables=tuple(tables),
+            steps=r.randrange(5, 12),
+            splits=is_member and not is_sync and r.random() < 0.3,
+            max_message_bytes=r.choice([2**26, 2**26, 700]),
+            segment_bytes=r.choice([2048, 4096, 4096, 16384]),
+            group_bytes=r.choice([None, None, 1]),
+            lease=r.choice([1.0, 2.0, 10.0]),
+            timeout=r.choice([3.0, 6.0]),
+            drift=r.choice([0.0, 0.2]),
+            loads=not is_sync and r.random() < 0.4,
+            refused=not is_sync and r.random() < 0.4,
+            may_lose_workers=r.random() < 0.5,
+            prefetches=r.random() < 0.3,
+            faults=count if faults is None else faults,
+            payload_bytes=r.choice([20, 20, 400]),
+        )
