@@ -13,7 +13,14 @@ from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import DINSection, OptimizerSection, SASRecSection, SimpleXSection, TwoTowerSection
+from embershard.worker.job.sections import (
+    BceSection,
+    DINSection,
+    OptimizerSection,
+    SASRecSection,
+    SimpleXSection,
+    TwoTowerSection,
+)
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.job.yaml import Path as Location
 
@@ -338,6 +345,8 @@ def _model_and_data(job: Job) -> Problems:
         yield ("data", "negatives"), "simplex learns from items that a user did not take: set it to 1 or more"
     if name != "simplex" and getattr(job.data, "history", False):
         yield ("data", "history"), f"has no meaning for {name}; remove it, or take simplex"
+    if isinstance(job.model, SASRecSection) and job.dim % job.model.heads:
+        yield ("model", "heads"), f"must divide embedding.dim, which is {job.dim}: each head has an equal part of it"
     yield from _loss(job)
     yield from _features(job)
     yield from _labels(job)
@@ -361,6 +370,9 @@ def _loss(job: Job) -> Problems:
             ("loss",),
             f"{name} compares items of lists, which two_tower and sasrec are trained on, {model.name} is not",
         )
+    if lists and isinstance(job.loss, BceSection) and job.loss.label_weights:
+        reason = f"weigh several labels, and {model.name} learns from lists of items; remove them"
+        yield ("loss", "label_weights"), reason
     towers = isinstance(model, TwoTowerSection) and model.normalize and model.temperature == 1.0
     cosines = towers or isinstance(model, SimpleXSection)
     if name == "ccl" and lists and not cosines:
@@ -462,6 +474,13 @@ def _judging(job: Job) -> Problems:
     for position, metric in enumerate(job.metrics):
         if not metric.is_custom and metric.code not in job.built_in_metrics:
             known = ", ".join(job.built_in_metrics)
+            if (
+                metric.code.partition(":")[0] == "gauc"
+                and job.data.evaluation == "pointwise"
+                and not job.evaluate.groups
+            ):
+                yield ("metrics", position), f"{metric.code!r} needs evaluate.groups, a feature such as the user"
+                continue
             reason = f"is no metric of data.reader {job.data.reader}, which has {known}; one of your own is module:name"
             yield ("metrics", position), f"{metric.code!r} {reason}"
         elif names.index(metric.short_name) < position:

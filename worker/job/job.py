@@ -47,6 +47,11 @@ def _or_default(value: object) -> object:
     return {} if value is None else value
 
 
+def _with_defaults(value: object) -> object:
+    """YAML's `user:` for a feature without fields."""
+    return {k: _or_default(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
 class Job(Section):
     """A training job.
 
@@ -57,7 +62,7 @@ class Job(Section):
     strategy: StrategyName = "ps"
     model: AnyModel
     data: AnyData
-    features: Mapping[str, FeatureSection] = {}  # of data.reader tabular
+    features: Annotated[Mapping[str, FeatureSection], BeforeValidator(_with_defaults)] = {}  # of data.reader tabular
     embedding: EmbeddingSection
     dense: DenseSection = DenseSection()
     train: TrainSection

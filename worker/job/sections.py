@@ -310,6 +310,11 @@ class BceSection(LossSection):
     name: Literal["bce"]  # type: ignore[assignment]
     label_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()
 
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments of the loss function: the weights alone, which a loss over lists has not."""
+        return {"label_weights": self.label_weights} if self.label_weights else {}
+
 
 class CclSection(LossSection):
     """The cosine contrastive loss; negatives whose cosine is below the margin do not count."""

@@ -40,6 +40,7 @@ REFUSED = {  # name: (the parts of a job, what is said)
         },
         ":10: features.shops.max_length: must be that of 'items'",
     ),
+    "gauc without groups": ({"rest": "metrics: [auc, gauc]"}, ":11: metrics.1: 'gauc' needs evaluate.groups"),
     "weights of other labels": (
         {"data": "label: [a, b]", "model": "{name: mmoe}", "rest": "loss: {name: bce, label_weights: [1]}"},
         "label_weights: has 1 weights for labels a, b",
@@ -65,3 +66,7 @@ def test_fields_that_contradict_each_other_are_named_with_their_line(tmp_path, c
 def test_labels_of_any_range_are_for_a_loss_of_ones_own(tmp_path):
     assert job_of(tmp_path, data="label_range: [1, 5]", rest='loss: "math:dist"').data.label_range == (1, 5)
     assert job_of(tmp_path, data="label_range: [0.2, 0.8]").data.label_range == (0.2, 0.8)
+
+
+def test_a_feature_without_fields_is_a_category(tmp_path):
+    assert job_of(tmp_path, feature="item:").features == job_of(tmp_path, feature="item: {}").features
