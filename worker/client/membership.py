@@ -296,7 +296,11 @@ class Membership:
 
     def _heartbeat(self, timeout: timedelta) -> None:
         """Renew the lease on every shard; one that does not answer must not delay the others."""
-        first = self._call_all(Heartbeat(worker=self.worker, epoch=self._epoch), timeout)[0]
+        beats = {
+            shard: Heartbeat(worker=self.worker, epoch=self._epoch, term=self._connections.term(shard))
+            for shard in self._connections.shards
+        }
+        first = self._connections.call(beats, timeout=timeout, counted=False)[self._connections.shards[0]]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)
 
