@@ -293,7 +293,7 @@ class MemberStatus(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., paused: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term", "recovering", "recovered_bytes", "recovery_seconds")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,9 @@ class ShardStatus(_message.Message):
     LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOG_WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -350,7 +353,10 @@ class ShardStatus(_message.Message):
     log_bytes: int
     log_waiting_bytes: int
     term: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    recovering: bool
+    recovered_bytes: int
+    recovery_seconds: float
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run")

@@ -8,7 +8,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
                       FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
-        shards        ShardBusy (TooManyDeclares, LogStalled), ShuttingDown, ShardFailed, InternalError
+        shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
@@ -263,6 +263,16 @@ class ShardBusy(EmbershardError):
     status = Status.RESOURCE_EXHAUSTED
     retryable = True
     template = "the apply queue is full ({queued_bytes} bytes waiting); retry after {retry_after_ms} ms"
+
+
+class ShardRecovering(ShardBusy):
+    """A shard recovers its state from its log; the client waits, for as long as its recovery_timeout allows."""
+
+    status = Status.UNAVAILABLE
+    template = (
+        "the shard recovers its rows from its log: {done_bytes:,} of about {total_bytes:,} bytes are done, about "
+        "{seconds:.0f} s are left"
+    )
 
 
 class ShuttingDown(EmbershardError):

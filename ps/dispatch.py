@@ -11,6 +11,7 @@ from typing import TypeVar
 from embershard.proto.errors import EmbershardError, InternalError
 from embershard.proto.messages import GetStatus, Hello, Reply, Request, ShardStatus
 from embershard.ps.apply_thread import ApplyThread
+from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.shard import Shard
 
 T = TypeVar("T")
@@ -24,18 +25,31 @@ class Dispatch:
     Hello and Status are answered at once in the caller's thread: health does not wait behind pushes. Everything else
     goes through the apply thread, reading and writing included, so that no I/O thread works for longer than a small
     call.
+
+    While a `recovery` makes the shard's state, in another thread, only Status is answered, until `open`.
     """
 
-    def __init__(self, shard: Shard, apply: ApplyThread) -> None:
+    def __init__(self, shard: Shard, apply: ApplyThread, recovery: RecoveryProgress | None = None) -> None:
         self._shard = shard
         self._apply = apply
-        apply.watch(shard)
+        self._recovery = recovery
+        if recovery is None:
+            apply.watch(shard)
         self._answered = 0  # Hello and Status, which the shard does not see
         self._lock = threading.Lock()  # of _answered
 
+    def open(self) -> None:
+        """Answer all requests: the shard has its state."""
+        self._recovery = None
+        self._apply.watch(self._shard)
+
     def status(self) -> ShardStatus:
         """The shard's status with what only its transports know."""
-        status = self._shard.status()
+        status, recovery = self._shard.status(), self._recovery
+        if recovery is not None:
+            status.recovering = True
+            status.log_bytes, status.recovered_bytes = recovery.total_bytes, recovery.done_bytes
+            status.recovery_seconds = recovery.seconds_left
         status.requests += self._answered
         status.queued_bytes = self._apply.queued_bytes
         return status
@@ -61,6 +75,8 @@ class Dispatch:
         `peer` is where it comes from, for people. Cancelling a future drops work that has not begun.
         A request that has to wait for other workers is read again each time that it may be answered.
         """
+        if (recovery := self._recovery) is not None and kind is not GetStatus:
+            return _failed(recovery.error())
         if kind not in (Hello, GetStatus):
             try:
                 return self._apply.submit(

@@ -237,6 +237,6 @@ class EventLog(Protocol):
         """The state has changed, and the log may not have it: end the process, so that the next one recovers."""
         ...
 
-    def status(self) -> tuple[str, int, int]:
-        """The mode; bytes of the log; bytes of it that are not written yet."""
+    def status(self) -> tuple[str, int, int, float]:
+        """The mode; bytes of the log, and of those not written yet; seconds that a recovery would take."""
         ...

@@ -20,6 +20,7 @@ from embershard.ps.events import Event, decode_event, encode_event, kind_of
 from embershard.ps.journal.folder import DurabilityMode, LogFolder
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.log_thread import LogThread, end_process
+from embershard.ps.journal.progress import RecoveryProgress, RecoveryRate
 from embershard.ps.journal.reader import LoggedRecord
 from embershard.ps.journal.record import MAX_BODY_BYTES, LogRecord
 from embershard.ps.journal.segments import SEGMENT_BYTES
@@ -40,6 +41,7 @@ class ShardLog:
         mode: DurabilityMode,
         *,
         before: int = 0,
+        rate: RecoveryRate | None = None,
         on_fatal: Callable[[BaseException], None] = end_process,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
@@ -47,6 +49,8 @@ class ShardLog:
         self._clock = clock
         self._mode, self._on_fatal = mode, on_fatal
         self._bytes = before  # of the records
+        self._rate = rate or RecoveryRate()
+        self._began = 0.0  # when the request that is handled began; 0: nothing is known of it
         self._thread: LogThread | None = None
 
     def start(self) -> None:
@@ -60,6 +64,7 @@ class ShardLog:
     def check_room(self, num_bytes: int) -> None:
         """Before a request changes anything: LogStalled, ShardBusy where an event of this size could not be kept."""
         self.journal.check_room(num_bytes)
+        self._began = self._clock.now()
 
     def append(self, event: Event, outcome: Outcome) -> int:
         """Take an event that has changed the state; its LSN."""
@@ -69,6 +74,9 @@ class ShardLog:
             kind_of(event), encode_event(event), outcome.version, outcome.clock, applied, skipped, flags=flags
         )
         self._bytes += record.num_bytes
+        if self._began:
+            self._rate.add(record.num_bytes, self._clock.now() - self._began)
+            self._began = 0.0
         return self.journal.append(record)
 
     @property
@@ -93,9 +101,9 @@ class ShardLog:
         """End the process: the state has changed, and the log may not have it."""
         self._on_fatal(error)
 
-    def status(self) -> tuple[str, int, int]:
-        """The mode; bytes of the log's records; bytes of them that are not written yet."""
-        return self._mode, self._bytes, self.journal.waiting_bytes
+    def status(self) -> tuple[str, int, int, float]:
+        """The mode; bytes of the log's records, and of those not written yet; seconds that a recovery would take."""
+        return self._mode, self._bytes, self.journal.waiting_bytes, self._rate.seconds(self._bytes)
 
 
 def recover(
@@ -105,16 +113,20 @@ def recover(
     *,
     segment_bytes: int = SEGMENT_BYTES,
     on_fatal: Callable[[BaseException], None] = end_process,
+    progress: RecoveryProgress | None = None,
+    rate: RecoveryRate | None = None,
 ) -> ShardLog:
     """Give a new shard the state that its log says, and have the log go on; it is not written before `start`.
 
-    LogDamaged, LogDiverged, LogUnusable; nothing was changed then. The process must end after another error.
+    `progress` shows others how far it is, `rate` is told what it took. LogDamaged, LogDiverged, LogUnusable; nothing
+    was changed then. The process must end after another error.
     """
     clock = shard.system
-    began = clock.now()
-    num_bytes = replay(shard.core, folder, clock)
+    progress, rate = progress or RecoveryProgress(clock), rate or RecoveryRate()
+    num_bytes = replay(shard.core, folder, progress)
+    rate.add(num_bytes, progress.elapsed)
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
-    log = ShardLog(journal, mode, before=num_bytes, on_fatal=on_fatal, clock=clock)
+    log = ShardLog(journal, mode, before=num_bytes, rate=rate, on_fatal=on_fatal, clock=clock)
     shard.log_to(log, journal.term)
     try:
         while journal.write_group():  # the term, before anybody sees what it begins with
@@ -124,23 +136,29 @@ def recover(
     if journal.term > 1:
         _log.info(
             "recovered %d events, %d bytes, in %.1f s from %s (term %d)",
-            shard.core.lsn - 1, num_bytes, clock.now() - began, folder.folder, journal.term,
+            shard.core.lsn - 1, num_bytes, progress.elapsed, folder.folder, journal.term,
         )  # fmt: skip
     return log
 
 
-def replay(core: Core, folder: LogFolder, clock: SystemClock = SYSTEM_CLOCK) -> int:
+def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = None) -> int:
     """Apply all events of a log to a new core; the bytes of their records. LogDamaged, LogDiverged."""
+    progress = progress or RecoveryProgress()
+    progress.total_bytes = folder.num_bytes
     budget, decode, num_bytes = core.budget, EventReader(), 0
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
-    reported = clock.now()
+    reported = 0.0
     try:
         for record in folder.records():
             _apply_again(core, record, decode)
             num_bytes += record.header.num_bytes
-            if clock.now() - reported > _REPORT_SECONDS:
-                reported = clock.now()
-                _log.info("recovery: %d events, %d bytes", record.header.lsn, num_bytes)
+            progress.done_bytes = num_bytes
+            if progress.elapsed - reported > _REPORT_SECONDS:
+                reported = progress.elapsed
+                _log.info(
+                    "recovery: %d events, %d of about %d bytes, about %.0f s left",
+                    record.header.lsn, num_bytes, progress.total_bytes, progress.seconds_left,
+                )  # fmt: skip
     finally:
         budget.limit = limit
     return num_bytes

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from embershard.ps.transport.address import BACKLOG, Address
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from grpc_health.v1.health import aio as health_aio
 
     from embershard.ps.dispatch import Dispatch
+    from embershard.ps.journal.progress import RecoveryProgress
     from embershard.ps.recovery import ShardLog
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
@@ -105,13 +106,10 @@ def serve(options: ServerOptions) -> int:
     address = Address.parse(options.listen)
     address.check(options.insecure)
     shard = _make_shard(options)
-    shard_log = _recover(shard, options)
-    if shard_log is not None:
-        shard_log.start()
 
     import uvloop
 
-    return uvloop.run(_serve(shard, shard_log, address, options))
+    return uvloop.run(_serve(shard, address, options))
 
 
 def _make_shard(options: ServerOptions) -> Shard:
@@ -128,30 +126,59 @@ def _make_shard(options: ServerOptions) -> Shard:
     return Shard(options.shard, placement, optimizers, codecs=codecs, version=_version(), memory=options.memory)
 
 
-def _recover(shard: Shard, options: ServerOptions) -> ShardLog | None:
+def _recover(shard: Shard, options: ServerOptions, progress: RecoveryProgress) -> ShardLog | None:
     """Give the shard what its log says; None where it has none."""
     mode = check_durability(options.durability, options.log_dir)
     if mode == "memory" or options.log_dir is None:
         return None
     from embershard.ps.journal.folder import LogFolder, log_folder
+    from embershard.ps.journal.progress import RecoveryRate
     from embershard.ps.recovery import recover, sha256_of_modules
 
+    rate = RecoveryRate(_seconds_since_start())
     path = log_folder(options.log_dir.absolute(), options.shard)
     modules = sha256_of_modules(options.imports)
     folder = LogFolder.open(path, shard=options.shard, num_shards=options.of, modules=modules, package=_version())
-    return recover(shard, folder, mode)
+    log = recover(shard, folder, mode, progress=progress, rate=rate)
+    log.start()
+    return log
 
 
-async def _serve(shard: Shard, log: ShardLog | None, address: Address, options: ServerOptions) -> int:
+def _seconds_since_start() -> float:
+    """The age of this process; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
+
+
+async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
+    from embershard.ps.journal.progress import RecoveryProgress
 
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
     sockets = address.listen()
     bound = address.bound(sockets[0])
     apply = ApplyThread(max_bytes=options.queue_bytes)
-    transports = await _Transports.start(Dispatch(shard, apply), address, sockets, options)
+    progress = RecoveryProgress()
+    dispatch = Dispatch(shard, apply, progress)
+    transports = await _Transports.start(dispatch, address, sockets, options)
+    # in a thread: workers are told meanwhile how far it is
+    recovery = loop.run_in_executor(None, _recover, shard, options, progress)
+    either: tuple[asyncio.Future[Any], ...] = recovery, stop.received
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not recovery.done():
+            _end_while_recovering(stop.received.result())
+        log = await recovery
+    except BaseException:
+        await transports.close()
+        raise
+    dispatch.open()
+    await transports.open()
     ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
     if transports.rpc is not None:
         ready["rpc"] = transports.rpc.address
@@ -183,6 +210,13 @@ async def _serve(shard: Shard, log: ShardLog | None, address: Address, options: 
     return 130 if signum == signal.SIGINT else 0
 
 
+def _end_while_recovering(signum: int) -> NoReturn:
+    """End the process: nothing was accepted, and a recovery that is broken off leaves a log that is as good."""
+    _log.info("%s: the recovery is broken off; the next start begins it again", signal.Signals(signum).name)
+    sys.stdout.flush()
+    os._exit(130 if signum == signal.SIGINT else 0)
+
+
 @dataclass(frozen=True)
 class _Transports:
     """What brings requests to the shard."""
@@ -206,14 +240,23 @@ class _Transports:
 
         rpc = await _start_rpc(dispatch, options) if options.rpc else None
         healthy = health.aio.HealthServicer()
+        for name in ("", SERVICE):
+            await healthy.set(name, HealthCheckResponse.NOT_SERVING)
         server = make_server(ShardService(dispatch), healthy)
         target, path = _private_socket(address, dispatch.status().instance)
         server.add_insecure_port(target)
         await server.start()
-        for name in ("", SERVICE):
-            await healthy.set(name, HealthCheckResponse.SERVING)
         stream = StreamServer(dispatch, foreign=path, max_connections=options.connections)
         return cls(server, healthy, stream, [await _listen(stream, sock) for sock in sockets], rpc)
+
+    async def open(self) -> None:
+        """Say to those who ask about the health of this server that it serves."""
+        from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+        from embershard.proto.messages import SERVICE
+
+        for name in ("", SERVICE):
+            await self.health.set(name, HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         """Stop listening, and send the last replies."""

@@ -248,7 +248,7 @@ class Shard:
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
         core, clock = self.core, self.core.clock
-        mode, log_bytes, waiting = ("memory", 0, 0) if self._log is None else self._log.status()
+        mode, log_bytes, waiting, recovery = ("memory", 0, 0, 0.0) if self._log is None else self._log.status()
         return ShardStatus(
             shard=self.greeting.shard,
             num_shards=self.greeting.num_shards,
@@ -278,6 +278,7 @@ class Shard:
             log_bytes=log_bytes,
             log_waiting_bytes=waiting,
             term=self.greeting.term,
+            recovery_seconds=recovery,
         )
 
     def _may_begin(self, request: Push | Join) -> bool:

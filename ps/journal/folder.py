@@ -111,6 +111,12 @@ class LogFolder:
                 self._reader = LogReader(self._disk, self.folder, self.manifest)
         return self._reader
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the records, about."""
+        with _named(self.folder):
+            return self.reader.num_bytes
+
     def close(self) -> None:
         """Let another process have the folder."""
         self._lock.close()

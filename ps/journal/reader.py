@@ -38,6 +38,7 @@ from embershard.ps.journal.record import (
 from embershard.ps.journal.segments import SegmentName
 
 _WINDOW_BYTES = 4 * 2**20
+_PROBE_STEP, _PROBE_BYTES = 2**20, 4096  # more than an embedding row that happens to be zero
 
 
 class LoggedRecord(NamedTuple):
@@ -103,6 +104,13 @@ class LogReader:
         yield from self._walk(max(from_lsn, self._manifest.first_lsn))
         self.end = self._end(self._position)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the segments that are read, about: what follows the last record may be taken for more of them."""
+        first = self._first(self._manifest.first_lsn)
+        read = [] if first is None else [one for one in self.segments if one.name.first_lsn >= first.name.first_lsn]
+        return sum(one.size for one in read[:-1]) + sum(map(self._used_bytes, read[-1:]))
+
     def find(self, lsn: int) -> LogPosition:
         """The place of a record, or the end of the log where it has none of this LSN. LogDamaged before it."""
         for _ in self._walk(self._manifest.first_lsn, stop_at=lsn):
@@ -140,6 +148,14 @@ class LogReader:
                 raise LogMismatch(path=str(segment.path), what=what, got=got, want=want)
         segment.header = header
         return segment
+
+    def _used_bytes(self, segment: StoredSegment) -> int:
+        """Where the zeros at the end of a segment begin, as far as samples show."""
+        with closing(self._disk.open(segment.path)) as file:
+            for offset in range(0, segment.size, _PROBE_STEP):
+                if not any(file.pread(_PROBE_BYTES, offset)):
+                    return offset
+        return segment.size
 
     def _walk(self, from_lsn: int, stop_at: int | None = None) -> Iterator[LoggedRecord]:
         """The records from an LSN on; `_position` is the place of the first that is missing, or of `stop_at`."""

@@ -187,12 +187,23 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
         "label": [n % 2 for n in rows],
         "user": [f"u{n % 7}" for n in rows],
         "nested": [[[n], [1]] for n in rows],
+        "floats": [[n / 7] for n in rows],
+        "item_id": [float(n % 7) for n in rows],  # of integers some of which are missing
+        "brackets": [f"[{n}, 1]" for n in rows],
+        "when": [f"2026-01-01 {n // 60:02}:{n % 60:02}" for n in rows],
         "price": [Decimal(n) / 100 for n in rows],
+        "ns": pa.array([n * 1001 for n in rows], pa.timestamp("ns")),
     }
     pq.write_table(pa.table(columns), "a.parquet")
     run("a.parquet")
     features = YAML(typ="safe").load(Path("job.yaml"))["features"]
     assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
+
+
+def test_a_column_without_a_name_that_numbers_the_rows_is_left_out():
+    Path("a.csv").write_text(",label,user\n" + "".join(f"{n},{n % 2},u{n % 7}\n" for n in range(300)))
+    run("a.csv")
+    assert YAML(typ="safe").load(Path("job.yaml"))["features"] == {"user": {}}
 
 
 def test_numbers_that_are_missing_in_words_stay_numbers_and_thousands_separators_are_remarked():

@@ -48,9 +48,14 @@ GIB = 2**30
         ([replace(EMPTY, tables=(PLAIN, CODED))], "table optimizer push pull dim rows bytes t adam none none 4 10"),
         ([replace(EMPTY, tables=(PLAIN, CODED))], "u adam int8 fp16s 4 10"),
         (
-            [replace(EMPTY, durability="log", term=3, log_bytes=2 * GIB, log_waiting_bytes=0)],
-            "shard durability term bytes written 0 log 3 2.0 GiB",
+            [replace(EMPTY, durability="log", term=3, log_bytes=GIB, log_waiting_bytes=1024, recovery_seconds=9.54)],
+            "shard durability term bytes written would take 0 log 3 1.0 GiB 1.0 KiB 9.5 s",
         ),
+        (
+            [replace(EMPTY, recovering=True, log_bytes=2 * GIB, recovered_bytes=GIB // 2, recovery_seconds=90.0)],
+            "log about shard bytes done left 0 2.0 GiB 25% 0:01:30",
+        ),
+        ([replace(EMPTY, recovering=True, log_bytes=1)], "h:1 recovering"),
         ([replace(EMPTY, failed_update="the update failed")], "h:1: the update failed"),
         ([replace(EMPTY, used_bytes=3 * GIB, budget_bytes=4 * GIB)], "rows tables used left"),
         ([replace(EMPTY, used_bytes=3 * GIB, budget_bytes=4 * GIB)], "3.0 GiB 1.0 GiB"),
@@ -69,6 +74,7 @@ def test_a_shard_that_lost_its_rows_is_named_with_the_time_of_its_start():
     empty = replace(EMPTY, instance="b", shard=1, uptime_seconds=200.0)
     assert "lost" not in shown(kept, replace(kept, instance="b"))
     assert "lost" not in shown(empty, replace(empty, instance="a"))
+    assert "lost" not in shown(kept, replace(empty, recovering=True))
     page = shown(kept, empty)
     for words in ("0/1 h:1 serving", "1/1 h:1 rows lost", "h:1: shard 1 lost its rows 3 minutes ago"):
         assert words in page

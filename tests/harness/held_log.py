@@ -17,7 +17,7 @@ class HeldLog:
         return len(self._held) + len(self._held_written)
 
     def status(self):
-        return "log", 0, 0
+        return "log", 0, 0, 0.0
 
     def check_room(self, num_bytes) -> None:
         pass

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 from embershard.proto.messages import Pull, Push, Reply, Request
 from embershard.proto.transport.local import LocalTransport
@@ -56,9 +57,9 @@ class Wires:
         self.now = now
         self.sessions: list[Session] = []
 
-    def client(self, worker: int = 0, timeout: timedelta = timedelta(seconds=PATIENCE)) -> Client:
+    def client(self, worker: int = 0, timeout: timedelta = timedelta(seconds=PATIENCE), **options: Any) -> Client:
         transports = [LocalTransport(wire.handle, wire.address) for wire in self.wires]
-        return Client(transports, worker=worker, timeout=timeout)
+        return Client(transports, worker=worker, timeout=timeout, **options)
 
     def session(
         self, worker: int = 0, terms: Terms | None = None, *, clock: int = 0, local_steps: int | None = None

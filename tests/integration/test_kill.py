@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 
 import numpy as np
@@ -13,9 +13,12 @@ import pytest
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
-from embershard.proto.messages import GetStatus, Push, PushToken, TableGradients
+from embershard.proto.errors import EmbershardError
+from embershard.proto.messages import GetStatus, Push, PushToken, ShardStatus, TableGradients
 from embershard.proto.routing import make_route
-from harness.eventually import PATIENCE
+from embershard.proto.transport.addresses import transport_for
+from embershard.proto.transport.transport import Unreachable
+from harness.eventually import PATIENCE, eventually
 from harness.shards import join, make_shard, rows
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -121,6 +124,52 @@ def kill_under_load(folder, kills, synchronous, durability="log", seed=0):
     want = model(steps, synchronous)
     np.testing.assert_array_equal(got, want[route.ids])
     return steps
+
+
+SLOW_CODEC = """
+import time
+import numpy as np
+import embershard as es
+
+def read(payload, rows, dim):
+    time.sleep(0.02)
+    return payload.view(np.float16).reshape(rows, dim).astype(np.float32)
+
+@es.values_codec(decode=read, nbytes=lambda rows, dim: 2 * rows * dim)
+def slow(rows, key):
+    return rows.astype(np.float16)
+"""
+
+
+def test_a_recovery_that_takes_longer_than_a_call_is_waited_for_and_shown(tmp_path, monkeypatch):
+    (tmp_path / "slow_codec.py").write_text(SLOW_CODEC)
+    monkeypatch.syspath_prepend(tmp_path)
+    imports, codec = ["slow_codec"], es.Compression(push="slow_codec:slow")
+    logs = {"durability": "log", "log_dir": tmp_path / "log"}
+    with (
+        LocalShards(1, imports=imports, restart=AGAIN, report=lambda line: None, **logs) as shards,
+        es.connect(shards.addresses, timeout=TIMEOUT, imports=imports, compression=codec) as session,
+        closing(transport_for(shards.addresses[0])) as transport,
+    ):
+        client = session.client
+        client.declare(SPEC)
+        route = make_route(np.arange(IDS), SPEC.space_key, client.placement)
+        for step in range(50):  # a second to decode
+            client.push([("t", route, np.ones((IDS, DIM), np.float32))], clock=step)
+        (want,), (before,) = client.pull([("t", route)]), client.status()
+        client.timeout = timedelta(seconds=0.5)
+        os.kill(shards.pids[0], signal.SIGKILL)
+
+        def seen(recovering):
+            with suppress(Unreachable, EmbershardError):
+                reply = transport.submit(GetStatus(), TIMEOUT).result()
+                assert isinstance(reply, ShardStatus)
+                return reply if reply.recovering == recovering and reply.instance != before.instance else None
+
+        assert eventually(lambda: (found := seen(True)) and 0 < found.recovered_bytes < found.log_bytes)
+        (got,) = client.pull([("t", route)])
+        np.testing.assert_array_equal(got, want)
+        assert seen(False).recovery_seconds > 0.9  # its own took as long
 
 
 @pytest.mark.parametrize("synchronous", [False, True], ids=["asynchronous", "synchronous"])

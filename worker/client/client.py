@@ -22,6 +22,7 @@ from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.transport import Transport
 from embershard.worker.client.byte_counts import ByteCounter
 from embershard.worker.client.connections import (
+    RECOVERY_TIMEOUT,
     ClientStats,
     Outcome,
     Places,
@@ -47,7 +48,8 @@ _log = logging.getLogger(__name__)
 class Client:
     """All shards of one placement.
 
-    Every call ends by `timeout`, with an error that names the shard. Calls may come from several threads: pulls run
+    Every call ends by `timeout`, with an error that names the shard; one to a shard that recovers its rows from its
+    log waits up to `recovery_timeout` longer. Calls may come from several threads: pulls run
     side by side, pushes one after the other. A push that got no answer in time is kept, and sent again, with the same
     token, before the next one: it is applied once, whatever became of the first try.
     """
@@ -58,6 +60,7 @@ class Client:
         *,
         worker: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        recovery_timeout: timedelta = RECOVERY_TIMEOUT,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         if not transports:
@@ -67,9 +70,8 @@ class Client:
         self.worker = worker
         self._clock = clock
         self.epoch = int(clock.since_1970() * 1e9)  # a later incarnation of this worker fences this one
-        self.connections = ShardConnections(
-            handshake(transports, worker, Deadline(timeout, clock)), worker, timeout, clock
-        )
+        connections = handshake(transports, worker, Deadline(timeout, clock), recovery_timeout)
+        self.connections = ShardConnections(connections, worker, timeout, recovery_timeout, clock)
         greetings = [connection.greeting for connection in self.connections]
         self.directory = Directory(Placement.even(len(greetings), greetings[0].placement_epoch))
         # shard -> bytes of a message to it; replies are read up to our own limit, whatever the shard would take
@@ -91,6 +93,7 @@ class Client:
         *,
         worker: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        recovery_timeout: timedelta = RECOVERY_TIMEOUT,
         bandwidth: int | None = None,
     ) -> Client:
         """A client of the shards at `addresses` (docs/transports.md), in any order.
@@ -101,7 +104,7 @@ class Client:
         link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
         transports = [transport_for(address, link) for address in addresses]
         try:
-            return cls(transports, worker=worker, timeout=timeout)
+            return cls(transports, worker=worker, timeout=timeout, recovery_timeout=recovery_timeout)
         except BaseException:
             for transport in transports:
                 transport.close()
@@ -340,14 +343,11 @@ class Client:
             self._pushes.put(update, placement, to_all=True)
             return self._deliver(member)
 
-    def flush(self, timeout: timedelta | None = None) -> None:
-        """Wait until all pushes that were answered are safe on their shards, whatever fails there then.
+    def flush(self) -> None:
+        """Wait until all pushes that were answered are safe on their shards; ShardUnavailable."""
+        self._await_safe(self.connections.shards, self.timeout)
 
-        ShardUnavailable where a shard does not say so by `timeout`.
-        """
-        self._await_safe(self.connections.shards, self.timeout if timeout is None else timeout)
-
-    def _await_safe(self, shards: Iterable[int], timeout: timedelta) -> None:
+    def _await_safe(self, shards: Iterable[int], timeout: timedelta, *, awaits_recovery: bool = True) -> None:
         deadline = Deadline(timeout, self._clock)
         while waiting := self._kept.unsafe(shards):
             if deadline.seconds <= 0:
@@ -360,7 +360,7 @@ class Client:
                 shard: Heartbeat(worker=self.worker, epoch=self.epoch, flush=True, term=self.connections.term(shard))
                 for shard in waiting
             }
-            raise_first(self.connections.call(asked, timeout=deadline.remaining))
+            raise_first(self.connections.call(asked, timeout=deadline.remaining, awaits_recovery=awaits_recovery))
 
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
         if full := [shard for shard, push in pushes.items() if self._kept.is_full(shard, push)]:
@@ -394,7 +394,7 @@ class Client:
     def close(self) -> None:
         """Wait until all pushes are safe, leave the job and close the connections."""
         try:
-            self.flush(min(self.timeout, _FAREWELL))
+            self._await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
         except EmbershardError as error:
             _log.warning("worker %d ends before its last pushes are known to be safe: %s", self.worker, error)
         if self.membership is not None:

@@ -23,6 +23,7 @@ from embershard.proto.errors import (
     NotAShard,
     OtherTerm,
     ShardBusy,
+    ShardRecovering,
     ShardRestarted,
     ShardUnavailable,
     UnknownTable,
@@ -52,6 +53,7 @@ from embershard.worker.client.kept import KeptPushes
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
 _SILENT_WAIT = timedelta(seconds=3)  # waiting for longer than this is logged, once
+RECOVERY_TIMEOUT = timedelta(minutes=30)  # for a shard that recovers its rows
 
 # what protobuf adds to the arrays, generously: tags, lengths and numbers, once per message and once per table
 MESSAGE_OVERHEAD = 256
@@ -67,6 +69,7 @@ class ShardConnection:
     transport: Transport
     greeting: Greeting  # of the process that answered last
     suspect: bool = False  # the connection broke: another process may answer now
+    recovering_since: float = 0.0  # clock.now() when it said so first; 0: it does not
     heartbeat: PendingReply | None = None  # on its way; held because gRPC cancels a call that is forgotten
 
     @property
@@ -98,19 +101,24 @@ class ClientStats:
     volume: ByteCounts = field(default_factory=dict)  # the bytes by direction and part
 
 
-def handshake(transports: Sequence[Transport], worker: int, deadline: Deadline) -> list[ShardConnection]:
+def handshake(
+    transports: Sequence[Transport], worker: int, deadline: Deadline, recovery_timeout: timedelta = timedelta(0)
+) -> list[ShardConnection]:
     """Connect to all shards, in the order of their index; waits for those that start later.
 
+    The deadline begins anew whenever a shard says that it recovers its rows, for `recovery_timeout` at most.
     ShardUnavailable where none answers by the deadline, NotAShard where something else does, WrongShards where the
     shards do not make one placement.
     """
     found: dict[int, Greeting] = {}
     clock = deadline.clock
     silent: Deadline | None = Deadline(_SILENT_WAIT, clock)
+    recovery = Deadline(recovery_timeout, clock)
     for pause in _pauses(clock):
         waiting = [i for i in range(len(transports)) if i not in found]
         pending = {i: _submit(transports[i], Hello(worker=worker), deadline.remaining) for i in waiting}
         reasons: dict[int, str] = {}
+        recovering = False
         for i, answer in pending.items():
             try:
                 reply = answer.result()
@@ -123,6 +131,7 @@ def handshake(transports: Sequence[Transport], worker: int, deadline: Deadline) 
                     label = "" if isinstance(error, NotAShard) else f"the server at {transports[i].address}"
                     raise _labelled(error, label) from None
                 reasons[i] = str(error)
+                recovering |= isinstance(error, ShardRecovering)
             else:
                 if not isinstance(reply, Greeting):
                     raise NotAShard(address=transports[i].address, reason=f"it said {type(reply).__name__}")
@@ -133,8 +142,11 @@ def handshake(transports: Sequence[Transport], worker: int, deadline: Deadline) 
         if silent is not None and silent.seconds <= 0:
             silent = None
             _log.warning("waiting for the server at %s (%s)", transports[first].address, reason)
-        if not _sleep(pause, deadline):
+        recovering = recovering and recovery.seconds > 0
+        if not (_sleep(pause, deadline) or recovering):
             break
+        if recovering:
+            deadline = Deadline(deadline.timeout, clock)
     raise _unavailable(f"the server at {transports[first].address}", transports[first].address, reason, deadline)
 
 
@@ -179,9 +191,11 @@ class ShardConnections:
         connections: Sequence[ShardConnection],
         worker: int,
         timeout: timedelta,
+        recovery_timeout: timedelta = RECOVERY_TIMEOUT,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.timeout = timeout  # of every call that gives no other
+        self.recovery_timeout = recovery_timeout  # of every call to a shard that recovers its rows
         self.clock = clock
         self.stats = ClientStats()
         self.lock = clock.lock()  # of the stats
@@ -228,14 +242,17 @@ class ShardConnections:
         *,
         timeout: timedelta | None = None,
         counted: bool = True,
+        awaits_recovery: bool = True,
     ) -> dict[int, Outcome]:
         """Send one request to each of the shards named, all at once, and wait for their replies or errors.
 
         `into`: memory for the rows of pulls, see Transport.submit. With `counted` its time is part of `stats`.
         Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the timeout; one
-        that put a request back for other workers' sake, so near to it that no answer could come in time, is not.
+        that put a request back for other workers' sake, so near to it that no answer could come in time, is not. The
+        timeout begins anew whenever a shard says that it recovers its rows, for `recovery_timeout` from the first
+        time on, unless `awaits_recovery` is False.
         """
-        left = self.timeout if timeout is None else timeout
+        whole = left = self.timeout if timeout is None else timeout
         start, deadline = time.perf_counter(), Deadline(left, self.clock)
         held = 0.0  # seconds, for other workers
         outcomes: dict[int, Outcome] = {}
@@ -246,8 +263,14 @@ class ShardConnections:
                     waiting = self._try(waiting, into or {}, left, deadline, outcomes)
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
-                    if not waiting or not _sleep(max(pause, _wanted_pause(waiting, outcomes, self.clock)), deadline):
+                    recovers = awaits_recovery and self._is_recovering(waiting, outcomes)
+                    pause = max(pause, _wanted_pause(waiting, outcomes, self.clock))
+                    if any(isinstance(outcomes.get(shard), _AnswersAgain) for shard in waiting):
+                        pause = 0.0
+                    if not waiting or not (_sleep(pause, deadline) or recovers):
                         break
+                    if recovers:
+                        deadline = Deadline(whole, self.clock)
                     left = deadline.remaining
                 for shard in waiting:
                     outcomes[shard] = self._unanswered(shard, outcomes.get(shard), deadline)
@@ -288,7 +311,7 @@ class ShardConnections:
                 transport = self._connections[shard].transport
                 pending[shard] = _submit(transport, request, left, into.get(shard, ()))
         for shard in suspects:  # after the others were asked: a shard that is unresponsive must not cost their leases
-            outcomes[shard] = self._verify_rows(shard, deadline) or _Retry("it answers again")
+            outcomes[shard] = self._verify_rows(shard, deadline) or _AnswersAgain()
             if isinstance(outcomes[shard], ClientClosed):
                 del waiting[shard]
             else:
@@ -305,12 +328,34 @@ class ShardConnections:
                 del waiting[shard]
         return waiting
 
+    def _is_recovering(self, waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome]) -> bool:
+        """Whether a shard that is asked again recovers its rows, and may go on with it."""
+        earliest = self.clock.now() - self.recovery_timeout.total_seconds()
+        return any(
+            isinstance(outcomes.get(shard), ShardRecovering) and self._connections[shard].recovering_since > earliest
+            for shard in waiting
+        )
+
     def _unanswered(self, shard: int, last: Outcome | None, deadline: Deadline) -> Outcome:
         """The outcome of a request that no try was left for."""
+        if isinstance(last, ShardRecovering):
+            return self._gave_up(shard, last)
         if last is not None and not isinstance(last, _Retry):
             return last
         connection, reason = self._connections[shard], "no time was left to ask" if last is None else last.reason
         return _unavailable(connection.name, connection.transport.address, reason, deadline)
+
+    def _gave_up(self, shard: int, last: ShardRecovering) -> ShardUnavailable:
+        """The outcome of a request to a shard whose recovery takes longer than may be waited for."""
+        connection = self._connections[shard]
+        waited, limit = self.clock.now() - connection.recovering_since, self.recovery_timeout.total_seconds()
+        reason = (
+            f"{last.template.format_map(last.fields)}, and this worker waits for {limit:.0f} s: raise "
+            "recovery_timeout, in a job train.recovery_timeout"
+        )
+        return ShardUnavailable(
+            shard=connection.name, seconds=waited, reason=reason, address=connection.transport.address
+        )
 
     def _outcome(self, shard: int, answer: PendingReply, deadline: Deadline) -> Outcome:
         connection = self._connections[shard]
@@ -324,6 +369,9 @@ class ShardConnections:
         except Unreachable as error:
             connection.suspect = True
             return _Retry(error.reason)
+        except ShardRecovering as error:
+            connection.suspect = True
+            return self._recovering(connection, error)
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
             return self._verify_rows(shard, deadline) or _labelled(error, connection.name)
@@ -352,6 +400,8 @@ class ShardConnections:
             return _labelled(ClientClosed(), connection.name)
         except Unreachable as error:
             return _Retry(error.reason)
+        except ShardRecovering as error:
+            return self._recovering(connection, error)
         except EmbershardError as error:
             return _Retry(str(error))
         if isinstance(reply, Greeting) and self._has_our_rows(connection.greeting, reply):
@@ -363,7 +413,7 @@ class ShardConnections:
                     return _Retry(str(failed))
                 _log.warning("%s is back, with its rows (term %d)", connection.name, reply.term)
                 self.recoveries += 1
-            connection.greeting, connection.suspect = reply, False
+            connection.greeting, connection.suspect, connection.recovering_since = reply, False, 0.0
             return None
         got = reply.instance if isinstance(reply, Greeting) else type(reply).__name__
         self._lost = ShardRestarted(
@@ -385,6 +435,13 @@ class ShardConnections:
             return replace(request, term=term)
         return request
 
+    def _recovering(self, connection: ShardConnection, error: ShardRecovering) -> EmbershardError:
+        error.shard = connection.name
+        if not connection.recovering_since:
+            connection.recovering_since = self.clock.now()
+            _log.warning("waiting for %s", error)
+        return error
+
     def _has_our_rows(self, known: Greeting, reply: Greeting) -> bool:
         if reply.instance == known.instance:
             return True
@@ -400,6 +457,13 @@ class _Retry(EmbershardError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(reason=reason)
+
+
+class _AnswersAgain(_Retry):
+    """The shard behind a connection that broke has our rows, and was not asked yet."""
+
+    def __init__(self) -> None:
+        super().__init__("it answers again")
 
 
 def _submit(transport: Transport, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> PendingReply:

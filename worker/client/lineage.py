@@ -74,8 +74,10 @@ class Lineage:
 def shards_without_rows(statuses: Sequence[ShardStatus]) -> list[ShardStatus]:
     """The shards whose rows do not belong to those of the others; none while no shard has a row.
 
-    They are those of another lineage than the shard that has had rows for longest.
+    They are those of another lineage than the shard that has had rows for longest. One that recovers its rows is not
+    among them.
     """
+    statuses = [status for status in statuses if not status.recovering]
     with_rows = [status for status in statuses if any(table.rows for table in status.tables)]
     if not with_rows:
         return []

@@ -245,7 +245,8 @@ class Membership:
         if not self._ended.is_set():
             self._ended.set()
             self._connections.heartbeat = None
-            self._call_all(Leave(worker=self.worker, epoch=self._epoch), min(self._timeout, _FAREWELL))
+            leave, timeout = Leave(worker=self.worker, epoch=self._epoch), min(self._timeout, _FAREWELL)
+            self._call_all(leave, timeout, awaits_recovery=False)
 
     def _join(self, clock: int) -> int:
         terms, margin = self.terms, _MARGIN
@@ -289,9 +290,11 @@ class Membership:
                 raise outcome
         return outcomes
 
-    def _call_all(self, request: Request, timeout: timedelta) -> list[Outcome]:
+    def _call_all(self, request: Request, timeout: timedelta, *, awaits_recovery: bool = True) -> list[Outcome]:
         shards = self._connections.shards
-        outcomes = self._connections.call(dict.fromkeys(shards, request), timeout=timeout, counted=False)
+        outcomes = self._connections.call(
+            dict.fromkeys(shards, request), timeout=timeout, counted=False, awaits_recovery=awaits_recovery
+        )
         return [outcomes[shard] for shard in shards]
 
     def _heartbeat(self, timeout: timedelta) -> None:
@@ -300,7 +303,8 @@ class Membership:
             shard: Heartbeat(worker=self.worker, epoch=self._epoch, term=self._connections.term(shard))
             for shard in self._connections.shards
         }
-        first = self._connections.call(beats, timeout=timeout, counted=False)[self._connections.shards[0]]
+        outcomes = self._connections.call(beats, timeout=timeout, counted=False, awaits_recovery=False)
+        first = outcomes[self._connections.shards[0]]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)
 

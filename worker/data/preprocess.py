@@ -102,13 +102,18 @@ Fitted = dict[str, Any]  # JSON: numbers (feature -> figures), vocabularies (tab
 class Preprocessor:
     """Makes ids and dense features of columns, as `schema` names them.
 
+    `paired` are sequences whose values belong together place by place, and which so are as long as each other.
     BadFeature where features contradict each other.
     """
 
     def __init__(
-        self, features: Mapping[str, FeatureSpec], fitted: Fitted | None = None, labels: Sequence[str] = ()
+        self,
+        features: Mapping[str, FeatureSpec],
+        fitted: Fitted | None = None,
+        labels: Sequence[str] = (),
+        paired: Sequence[str] = (),
     ) -> None:
-        self.features, self.labels = dict(features), tuple(labels)
+        self.features, self.labels, self.paired = dict(features), tuple(labels), tuple(paired)
         self.fitted: Fitted = fitted or {}
         self._tables = self._settings_of_tables()
 
@@ -122,12 +127,17 @@ class Preprocessor:
                 k: tuple(v) if k in tuples and isinstance(v, list | tuple) else v for k, v in fields.items()
             }
             features[name] = FeatureSpec(**given)
-        return cls(features, values["fitted"], values["labels"])
+        return cls(features, values["fitted"], values["labels"], values.get("paired", ()))
+
+    def with_fitted(self, fitted: Fitted) -> Self:
+        """The same features with what was learnt from training data."""
+        return type(self)(self.features, fitted, self.labels, self.paired)
 
     def to_dict(self) -> dict[str, Any]:
         """The features and what was fitted, of types that JSON has."""
         features = {name: asdict(feature) for name, feature in self.features.items()}
-        return {"features": features, "fitted": self.fitted, "labels": list(self.labels)}
+        labels, paired = list(self.labels), list(self.paired)
+        return {"features": features, "fitted": self.fitted, "labels": labels, "paired": paired}
 
     def __call__(self, columns: Columns | Mapping[str, Sequence[object]]) -> tuple[Ids, Floats | None]:
         """Ids (N, C) int64 and dense features (N, D) float32 or None of columns by name, as arrays of Arrow or lists.
@@ -136,11 +146,15 @@ class Preprocessor:
         """
         arrays = {name: _array(columns[name]) for name in self.columns}
         ids, dense, weights = [], [], []
+        first: _Values | None = None  # of the paired ones
         for name, feature in self.features.items():
             if feature.is_dense:
                 dense.append(self._number(name, feature, arrays))
                 continue
             values = self._values(name, feature, arrays)
+            if name in self.paired:
+                first = first or values
+                values.check_lengths(first)
             ids.append(self._encoded(feature, name, values))
             if feature.is_weighted:
                 weights.append(self._weights_of(name, feature, arrays, values))
@@ -294,13 +308,7 @@ class Preprocessor:
             return values.padded(values.weights(feature.weight_separator), feature.width, 0)
         assert feature.weights is not None
         own = self._values(name, FeatureSpec(**{**asdict(feature), "column": feature.weights}), arrays)
-        assert own.starts is not None
-        assert values.starts is not None
-        differ = np.flatnonzero(np.diff(own.starts) != np.diff(values.starts)[: len(own.starts)])
-        if len(differ):
-            counts = [int(np.diff(v.starts)[differ[0]]) for v in (own, values) if v.starts is not None]
-            reason = f"{counts[0]} weights for {counts[1]} values of {values.column!r}"
-            raise BadValue(int(differ[0]), feature.weights, reason)
+        own.check_lengths(values, "weights")
         numbers = numbers_of(feature.weights, own.flat, own.row)
         return own.padded(np.nan_to_num(numbers), feature.width, 0)
 
@@ -427,6 +435,16 @@ class _Values:
         """The sample of a value."""
         return place if self.starts is None else int(np.searchsorted(self.starts, place, side="right")) - 1
 
+    def check_lengths(self, other: _Values, what: str = "values") -> None:
+        """BadValue where a sample has not as many values as of another column."""
+        assert self.starts is not None
+        assert other.starts is not None
+        own, others = np.diff(self.starts), np.diff(other.starts)
+        differ = np.flatnonzero(own != others)
+        if len(differ):
+            reason = f"{own[differ[0]]} {what} for {others[differ[0]]} values of {other.column!r}"
+            raise BadValue(int(differ[0]), self.column, reason)
+
     def hashes(self, table: str, weight_separator: str | None) -> Ids:
         """The hash of each value."""
         from embershard.worker.data.hashing import hash_texts  # here: its kernels need numba, and a look at files not
@@ -504,18 +522,20 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
 
 def _exact(values: _Values, limit: int) -> Ids:
     """Ids that are numbers already."""
+    bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
     try:
         array = values.flat.cast(pa.int64())
     except pa.ArrowException:
         texts = texts_of(values.column, values.flat)
         wrong = np.flatnonzero(~np.asarray(pc.match_substring_regex(texts, r"^[0-9]{1,18}$")))
         place = int(wrong[0]) if len(wrong) else 0
-        raise BadValue(values.row(place), values.column, f"{texts[place].as_py()[:40]!r} is no integer id") from None
+        text = texts[place].as_py()
+        reason = f"id {text} is not in 0 to below {bound}" if text.isdecimal() else f"{text[:40]!r} is no integer id"
+        raise BadValue(values.row(place), values.column, reason) from None
     ids: Ids = pc.fill_null(array, -1).to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero((ids < 0) | (ids >= limit))
     if len(wrong):
         place = int(wrong[0])
-        bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
         raise BadValue(values.row(place), values.column, f"id {values.flat[place]} is not in 0 to below {bound}")
     return ids
 
@@ -529,8 +549,9 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
         raise BadFeature(column, f"is a list ({array.type}), no number")
     try:
         if pa.types.is_temporal(array.type):
-            array = array.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64(), safe=False)
+            array = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64(), safe=False)
         if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+            array = pc.utf8_trim_whitespace(array)  # as in CSV
             array = pc.if_else(pc.equal(array, ""), None, array)
         x: Floats = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     except pa.ArrowException:
@@ -547,8 +568,8 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
 
 def _is_number(value: object) -> bool:
     try:
-        float(str(value))
-    except ValueError:
+        pa.scalar(str(value)).cast(pa.float64())
+    except pa.ArrowException:
         return False
     return True
 
@@ -558,26 +579,36 @@ def _declare(name: str, array: pa.Array) -> str:
 
 
 def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.ChunkedArray) -> None:
-    """BadFeature where the first values of a feature without a type are several in one, as in a|b|c."""
+    """BadFeature where the first values of a feature without a type are several in one, as in a|b|c.
+
+    And where those of a list with a separator are in brackets, which would be parts of its values.
+    """
+    array = _array(array)
+    if feature.separator is not None and (shown := looks_separated(array, _BRACKETS)):
+        reason = f"values of column {feature.column or name!r} are in brackets, as {shown!r}"
+        raise BadFeature(name, f"{reason}, which a separator leaves in the first and the last value: write them as a|b")
     if feature.type is not None or feature.separator is not None:
         return
-    array = _array(array)
     if is_list(array.type):
         raise BadFeature(name, f"column {feature.column or name!r} is a list ({array.type}): {_declare(name, array)}")
-    if looks_separated(array):
-        reason = f"values of column {feature.column or name!r} look like several in one, as {looks_separated(array)!r}"
-        declare = f"{name}: {{type: list, separator: '|'}}"
-        raise BadFeature(name, f"{reason}: declare {declare}, or {name}: {{type: category}} if each is one value")
+    if shown := looks_separated(array):
+        reason = f"values of column {feature.column or name!r} look like several in one, as {shown!r}"
+        declare = f"{'write them as a|b and ' if shown.startswith('[') else ''}declare {name}: "
+        declare += f"{{type: list, separator: '|'}}, or {name}: {{type: category}} if each is one value"
+        raise BadFeature(name, f"{reason}: {declare}")
 
 
-def looks_separated(array: pa.Array | pa.ChunkedArray) -> str:
+_BRACKETS = r"^\[.*\]$"
+
+
+def looks_separated(array: pa.Array | pa.ChunkedArray, pattern: str = rf"\||{_BRACKETS}") -> str:
     """A value of texts that are lists, as a|b or [a, b], if a tenth of them or more are; else the empty text."""
     array = _array(array)
     if pa.types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
     if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
         return ""
-    parted = array.filter(pc.fill_null(pc.match_substring_regex(array, r"\||^\[.*\]$"), False))
+    parted = array.filter(pc.fill_null(pc.match_substring_regex(array, pattern), False))
     return str(parted[0].as_py())[:60] if len(parted) * 10 >= len(array) else ""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -39,6 +40,7 @@ _OF_SHARDS = (
     "train.staleness",
     "train.staleness_aware_lr",
     "train.lease",
+    "train.recovery_timeout",
     "train.prefetch",
     "train.restart_workers",
     "data.splits",
@@ -74,7 +76,8 @@ def _strategy(job: Job) -> Problems:
     for field in ("shards", "durability"):
         if _given(job, field):
             yield (field,), f"strategy {name} has no shards; remove it"
-    for path in (("train", "staleness"), ("train", "staleness_aware_lr"), ("train", "lease"), ("train", "prefetch")):
+    for name_of_field in ("staleness", "staleness_aware_lr", "lease", "recovery_timeout", "prefetch"):
+        path = ("train", name_of_field)
         # 0, which equals False, says what is true of them: nothing is stale
         if _given(job, *path) and getattr(job.train, path[1]) not in (None, False):
             yield path, f"has no meaning for strategy {name}, which has no shards to wait for; remove it"
@@ -282,13 +285,7 @@ def _opened(job: Job, dataset: Dataset) -> Problems:
     if groups is not None and groups not in single:
         reason = f"{groups!r} is no feature of one value; data.reader {reader} has {', '.join(single)}"
         yield ("evaluate", "groups"), reason
-    if len(schema.labels) > 1 and not job.model.labels:
-        reason = f"{model} has one logit, and samples have labels {', '.join(schema.labels)}: take mmoe or ple"
-        yield ("model", "name"), reason
-    weights = getattr(job.loss, "label_weights", ())
-    if weights and len(weights) != len(schema.labels):
-        reason = f"has {len(weights)} weights for labels {', '.join(schema.labels)}: give one of each"
-        yield ("loss", "label_weights"), reason
+    yield from _several_labels(job, schema.labels)
     if job.model.needs == "pairs" and len(schema.features) != 2 and (model not in _LISTS or len(schema.features) < 2):
         reason = f"{model} needs a user and an item per sample, but data.reader {reader} has {len(schema.features)}"
         yield ("model", "name"), f"{reason} features: {', '.join(schema.features)}"
@@ -343,6 +340,7 @@ def _model_and_data(job: Job) -> Problems:
         yield ("data", "history"), f"has no meaning for {name}; remove it, or take simplex"
     yield from _loss(job)
     yield from _features(job)
+    yield from _labels(job)
     problem = job.data.problem()
     if problem is not None:
         yield ("data", problem[0]), problem[1]
@@ -381,7 +379,7 @@ def _features(job: Job) -> Problems:
         return
     if not job.data.features:
         return
-    from embershard.worker.data.preprocess import BadFeature
+    from embershard.worker.data.preprocess import MAX_LENGTH, BadFeature
 
     try:
         job.data.preprocessor()
@@ -393,10 +391,48 @@ def _features(job: Job) -> Problems:
                 if name not in job.data.features or job.data.features[name].type not in types:
                     reason = f"{name!r} is no feature of type {types[-1]}, as each {field} must be"
                     yield ("model", field), reason
+        found = [(name, job.data.features[name]) for name in job.model.history if name in job.data.features]
+        for name, feature in found[1:]:
+            first = found[0][1].max_length or MAX_LENGTH["sequence"]
+            if (feature.max_length or MAX_LENGTH["sequence"]) != first:
+                reason = f"must be that of {found[0][0]!r}, whose values {job.model.name} weighs together with these"
+                yield ("features", name, "max_length"), reason
     for name, feature in job.data.features.items():
         if feature.type == "sequence" and not job.model.reads_sequences:
             reason = f"{job.model.name} reads no sequences: use type list, whose rows are pooled"
             yield ("features", name, "type"), reason
+
+
+def _labels(job: Job) -> Problems:
+    """What a table's labels contradict; those of other readers are known once they are open."""
+    data = job.data
+    if not isinstance(data, TabularSection):
+        return
+    low, high = (-math.inf, math.inf) if data.label_range == "any" else data.label_range
+    if (low < 0 or high > 1) and job.own_loss is None:
+        reason = "labels outside 0..1 have no binary cross-entropy: name a loss of your own (loss: my_losses:squared)"
+        yield ("data", "label_range"), f"{reason}, or write labels as 0 and 1"
+    yield from _several_labels(job, data.labels_of_samples)
+    for position, name in enumerate(data.label):
+        if name in data.label[:position]:
+            yield ("data", "label"), f"names {name!r} twice"
+    for name, feature in data.features.items():
+        columns = (*feature.of, feature.weights) if feature.of else (feature.column or name, feature.weights)
+        found = next((column for column in columns if column in data.label), None)
+        if found is not None:
+            reason = f"reads column {found!r}, which is the label, so that the model would be given what it is to tell"
+            yield ("features", name), f"{reason}; remove it"
+
+
+def _several_labels(job: Job, labels: Sequence[str]) -> Problems:
+    """What the names of a sample's labels contradict."""
+    if len(labels) > 1 and not job.model.labels:
+        reason = f"{job.model.name} has one logit, and samples have labels {', '.join(labels)}: take mmoe or ple"
+        yield ("model", "name"), reason
+    weights = getattr(job.loss, "label_weights", ())
+    if weights and len(weights) != len(labels):
+        reason = f"has {len(weights)} weights for labels {', '.join(labels)}: give one of each"
+        yield ("loss", "label_weights"), reason
 
 
 def _length(job: Job) -> Problems:

@@ -19,6 +19,7 @@ from embershard.worker.job.sections import (
     Code,
     CodeSection,
     Count,
+    DINSection,
     Section,
     SimpleXSection,
     TwoTowerSection,
@@ -79,8 +80,9 @@ class Job(Section):
     @model_validator(mode="after")
     def _give_features(self) -> Self:
         """Let the data have the features, since whoever reads it needs them."""
-        if self.features and isinstance(self.data, TabularSection):
-            object.__setattr__(self, "data", self.data.model_copy(update={"features": self.features}))
+        if isinstance(self.data, TabularSection):
+            paired = self.model.history if isinstance(self.model, DINSection) else ()
+            object.__setattr__(self, "data", self.data.for_model(self.features or self.data.features, paired))
         return self
 
     @property

@@ -216,6 +216,7 @@ class TabularSection(DataSection):
     ] = None
     """What was learnt from the training data, which a run stores with its model; or a file of it."""
     _first_rows_only: bool = PrivateAttr(default=False)
+    _paired: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def labels_of_samples(self) -> tuple[str, ...]:
@@ -344,7 +345,13 @@ class TabularSection(DataSection):
         from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
 
         features = {name: FeatureSpec(**section.model_dump()) for name, section in self.features.items()}
-        return Preprocessor(features, self.fitted, self.label)
+        return Preprocessor(features, self.fitted, self.label, self._paired)
+
+    def for_model(self, features: Mapping[str, FeatureSection], paired: tuple[str, ...]) -> Self:
+        """This section with the features of the job, and the sequences that its model reads place by place."""
+        copy = self.model_copy(update={"features": features})
+        copy._paired = paired
+        return copy
 
     def first_rows(self) -> DataSection:
         """This section, whose features are fitted on the first rows alone."""

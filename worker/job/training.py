@@ -239,9 +239,10 @@ class TrainSection(StepSection):
     `staleness` says what the workers see of each other (docs/training/staleness.md): 0 is synchronous, a number bounds
     by how many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies
     of its own and pushes the difference. `staleness_aware_lr` divides a push's learning rate by the updates that its
-    rows had missed. A worker without a heartbeat for `lease` seconds is evicted. `embershard train` starts up to
-    `restart_workers` workers again that were killed by a signal. With `recover` (the default where checkpoint.folder is
-    given) it goes on by itself from the latest checkpoint where the job ends because a shard or a worker was lost.
+    rows had missed. A worker without a heartbeat for `lease` seconds is evicted. Workers wait up to `recovery_timeout`
+    seconds for a shard that recovers its rows from its log. `embershard train` starts up to `restart_workers` workers
+    again that were killed by a signal. With `recover` (the default where checkpoint.folder is given) it goes on by
+    itself from the latest checkpoint where the job ends because a shard or a worker was lost.
 
     With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
     shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`. It is
@@ -258,6 +259,7 @@ class TrainSection(StepSection):
     staleness: Annotated[int | str | None, PlainValidator(_consistency, json_schema_input_type=_Staleness)] = None
     staleness_aware_lr: bool = False
     lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
+    recovery_timeout: Annotated[float, Field(ge=0.0, le=86_400)] = 1800.0  # seconds
     restart_workers: Annotated[int, Field(ge=0)] = 0
     recover: bool | None = None
     prefetch: Staleness = 0

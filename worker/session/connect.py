@@ -10,6 +10,7 @@ from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
+from embershard.worker.client.connections import RECOVERY_TIMEOUT
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.settings import Compression
 from embershard.worker.session.session import Session
@@ -20,6 +21,7 @@ def connect(
     *,
     worker: int = 0,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    recovery_timeout: timedelta = RECOVERY_TIMEOUT,
     workers: int = 1,
     staleness: int | None = None,
     lease: timedelta = Terms.lease,
@@ -33,7 +35,8 @@ def connect(
 ) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
-    Waits for shards that start later; every later call, too, ends by `timeout`. BadAddress where one cannot be.
+    Waits for shards that start later; every later call, too, ends by `timeout`. A shard that recovers its
+    rows from its log is waited for up to `recovery_timeout`. BadAddress where an address cannot be one.
 
     With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
     that membership.Terms describes, the same for all workers; ModeMismatch where they differ, StaleRun where its `run`
@@ -56,7 +59,13 @@ def connect(
             else f"local_steps must be at least 1, got {local_steps}"
         )
     bits, codecs = parse_bandwidth(bandwidth), CodecRegistry(imports)
-    client = Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout, bandwidth=bits)
+    client = Client.connect(
+        parse_addresses(addresses),
+        worker=worker,
+        timeout=timeout,
+        recovery_timeout=recovery_timeout,
+        bandwidth=bits,
+    )
     client.compressor.find = codecs.find
     try:
         if workers > 1 or staleness is not None or staleness_aware_lr:

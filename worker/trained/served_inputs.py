@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
+
+import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import BadRows
 from embershard.worker.data.batch import Dataset
+from embershard.worker.data.inputs.feature_ids import spelled
 from embershard.worker.data.inputs.rows import RowInputs, check_columns, check_lengths, columns_by_name, shown
 from embershard.worker.job.job import Job
 from embershard.worker.job.tabular import TabularSection
@@ -28,11 +32,12 @@ class FeatureInputs:
     """The columns of a job with features, made into ids and dense features by its preprocessor; needs pyarrow."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        from embershard.worker.data.preprocess import Preprocessor
+        from embershard.worker.data.preprocess import Preprocessor, preprocessed_columns
 
         self._preprocessor = Preprocessor.from_dict(data)
         self._ignored = (*self._preprocessor.labels, *data.get("ignored", ()))
         self.names = tuple(self._preprocessor.columns)
+        self._numbers = {column for column, kind in preprocessed_columns(self._preprocessor) if kind == "number"}
 
     def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
         """Ids (N, C) and dense features (N, D), or None. BadRows."""
@@ -47,10 +52,7 @@ class FeatureInputs:
             column = given[name]
             if isinstance(column, str | bytes):  # Arrow would take its characters
                 raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)} is no list of values")
-            try:
-                arrays[name] = column if isinstance(column, pa.Array | pa.ChunkedArray) else pa.array(column)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)}: {error}") from None
+            arrays[name] = column if isinstance(column, pa.Array | pa.ChunkedArray) else self._array(name, column)
         check_lengths(arrays)
         try:
             return self._preprocessor(arrays)
@@ -59,6 +61,35 @@ class FeatureInputs:
             raise BadRows(feature=error.column, value=value, reason=f"row {error.row}: {error}") from None
         except BadFeature as error:
             raise BadRows(feature=error.name, value=None, reason=error.reason) from None
+
+    def _array(self, name: str, column: Any) -> Any:
+        """A column as an array of Arrow: of texts, where its values are of several types. BadRows."""
+        import pyarrow as pa
+
+        with contextlib.suppress(pa.ArrowException, TypeError, ValueError, OverflowError):
+            return pa.array(column)
+        try:
+            return pa.array([_text(name, row, value, name in self._numbers) for row, value in enumerate(column)])
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)}: {error}") from None
+
+
+def _text(name: str, row: int, value: object, is_number: bool) -> object:
+    """A value as the text that it is in a file, or a list of them; BadRows for one that has none."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_text(name, row, one, is_number) for one in value]
+    reason = "is no number" if is_number else "is neither a text nor an integer"
+    if is_number and isinstance(value, float):
+        return repr(value)
+    try:
+        return spelled(value).decode()
+    except TypeError:
+        pass
+    except UnicodeEncodeError:
+        reason = "has characters that UTF-8 cannot spell"
+    raise BadRows(feature=name, value=shown(value), reason=f"row {row}: {shown(value)} {reason}")
 
 
 def inputs_of(job: Job, dataset: Dataset) -> dict[str, object] | None:

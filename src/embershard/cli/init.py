@@ -25,6 +25,7 @@ ROWS = 20_000  # that are looked at
 _BYTES = 2**22
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "purchase")
 _TIME = re.compile(r"(^|_)(time|timestamp|date|datetime|ts|day)$", re.I)
+_TIME_TEXT = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")
 _ID = re.compile(
     r"(^|_)(id|user|item|product|ad|movie|book|song|store|brand|category|code|zip|hour|device)s?(_|$)", re.I
 )
@@ -103,11 +104,15 @@ def _parquet(path: Path) -> Look:
         raise CannotInit(path=str(path), reason=f"no Parquet file: {error}") from None
     if batch is None:
         return Look({}, {})
-    decimals = {field.name for field in batch.schema if pa.types.is_decimal(field.type)}  # numbers, as floats are
+    types = {
+        field.name: pa.float64() for field in batch.schema if pa.types.is_decimal(field.type)
+    }  # numbers, as floats
+    for field in batch.schema:
+        if pa.types.is_timestamp(field.type):  # Python's times have no nanoseconds
+            types[field.name] = pa.timestamp("us", field.type.tz)
     columns = {name: batch.column(name) for name in batch.schema.names}
-    return Look(
-        {name: (c.cast(pa.float64()) if name in decimals else c).to_pylist() for name, c in columns.items()}, {}
-    )
+    casts = {name: c.cast(types[name], safe=False) if name in types else c for name, c in columns.items()}
+    return Look({name: c.to_pylist() for name, c in casts.items()}, {})
 
 
 def _json_lines(path: Path) -> Look:
@@ -147,7 +152,8 @@ def _text(path: Path) -> Look:
         rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: ROWS + 1]
     except csv.Error as error:
         raise CannotInit(path=str(path), reason=f"cannot be read as CSV: {error}") from None
-    names, rows = (rows[0], [row for row in rows[1:] if len(row) == len(rows[0])]) if rows else ([], [])
+    names = [name or f"(column {place})" for place, name in enumerate(rows[0] if rows else (), 1)]
+    rows = [row for row in rows[1:] if len(row) == len(names)]
     if len(set(names)) < len(names):
         raise CannotInit(path=f"{path}:1", reason="two columns have one name")
     if names and all(_NUMBER.fullmatch(name) for name in names):
@@ -310,23 +316,33 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
     if any(isinstance(value, list) for value in present):
         if any(isinstance(one, list | dict) for value in present if isinstance(value, list) for one in value):
             return "# NAME: left out, it has lists of lists or of objects"
+        parts = [one for value in present if isinstance(value, list) for one in value]
+        if any(isinstance(one, float) for one in parts):
+            return "# NAME: left out, it has lists of floats: write each number into a column of its own"
         return _list(present, table)
     if any(isinstance(value, dict | bytes) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
     distinct = set(present)
-    if isinstance(present[0], date | datetime) or (_TIME.search(name) and len(distinct) > _FEW):
+    if isinstance(present[0], date | datetime) or (_is_time(name, present) and len(distinct) > _FEW):
         return "# NAME: left out, the time, by which the rows are split"
     if len(distinct) == 1:
         return "# NAME: left out, it has one value in these rows"
-    if len(distinct) == rows > _FEW and name.lower() in ("id", "index", "row", "row_id", "uuid"):
+    if len(distinct) == rows > _FEW and name.lower() in ("id", "index", "row", "row_id", "uuid", "(column 1)"):
         return "# NAME: left out, it numbers the rows"
     if all(isinstance(value, bool | int) for value in present):
         if len(distinct) <= _FEW or _ID.search(name):
             return "{}"
         return _number([float(value) for value in present if isinstance(value, int)])
     if all(isinstance(value, int | float) for value in present):
+        if _ID.search(name) and all(isinstance(value, float) and value.is_integer() for value in present):
+            return f"# NAME: left out, its ids are floats, as {present[0]}: save integers (of pandas Int64)"
         return _number([float(value) for value in present if isinstance(value, int | float)])
     return _of_text([str(value) for value in present], rows, table)
+
+
+def _is_time(name: str, values: Sequence[object]) -> bool:
+    """Whether a column's name, or the texts in it, are those of times."""
+    return bool(_TIME.search(name)) or all(isinstance(value, str) and _TIME_TEXT.match(value) for value in values)
 
 
 def _number(values: Sequence[float]) -> str:
@@ -356,6 +372,9 @@ def _of_text(values: Sequence[str], rows: int, table: str | None) -> str:
         longest = max(value.count("|") + 1 for value in values)
         section = f"{{type: list, separator: '|', {_of_table(table)}max_length: {longest}, too_long: truncate}}"
         return section + ("" if table is None else f"     #{_why(table).removeprefix(';')}")
+    bracketed = [value for value in values if value.startswith("[") and value.endswith("]")]
+    if len(bracketed) * 10 >= len(values):
+        return f"# NAME: left out, its lists are in brackets, as {bracketed[0][:40]}: write them as a|b"
     if sum(bool(THOUSANDS.fullmatch(value)) for value in values) * 2 > len(values):
         shown = next(value for value in values if THOUSANDS.fullmatch(value))
         return f"# NAME: left out, its numbers have thousands separators, as {shown}: write them without"

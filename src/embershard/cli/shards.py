@@ -9,7 +9,7 @@ import typer
 
 from embershard.cli.up import DEFAULT_PORT
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Hello
+from embershard.proto.messages import GetStatus
 from embershard.proto.transport.addresses import parse_addresses, transport_for
 from embershard.proto.transport.transport import Unreachable
 
@@ -56,8 +56,8 @@ def shards_of_up() -> list[str]:
     """Return the addresses of `embershard up` with its default port, as its first shard says; none if it is silent."""
     transport = transport_for(FIRST_OF_UP)
     try:
-        greeting = transport.submit(Hello(), _TIMEOUT).result()
-        count = getattr(greeting, "num_shards", 0)
+        status = transport.submit(GetStatus(), _TIMEOUT).result()  # which a shard answers that recovers, too
+        count = getattr(status, "num_shards", 0)
     except (Unreachable, EmbershardError):
         count = 0
     finally:

@@ -40,11 +40,16 @@ class Seen:
     requests_per_second: float = 0.0
     problem: str = ""
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether it answers all requests."""
+        return self.status is not None and not self.status.recovering
+
     def as_json(self) -> dict[str, object]:
         """For --json; the keys of `status` are those of the ShardStatus message."""
         return {
             "address": self.address,
-            "serving": self.status is not None,
+            "serving": self.is_serving,
             "requests_per_second": round(self.requests_per_second, 1),
             "problem": self.problem,
             "status": None if self.status is None else _as_json(self.status),
@@ -74,7 +79,7 @@ def status(
     finally:
         for transport in transports:
             transport.close()
-    raise typer.Exit(0 if all(one.status for one in seen) else 1)
+    raise typer.Exit(0 if all(one.is_serving for one in seen) else 1)
 
 
 def _as_json(message: Protobuf) -> dict[str, object]:
@@ -140,9 +145,9 @@ def _view(seen: Sequence[Seen]) -> Group:
         for one in seen
         if one.status is not None and one.status in lost
     ]
-    return Group(
-        _shards(seen, lost), *_tables(seen), *_workers(statuses), *_staleness(statuses), *_logs(statuses), *problems
-    )
+    serving = [status for status in statuses if not status.recovering]
+    views = [*_tables(seen), *_workers(serving), *_staleness(serving), *_logs(serving), *_recoveries(statuses)]
+    return Group(_shards(seen, lost), *views, *problems)
 
 
 def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
@@ -172,10 +177,27 @@ def _logs(statuses: Sequence[ShardStatus]) -> list[Table]:
     logged = [status for status in statuses if status.log_bytes]
     if not logged:
         return []
-    view = _table_of(("\nshard", "\ndurability"), ("\nterm", "log\nbytes", "not\nwritten"))
+    view = _table_of(("\nshard", "\ndurability"), ("\nterm", "log\nbytes", "not\nwritten", "recovery\nwould take"))
     for one in logged:
-        view.add_row(str(one.shard), one.durability, str(one.term), size(one.log_bytes), size(one.log_waiting_bytes))
+        sizes = size(one.log_bytes), size(one.log_waiting_bytes)
+        view.add_row(str(one.shard), one.durability, str(one.term), *sizes, _duration(one.recovery_seconds))
     return [view]
+
+
+def _recoveries(statuses: Sequence[ShardStatus]) -> list[Table]:
+    """How far shards are that recover their rows; nothing where there are none."""
+    recovering = [status for status in statuses if status.recovering]
+    if not recovering:
+        return []
+    view = _table_of(("\nshard",), ("log\nbytes", "\ndone", "about\nleft"))
+    for one in recovering:
+        done = f"{min(1.0, one.recovered_bytes / max(1, one.log_bytes)):.0%}"
+        view.add_row(str(one.shard), size(one.log_bytes), done, _duration(one.recovery_seconds))
+    return [view]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def _loss(status: ShardStatus) -> str:
@@ -189,6 +211,8 @@ def _loss(status: ShardStatus) -> str:
 def _health(status: ShardStatus, *, has_lost_rows: bool) -> str:
     if has_lost_rows:
         return "[red]rows lost[/]"
+    if status.recovering:
+        return "[yellow]recovering[/]"
     return "[yellow]loading[/]" if any(table.loading for table in status.tables) else "[green]serving[/]"
 
 

@@ -260,6 +260,7 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
         workers=place.world_size,
         staleness=train.bound,
         lease=timedelta(seconds=train.lease),
+        recovery_timeout=timedelta(seconds=train.recovery_timeout),
         staleness_aware_lr=train.staleness_aware_lr,
         run=place.run,
         local_steps=train.local_steps,

@@ -1,4 +1,5 @@
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import errors
-from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push
+from embershard.proto.messages import Declare, Greeting, Hello, Leave, Load, Pull, Push
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
@@ -20,6 +21,7 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, split_into_messages
+from embershard.worker.client.membership import Terms
 from embershard.worker.session.tables import await_loaded
 from harness.raises import raises
 from harness.wires import lost
@@ -206,6 +208,56 @@ def test_a_dead_shard_ends_every_call_by_the_deadline(make_wires, fault):
             call()
         assert time.monotonic() - start > 0.7 * timeout.total_seconds()
         assert type(caught.value) is (errors.ShardUnavailable if fault is lost else errors.ShuttingDown)
+
+
+def recovering(until):
+    """A hook: the shard recovers its rows until a moment."""
+
+    def hook(request):
+        if time.monotonic() < until:
+            raise errors.ShardRecovering(done_bytes=1, total_bytes=2, seconds=1.0, retry_after_ms=5)
+
+    return hook
+
+
+def test_a_shard_that_makes_its_rows_again_is_waited_for_beyond_the_timeout_of_a_call(make_wires):
+    wires = make_wires(2)
+    client = declared(wires, timeout=SHORT / 4)
+    wires.wires[1].before = recovering(time.monotonic() + SHORT.total_seconds())
+    assert rows_of(client, *range(20)).shape == (20, 3)
+    assert client.stats.wait_seconds > 0.7 * SHORT.total_seconds()
+    assert not client.connections[1].recovering_since
+
+
+def test_a_client_that_starts_meanwhile_waits_for_it_too(make_wires):
+    wires = make_wires(2)
+    wires.wires[1].before = recovering(time.monotonic() + SHORT.total_seconds())
+    assert declared(wires, timeout=SHORT / 4).num_shards == 2
+
+
+def test_the_wait_for_a_shard_that_makes_its_rows_again_ends_where_the_user_says(make_wires):
+    wires = make_wires(2)
+    client = declared(wires, timeout=SHORT / 4)
+    client.connections.recovery_timeout = SHORT
+    wires.wires[1].before = recovering(time.monotonic() + 1000)
+    start = time.monotonic()
+    with raises(errors.ShardUnavailable, shard="shard 1 at wire/1", reason=re.compile("train.recovery_timeout")):
+        rows_of(client, *range(20))
+    assert 0.9 * SHORT.total_seconds() < time.monotonic() - start < 100
+    with raises(errors.ShardUnavailable, address="wire/1"):
+        wires.client(timeout=SHORT / 4, recovery_timeout=SHORT / 4)
+
+
+def test_a_heartbeat_and_a_farewell_do_not_wait_for_a_shard_that_makes_its_rows_again(make_wires):
+    wires = make_wires(2)
+    client = declared(wires, timeout=timedelta(seconds=60))
+    client.join(Terms(workers=1, staleness=0, lease=SHORT))
+    assert client.membership is not None
+    wires.wires[1].before = recovering(time.monotonic() + 1000)
+    client.membership._heartbeat(SHORT / 4)
+    client.timeout = client.membership._timeout = SHORT / 4
+    client.close()
+    assert wires.sent(Leave)
 
 
 def test_large_calls_are_split_into_messages_the_shard_takes(make_wires):

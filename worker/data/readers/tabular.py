@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
-from embershard.worker.data.files import File
+from embershard.worker.data.files import File, as_file
 from embershard.worker.data.negatives import InteractionStream, ItemPool, NegativeSampling, observe_all
 from embershard.worker.data.preprocess import (
     BadValue,
@@ -86,7 +86,10 @@ class RowSplit:
         """The times where the parts behind train begin."""
         if self.at:
             assert self.column is not None
-            return [float(as_times(self.column, pa.array([str(value)]))[0]) for value in self.at]
+            try:
+                return [float(as_times(self.column, pa.array([str(value)]))[0]) for value in self.at]
+            except BadValue as error:
+                raise JobError(where="data.split.at", reason=error.reason) from None
         shares = (
             [1 - self.test - self.valid, 1 - self.test] if self.valid and self.test else [1 - self.valid - self.test]
         )
@@ -114,7 +117,8 @@ class LabelColumns:
                 low, high = self.range
                 wrong = np.flatnonzero((labels < low) | (labels > high))
                 if len(wrong):
-                    reason = f"label {labels[wrong[0]]:g} is not in {low:g} to {high:g}; set data.label_range"
+                    reason = f"label {labels[wrong[0]]:g} is not in {low:g} to {high:g}"
+                    reason += ": write it as 0 or 1, or give data.label_range and a loss of your own"
                     raise BadValue(int(wrong[0]), name, reason)
             found.append(labels.astype(np.float32))
         weights = None
@@ -168,7 +172,7 @@ class Tabular:
                         if feature.kind != "cross":
                             check_undeclared(name, feature, table.column(feature.column or name))
                     if not pre.fitted:  # of the first file, which is one to train on
-                        pre = Preprocessor(pre.features, self._fit([table], first=True), pre.labels)
+                        pre = pre.with_fitted(self._fit([table], first=True))
                     pre(_columns(table, pre))
                     self.labels.of(table)
                     if self.split is not None and self.split.by == "time":
@@ -191,7 +195,7 @@ class Tabular:
         pre, fitted = self.preprocessor, self.preprocessor.fitted
         if self.needs_fit():
             fitted = self.fit(seed)
-            pre = Preprocessor(pre.features, fitted, pre.labels)
+            pre = pre.with_fitted(fitted)
         whole = replace(self, preprocessor=pre)
         counts = fitted.get("samples", {})
         counts = {part: count for part, count in counts.items() if self.split is not None or part == "train"}
@@ -207,7 +211,7 @@ class Tabular:
         pre = self.preprocessor
         if self.needs_fit():
             _, table = next(self._sources(lambda table, part: NO_SAMPLES)["train"].first_rows())
-            pre = Preprocessor(pre.features, {**self._fit([table], first=True), "samples": {}}, pre.labels)
+            pre = pre.with_fitted({**self._fit([table], first=True), "samples": {}})
         return replace(self, preprocessor=pre).open(seed=seed)
 
     def _fit(self, tables: Iterable[pa.Table] | None, seed: int = 0, *, first: bool = False) -> Fitted:
@@ -235,7 +239,7 @@ class Tabular:
             raise JobError(where="data.split", reason=f"leaves {empty[0]} without a row, of {rows} in {where}")
         fitted = fitting.fitted()
         for table_name, name in self.preprocessor.vocabulary_files().items():
-            fitted["vocabularies"][table_name] = read_vocabulary(self.vocabulary_folder / name, table_name)
+            fitted["vocabularies"][table_name] = read_vocabulary(as_file(self.vocabulary_folder, name), table_name)
         return {**fitted, "cuts": cuts, "samples": counts if self.split is not None else {"train": counts["train"]}}
 
     def _each_row(self, tables: Iterable[pa.Table] | None, do: Callable[[pa.Table], None]) -> None:
@@ -302,10 +306,14 @@ def give_label_values(column: pa.ChunkedArray) -> str:
 
 def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
     """(N,) times as numbers: microseconds where they are dates, NaN where missing. BadValue where one is neither."""
+    if pa.types.is_large_string(array.type) or pa.types.is_dictionary(array.type):  # as pandas and polars write texts
+        array = array.cast(getattr(array.type, "value_type", pa.string())).cast(pa.string())
     if pa.types.is_string(array.type):
         array = pc.if_else(pc.equal(array, ""), None, array)
         with suppress(pa.ArrowException):
             return numbers_of(column, array.cast(pa.float64()))
+        array = pc.replace_substring_regex(array, r"(\.\d{6})\d+", r"\1")  # of nanoseconds
+        array = pc.replace_substring_regex(array, r" UTC$", "Z")
         for zone in (None, "UTC"):  # all with a zone, as 2026-01-31T12:00:00Z, or none
             with suppress(pa.ArrowException):
                 return numbers_of(column, array.cast(pa.timestamp("us", zone)))

@@ -203,11 +203,12 @@ class _ParquetTables(ParquetSource):
             return self.to_rows(table, self.layout)
 
 
-def read_vocabulary(path: Path, table: str) -> list[int]:
+def read_vocabulary(path: File, table: str) -> list[int]:
     """Hashes of the values of a file, one on each line. JobError where one is there twice, with both lines."""
     from embershard.worker.data.hashing import hash_texts  # here: its kernels need numba, and a look at files not
 
     lines = [line.rstrip(b"\r") for block in read_blocks(path) for line in block.text.removesuffix(b"\n").split(b"\n")]
+    lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")  # of Windows programs
     first: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
         if first.setdefault(line, number) != number:
@@ -243,10 +244,23 @@ def _json_schema(path: File, wanted: Wanted) -> pa.Schema:
             row = _json_row(f"{path}:{number}", line)
             names |= dict.fromkeys(row)
             for name in wanted:
-                if row.get(name) is not None:
-                    values[name].append(row[name])
+                if (value := row.get(name)) is not None:
+                    values[name].append(value)
+                    if isinstance(value, dict):
+                        reason = f"column {name!r}: {ascii(value)[:40]} is an object; write its fields as columns"
+                        raise JobError(where=f"{path}:{number}", reason=reason)
+                    if (kind := _kind_of(values[name][0])) != _kind_of(value):
+                        reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the lines before"
+                        raise JobError(where=f"{path}:{number}", reason=f"{reason}; write all its values alike")
     check_columns(f"{path}:1", list(names), wanted)
     return pa.schema([(name, _json_type(kind, values[name])) for name, (kind, _) in wanted.items()])
+
+
+def _kind_of(value: object) -> str:
+    """What JSON calls a value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return {bool: "boolean", str: "string", list: "array"}.get(type(value), "object")
+    return "number"
 
 
 def _json_row(where: str, line: bytes) -> dict[str, object]:
@@ -269,7 +283,9 @@ def _json_type(kind: Kind, values: Sequence[object]) -> pa.DataType:
     if kind == "number" and not (values and all(isinstance(value, str) for value in values)):
         return pa.float64()
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return pa.float64() if any(isinstance(value, float) for value in values) else pa.int64()
+        if any(isinstance(value, float) for value in values):
+            return pa.float64()
+        return pa.uint64() if any(isinstance(value, int) and value >= 2**63 for value in values) else pa.int64()
     return pa.string()
 
 
@@ -302,10 +318,9 @@ def _about(row: Mapping[str, object], schema: pa.Schema) -> str:
     for name in schema.names:
         try:
             pa.array([row.get(name)], schema.field(name).type)
-        except pa.ArrowException:
-            return (
-                f"column {name!r}: {str(row.get(name))[:40]!r} is no {schema.field(name).type}, as in the first lines"
-            )
+        except (pa.ArrowException, OverflowError, ValueError, TypeError):  # of an int or a text that Arrow cannot hold
+            kind = schema.field(name).type
+            return f"column {name!r}: {ascii(row.get(name))[:40]} is no {kind}, as in the first lines"
     return "values of other types than in the first lines"
 
 

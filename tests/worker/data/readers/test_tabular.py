@@ -225,7 +225,7 @@ def test_each_interaction_is_followed_by_samples_of_other_items(tmp_path, by):
 
 def test_several_labels_may_be_missing_one_by_one(tmp_path):
     (tmp_path / "train.csv").write_text("user,a,b\nx,1,\ny,,0\n")
-    dataset = job_of(tmp_path, " {user: {}}", label=["a", "b"]).data.open(tmp_path, 0)
+    dataset = job_of(tmp_path, " {user: {}}", label=["a", "b"], model="{name: mmoe}").data.open(tmp_path, 0)
     labels = next(dataset.evaluate("train", 0, 1, 8)).labels
     np.testing.assert_array_equal(labels, [[1, np.nan], [np.nan, 0]])
     assert dataset.schema.labels == ("a", "b")

@@ -1,0 +1,63 @@
+"""How far the recovery of a shard is, and how long one takes."""
+
+from __future__ import annotations
+
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
+from embershard.proto.errors import ShardRecovering
+
+_LEAST_RETRY_MS, _MOST_RETRY_MS = 20, 1000
+_FIRST_RATE = 100e6  # bytes per second, before anything is measured
+_ENOUGH_SECONDS = 0.1  # after which a rate is believed
+
+
+class RecoveryRate:
+    """What a recovery takes, by what the start of this process and the events of this shard took.
+
+    A recovery applies the events again, so it is measured while they are applied, for the first time or again.
+    """
+
+    def __init__(self, start_seconds: float = 0.0) -> None:
+        self._start_seconds = start_seconds  # of a process, until it begins to read its log
+        self._bytes, self._seconds = 0, 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes of the log were applied in so many seconds."""
+        self._bytes += num_bytes
+        self._seconds += seconds
+
+    def seconds(self, num_bytes: int) -> float:
+        """What a recovery would take that reads so many bytes."""
+        each = self._seconds / self._bytes if self._seconds > _ENOUGH_SECONDS else 1 / _FIRST_RATE
+        return self._start_seconds + each * num_bytes
+
+
+class RecoveryProgress:
+    """How far a recovery is. One thread makes progress, others look at it."""
+
+    def __init__(self, clock: SystemClock = SYSTEM_CLOCK) -> None:
+        self.total_bytes = 0  # to be read, about; 0 until it is known
+        self.done_bytes = 0
+        self._clock = clock
+        self._began = clock.now()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return self._clock.now() - self._began
+
+    @property
+    def seconds_left(self) -> float:
+        """By the rate until now."""
+        elapsed = self.elapsed
+        rate = self.done_bytes / elapsed if self.done_bytes and elapsed > _ENOUGH_SECONDS else _FIRST_RATE
+        return max(0, self.total_bytes - self.done_bytes) / rate
+
+    def error(self) -> ShardRecovering:
+        """What a request is answered meanwhile; the pauses that it asks for grow with the time that has passed."""
+        pause = min(max(_LEAST_RETRY_MS, round(250 * self.elapsed)), _MOST_RETRY_MS)
+        return ShardRecovering(
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            seconds=round(self.seconds_left, 1),
+            retry_after_ms=pause,
+        )

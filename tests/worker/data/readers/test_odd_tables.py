@@ -1,0 +1,130 @@
+"""Tables as other programs write them: what their texts, ids and vocabularies become, and what is said of odd ones."""
+
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embershard.proto.errors import BadRows, JobError
+from embershard.worker.job.load import load_job
+from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
+
+REST = "embedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_size: 32}\n"
+
+
+def job_of(folder, columns, features, ending="parquet", model="{name: fm}", **data):
+    """A job of these columns, in a file of this format."""
+    rows = pa.table({"label": pa.array([1, 0] * 2), **columns})
+    if ending == "parquet":
+        pq.write_table(rows, folder / "a.parquet")
+    else:
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
+    data = {"reader": "tabular", "train": f"a.{ending}", **data}
+    (folder / "job.yaml").write_text(f"data: {json.dumps(data)}\nfeatures: {features}\nmodel: {model}\n{REST}")
+    return load_job(folder / "job.yaml")
+
+
+def section_of(*args, **kwargs):
+    return job_of(*args, **kwargs).data
+
+
+def samples(section, folder):
+    section.look(folder)
+    (batch,) = section.open(folder, 0).evaluate("train", 0, 1, 9)
+    return batch
+
+
+def test_times_as_other_programs_write_them_split_rows(tmp_path):
+    times = [f"2026-01-0{day} 12:00:00" for day in (1, 2, 3, 4)]  # as pandas and polars write texts
+    large, coded = (pa.array(times).cast(kind) for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())))
+    fine = pa.array([n * 86_400_000_000_001 for n in (20454, 20455, 20456, 20457)], pa.timestamp("ns"))
+    zones = [f"{time}.123456789 UTC" for time in times]
+    for found in (large, coded, fine, fine.cast(pa.timestamp("ns", "UTC")), pa.array(zones)):
+        columns = {"user": ["u"] * 4, "time": found}
+        split = {"by": "time", "column": "time", "at": ["2026-01-04"]}
+        section = section_of(tmp_path, columns, "{user: {}}", split=split)
+        assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 3, "test": 1}
+
+
+def test_a_vocabulary_of_a_windows_program_has_its_first_value(tmp_path):
+    (tmp_path / "v.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
+    for name in ("v.txt", (tmp_path / "v.txt").as_uri()):
+        section = section_of(tmp_path, {"item": ["b", "a", "c", "a"]}, f'{{item: {{vocabulary: "{name}"}}}}')
+        assert samples(section, tmp_path).ids[:, 0].tolist() == [1, 0, 2, 0]
+
+
+def test_ids_of_64_bits_are_alike_in_each_format(tmp_path):
+    users = pa.array([2**64 - 1, 2**63, 7, 0], pa.uint64())
+    found = [
+        samples(section_of(tmp_path, {"user": users}, "{user: {}}", ending), tmp_path).ids.tolist()
+        for ending in ("parquet", "jsonl")
+    ]
+    assert found[0] == found[1]
+    assert len({row[0] for row in found[0]}) == 4
+
+
+def test_spaces_around_numbers_in_texts_do_not_count(tmp_path):
+    section = section_of(tmp_path, {"user": ["u"] * 4, "x": [" 2.5 ", "1", " ", "+5"]}, "{user: {}, x: {type: number}}")
+    assert samples(section, tmp_path).dense[:, 0].tolist() == [2.5, 1, 0, 5]
+
+
+def test_sequences_that_din_weighs_together_are_as_long_as_each_other(tmp_path):
+    columns = {
+        "item": ["i"] * 4,
+        "shop": ["s"] * 4,
+        "items": [["i", "j"], [], ["i"], None],
+        "shops": [["s", "t"], [], ["s", "t"], None],
+    }
+    features = "{item: {}, shop: {}, items: {type: sequence, table: item}, shops: {type: sequence, table: shop}}"
+    job = job_of(tmp_path, columns, features, model="{name: din, target: [item, shop], history: [items, shops]}")
+    with pytest.raises(JobError) as found:
+        job.data.look(tmp_path)
+    assert found.value.fields["where"] == f"{tmp_path}/a.parquet: row 3"
+    assert "'shops': 2 values for 1 values of 'items'" in found.value.fields["reason"]
+    served = FeatureInputs(json.loads(json.dumps(inputs_of(type(job).model_validate(job.model_dump()), None))))
+    served({name: values[:2] for name, values in columns.items()})
+    with pytest.raises(BadRows) as bad:
+        served(columns)
+    assert bad.value.fields["feature"] == "shops"
+
+
+SPLIT = {"by": "time", "column": "t", "at": ["March"]}
+ODD = {  # name: (the second row's value of x, the feature, settings, where, what is said)
+    "a text that is nearly a number": ("1_000", "{type: number}", {}, "a.parquet: row 2", "'1_000' is not a number"),
+    "a time of a split": ("a", "{}", {"split": {**SPLIT, "column": "t"}}, "data.split.at", "'March' is no time"),
+    "brackets": ("[a, b]", "{}", {}, "a.parquet: row 1", r"'\[a, b\]'.*write them as a\|b and declare"),
+    "brackets and a separator": (
+        "[a, b]",
+        '{type: list, separator: ","}',
+        {},
+        "a.parquet: row 1",
+        r"'\[a, b\]', which a separator leaves.*write them",
+    ),
+    "a large id": (str(2**63), "{ids: exact}", {}, "a.parquet: row 2", rf"id {2**63} is not in 0 to below 2\*\*62"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_values_are_named(tmp_path, case):
+    value, feature, settings, where, reason = ODD[case]
+    columns = {"user": ["u"] * 4, "x": ["1", value, "1", "1"], "t": pa.array(range(4))}
+    with pytest.raises(JobError) as found:
+        section_of(tmp_path, columns, f"{{user: {{}}, x: {feature}}}", **settings).look(tmp_path)
+    assert found.value.fields["where"].endswith(where)
+    assert re.search(reason, found.value.fields["reason"])
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2**70), ("a", "\ud800"), (1, {"id": 2})])
+def test_a_value_that_arrow_cannot_hold_is_named(tmp_path, first, second):
+    section = section_of(tmp_path, {"user": [1] * 4}, "{user: {}}", "jsonl")
+    rows = [{"label": 1, "user": first}] * 400 + [{"label": 1, "user": second}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(JobError) as found:
+        section.look(tmp_path)
+    assert found.value.fields["where"] == f"{tmp_path}/a.jsonl:401"
+    assert "'user'" in found.value.fields["reason"]
+    (tmp_path / "a.jsonl").write_text('{"label": 1, "user": {"id": 7}}\n')
+    with pytest.raises(JobError, match=r"a\.jsonl:1: column 'user': {'id': 7} is an object"):
+        section.look(tmp_path)

@@ -1,0 +1,61 @@
+"""Rows of a request for a job with features: values of several types, and what is said of those that are none."""
+
+import numpy as np
+import pytest
+
+from embershard.proto.errors import BadRows
+from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
+from embershard.worker.trained.served_inputs import FeatureInputs
+
+FEATURES = {
+    "user": FeatureSpec(),
+    "tags": FeatureSpec(type="list", max_length=2),
+    "age": FeatureSpec(type="number"),
+}
+GOOD = {"user": ["1", "2"], "tags": [["1", "a"], []], "age": [1.5, 2]}
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return FeatureInputs(Preprocessor(FEATURES).to_dict())
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"user": ["1", 2]},
+        {"user": (np.int64(1), "2")},
+        {"tags": [[1, "a"], []]},
+        {"tags": (["1", "a"], None)},
+        {"age": ["1.5", 2]},
+    ],
+)
+def test_texts_and_integers_may_be_in_one_column(inputs, change):
+    assert same(inputs({**GOOD, **change}), inputs(GOOD))
+
+
+def test_an_integer_of_64_bits_is_its_text(inputs):
+    large = [2**63 + 1, 2]
+    assert same(inputs({**GOOD, "user": large}), inputs({**GOOD, "user": list(map(str, large))}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"user": ["1", 2.0]}, "row 1: 2.0 is neither a text nor an integer"),
+        ({"user": ["1", "\ud800"]}, "row 1: .* has characters that UTF-8 cannot spell"),
+        ({"tags": [["1"], ["a", 1.5]]}, "row 1: 1.5 is neither a text nor an integer"),
+        ({"tags": [["1"], "a"]}, "tags|list"),
+        ({"age": ["many", 1]}, "'many' is not a number"),
+        ({"age": [1.5, object()]}, "row 1: .* is no number"),
+        ({"user": 7}, "7"),
+    ],
+)
+def test_a_value_that_is_none_is_named_with_its_row(inputs, change, reason):
+    with pytest.raises(BadRows, match=reason) as found:
+        inputs({**GOOD, **change})
+    assert found.value.fields["feature"] == next(iter(change))
