@@ -109,7 +109,7 @@ class Declared(_message.Message):
     def __init__(self, created: _Optional[bool] = ..., loading: _Optional[bool] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last", "keep_state", "epoch", "seq", "first_incomplete")
+    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last", "keep_state", "epoch", "seq", "first_incomplete", "term")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class LoadRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     FIRST_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     table: str
     placement_epoch: int
     ids: bytes
@@ -130,7 +131,8 @@ class LoadRequest(_message.Message):
     epoch: int
     seq: int
     first_incomplete: int
-    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ..., keep_state: _Optional[bool] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ...) -> None: ...
+    term: int
+    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ..., keep_state: _Optional[bool] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("rows",)
@@ -139,7 +141,7 @@ class Loaded(_message.Message):
     def __init__(self, rows: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock")
+    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock", "term")
     class TableIds(_message.Message):
         __slots__ = ("table", "ids", "route", "codec", "since", "packed_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -160,31 +162,35 @@ class PullRequest(_message.Message):
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     placement_epoch: int
     tables: _containers.RepeatedCompositeFieldContainer[PullRequest.TableIds]
     worker: int
     epoch: int
     required_clock: int
-    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ...) -> None: ...
+    term: int
+    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds", "held_seconds")
+    __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds", "held_seconds", "acknowledged")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     CODING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
     version: int
     codecs: _containers.RepeatedScalarFieldContainer[str]
     settings: int
     coding_seconds: float
     held_seconds: float
-    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ..., held_seconds: _Optional[float] = ...) -> None: ...
+    acknowledged: int
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ..., held_seconds: _Optional[float] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference")
+    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference", "early", "term")
     class TableGradients(_message.Message):
         __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids", "unique_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +221,8 @@ class PushRequest(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     seq: int
@@ -226,21 +234,27 @@ class PushRequest(_message.Message):
     weight: float
     version: int
     difference: bool
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ...) -> None: ...
+    early: bool
+    term: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ..., early: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Pushed(_message.Message):
-    __slots__ = ("duplicate", "applied", "skipped", "settings", "coding_seconds")
+    __slots__ = ("duplicate", "applied", "skipped", "settings", "coding_seconds", "early", "acknowledged")
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     CODING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     duplicate: bool
     applied: int
     skipped: int
     settings: int
     coding_seconds: float
-    def __init__(self, duplicate: _Optional[bool] = ..., applied: _Optional[int] = ..., skipped: _Optional[int] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ...) -> None: ...
+    early: bool
+    acknowledged: int
+    def __init__(self, duplicate: _Optional[bool] = ..., applied: _Optional[int] = ..., skipped: _Optional[int] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ..., early: _Optional[bool] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -393,20 +407,26 @@ class LeaveAck(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch")
+    __slots__ = ("worker", "epoch", "flush", "term")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    flush: bool
+    term: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., flush: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
 
 class HeartbeatAck(_message.Message):
-    __slots__ = ("clock", "members")
+    __slots__ = ("clock", "members", "acknowledged")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     clock: int
     members: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, clock: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
+    acknowledged: int
+    def __init__(self, clock: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class RendezvousRequest(_message.Message):
     __slots__ = ("worker", "epoch", "name", "payload", "want_payloads", "participants")

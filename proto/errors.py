@@ -14,7 +14,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
         codecs        UnknownCodec, BadCodec
         workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, RendezvousOver, ModeMismatch, MemoryLost,
-                      OtherLineage, RowsLost, WorkerLost, WorkersApart, UpdateFailed
+                      OtherLineage, OtherTerm, RowsLost, WorkerLost, WorkersApart, UpdateFailed
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
@@ -352,6 +352,14 @@ class OtherLineage(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "the worker's shards have lineage {want}, this shard has {got}: its rows do not belong to the others'"
+
+
+class OtherTerm(EmbershardError):
+    """A request for an earlier process of a shard, which was recovered since; the client first sends what it keeps."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+    template = "the request was meant for term {got} of this shard, whose process was replaced since (term {want})"
 
 
 class RowsLost(EmbershardError):

@@ -87,6 +87,7 @@ class Load:
     last: bool = True
     keep_state: bool = False
     token: PushToken | None = None  # of the same worker
+    term: int = 0  # as in Pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ class TableIds:
 class Pull:
     """Read rows of several tables, once `required_clock` clocks are closed.
 
-    Route numbers are those of the worker's incarnation (epoch).
+    Route numbers are those of the worker's incarnation (epoch). `term` is the Greeting's of the process that it is
+    meant for: another one refuses it (OtherTerm), since its sender may have pushes for it first. 0: any.
     """
 
     placement_epoch: int
@@ -124,6 +126,7 @@ class Pull:
     worker: int = 0
     epoch: int = 0
     required_clock: int = 0
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ class Rows:
     settings: int = 0  # grows when the shard's compression settings change
     coding_seconds: float = field(default=0.0, compare=False)  # that the shard took to encode them
     held_seconds: float = field(default=0.0, compare=False)  # that the request waited for other workers' clocks
+    acknowledged: int = 0  # as in Pushed, of the worker that pulled
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,8 @@ class Push:
 
     `last` is the worker's last message of the clock to this shard. A member's gradients count by `weight`, its number
     of samples, among those of its clock. `version` is that of the rows they were computed on, 0 where it is not known.
-    A `difference` is added to the rows past the optimizer.
+    A `difference` is added to the rows past the optimizer. An `early` one may be answered before it is safe: its
+    sender keeps it until it is acknowledged.
     """
 
     token: PushToken
@@ -180,17 +185,25 @@ class Push:
     weight: float = 1.0
     version: int = 0
     difference: bool = False
+    early: bool = False
+    term: int = 0  # as in Pull
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The reply to a push: how many rows were updated, and whether it was a repeat."""
+    """The reply to a push: how many rows were updated, and whether it was a repeat.
+
+    An `early` one came before the push is safe. The worker's pushes that were answered are safe up to the seq
+    `acknowledged` (0: nothing is said).
+    """
 
     duplicate: bool
     applied: int
     skipped: int
     settings: int = 0  # grows when the shard's compression settings change
     coding_seconds: float = field(default=0.0, compare=False)  # that the shard took to decode it
+    early: bool = False
+    acknowledged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,7 @@ def _pack_load(m: Load) -> pb.LoadRequest:
         epoch=token.epoch,
         seq=token.seq,
         first_incomplete=token.first_incomplete,
+        term=m.term,
     )
 
 
@@ -160,6 +161,7 @@ def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
         p.last,
         p.keep_state,
         PushToken(p.worker, p.epoch, p.seq, p.first_incomplete) if p.seq else None,
+        p.term,
     )
 
 
@@ -180,6 +182,7 @@ def _pack_pull(m: Pull) -> pb.PullRequest:
         worker=m.worker,
         epoch=m.epoch,
         required_clock=m.required_clock,
+        term=m.term,
     )
 
 
@@ -189,7 +192,7 @@ def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     for part, data in zip(p.tables, bulk, strict=True):
         values, packed = ids.read(data, part.table, part.packed_ids)
         tables.append(TableIds(part.table, values, part.route, part.codec, part.since, packed))
-    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.required_clock)
+    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.required_clock, p.term)
 
 
 def _pack_rows(m: Rows) -> pb.Rows:
@@ -199,6 +202,7 @@ def _pack_rows(m: Rows) -> pb.Rows:
         settings=m.settings,
         coding_seconds=m.coding_seconds,
         held_seconds=m.held_seconds,
+        acknowledged=m.acknowledged,
     )
 
 
@@ -210,7 +214,7 @@ def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
         read_values(part, codec, f"#{i}")
         for i, (part, codec) in enumerate(zip(bulk, codecs or repeat(""), strict=False))
     )
-    return Rows(tables, p.version, codecs, p.settings, p.coding_seconds, p.held_seconds)
+    return Rows(tables, p.version, codecs, p.settings, p.coding_seconds, p.held_seconds, p.acknowledged)
 
 
 def _pack_push(m: Push) -> pb.PushRequest:
@@ -237,6 +241,8 @@ def _pack_push(m: Push) -> pb.PushRequest:
         weight=m.weight,
         version=m.version,
         difference=m.difference,
+        early=m.early,
+        term=m.term,
     )
 
 
@@ -257,7 +263,18 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     if any(True for _ in left):
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)
-    return Push(token, p.clock, p.placement_epoch, tuple(tables), p.last, p.weight, p.version, p.difference)
+    return Push(
+        token,
+        p.clock,
+        p.placement_epoch,
+        tuple(tables),
+        p.last,
+        p.weight,
+        p.version,
+        p.difference,
+        early=p.early,
+        term=p.term,
+    )
 
 
 def _pack_pushed(m: Pushed) -> pb.Pushed:
@@ -267,11 +284,13 @@ def _pack_pushed(m: Pushed) -> pb.Pushed:
         skipped=m.skipped,
         settings=m.settings,
         coding_seconds=m.coding_seconds,
+        early=m.early,
+        acknowledged=m.acknowledged,
     )
 
 
 def _unpack_pushed(p: pb.Pushed, _: Sequence[Buffer]) -> Pushed:
-    return Pushed(p.duplicate, p.applied, p.skipped, p.settings, p.coding_seconds)
+    return Pushed(p.duplicate, p.applied, p.skipped, p.settings, p.coding_seconds, p.early, p.acknowledged)
 
 
 def _pack_rendezvous(m: Rendezvous) -> pb.RendezvousRequest:

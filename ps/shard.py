@@ -24,6 +24,7 @@ from embershard.proto.errors import (
     LeaseLost,
     LogStalled,
     MemoryLost,
+    OtherTerm,
     ShardBusy,
     StaleRun,
     StaleWorker,
@@ -62,6 +63,7 @@ from embershard.proto.messages import (
 from embershard.proto.routing import Placement
 from embershard.ps.bases.bases import Bases
 from embershard.ps.coordination.clock import MustWait
+from embershard.ps.coordination.early_answers import EarlyAnswers
 from embershard.ps.coordination.fencing import Fences
 from embershard.ps.coordination.leases import Leases
 from embershard.ps.coordination.outcome import Outcome
@@ -140,6 +142,8 @@ class Shard:
         self._bases: Bases | None = None
         self._lsn = self._awaited = 0  # of the last event in the log; of the one that the last answer waits for
         self._recovered: dict[int, tuple[int, int]] = {}  # worker -> epoch and seq of its last push in the log
+        self._early = EarlyAnswers()
+        self._is_early = False  # whether the last answer may leave before its event is safe
         self._leases = Leases(core.clock)
         self._routes = RouteCache()
         self._new_tables = _Rate()
@@ -164,6 +168,7 @@ class Shard:
             self._log.check_room(_EVENT_BYTES + sum(array.nbytes for array in arrays(request)))
         self._requests += 1
         self._coding.seconds = 0.0  # the request before may have failed
+        self._is_early = False
         try:
             first = request if isinstance(request, (Push, Join)) and self._may_begin(request) else None
             if first is not None:
@@ -181,7 +186,8 @@ class Shard:
             if self._snapshots.asked is not None:
                 self._snapshots.clock_moved(self.core.clock.open)
             if self._log is not None:
-                self._awaited = 0 if isinstance(request, (Pull, Heartbeat)) else self._lsn
+                waits = request.flush if isinstance(request, Heartbeat) else not isinstance(request, Pull)
+                self._awaited = self._lsn if waits else 0
 
     def bases_to(self, bases: Bases) -> None:
         """Have these bases of the log taken when they are due."""
@@ -202,10 +208,13 @@ class Shard:
         """Call `end` once the answer to the request that was handled last may leave.
 
         That is at once without a log, and for pulls and heartbeats, which may show what is not safe yet. All other
-        answers wait for the events before them too: so does that to a duplicate, for the event of the original.
+        answers wait for the events before them too: so does that to a duplicate, for the event of the original. That to
+        a push whose sender keeps it waits only until its event survives this process.
         """
         if self._log is None or not self._awaited:
             end()
+        elif self._is_early:
+            self._log.when_written(self._awaited, end)
         else:
             self._log.when_safe(self._awaited, end)
 
@@ -309,8 +318,7 @@ class Shard:
                 self._leases.renew(request.worker, request.epoch, now)
                 return self._apply(request)
             case Heartbeat():
-                self._renew(request, now)
-                return HeartbeatAck(clock=self.core.clock.open, members=self.core.clock.workers_here())
+                return self._heartbeat(request, now)
             case Rendezvous() | TakeSplit():
                 self._renew(request, now)
                 return self._apply(request)
@@ -380,7 +388,32 @@ class Shard:
         self.core.clock.member(request.worker, request.epoch)
         self._leases.renew(request.worker, request.epoch, now)
 
+    def _heartbeat(self, request: Heartbeat, now: float) -> HeartbeatAck:
+        self._check_term(request.term)
+        worker, epoch = request.worker, request.epoch
+        if request.flush:  # its answer waits until all of them are safe
+            with suppress(LeaseLost):  # what it pushed before is safe nevertheless
+                self._leases.renew(worker, epoch, now)
+            acknowledged = self._early.last(worker, epoch)
+        else:
+            self._renew(request, now)
+            acknowledged = self._acknowledged(worker, epoch)
+        clock = self.core.clock
+        return HeartbeatAck(clock=clock.open, members=clock.workers_here(), acknowledged=acknowledged)
+
+    def _acknowledged(self, worker: int, epoch: int) -> int:
+        """Up to which of its pushes a worker need keep none; 0 where it keeps none."""
+        if self._log is None or not self._early:
+            return 0
+        return self._early.acknowledged(worker, epoch, self._log.safe_lsn)
+
+    def _check_term(self, term: int) -> None:
+        """OtherTerm where a request is meant for an earlier process, or a later one."""
+        if term and term != self.greeting.term:
+            raise OtherTerm(got=term, want=self.greeting.term)
+
     def _push(self, request: Push, now: float) -> Pushed:
+        self._check_term(request.term)
         token = request.token
         if self._recovered:
             self._check_recovered(token)
@@ -391,9 +424,15 @@ class Shard:
             for part in request.tables:
                 if part.route:
                     self._routes.forget(token.worker, token.epoch, part.route)
-        return Pushed(is_duplicate, done.rows, done.skipped, self.core.compression.revision, self._coding.seconds)
+        revision, seconds = self.core.compression.revision, self._coding.seconds
+        if not request.early or self._log is None or not self._log.is_two_stage:
+            return Pushed(is_duplicate, done.rows, done.skipped, revision, seconds)
+        acknowledged = self._acknowledged(token.worker, token.epoch)
+        self._is_early = not is_duplicate and self._early.add(token, self._lsn)
+        return Pushed(is_duplicate, done.rows, done.skipped, revision, seconds, self._is_early, acknowledged)
 
     def _load(self, request: Load, now: float) -> Reply:
+        self._check_term(request.term)
         token = request.token
         if token is None:
             self._check_placement(request.placement_epoch)
@@ -529,6 +568,7 @@ class Shard:
             self._log.when_safe(self._lsn, show)
 
     def _pull(self, request: Pull, now: float) -> Rows:
+        self._check_term(request.term)
         self._check_placement(request.placement_epoch)
         self._leases.renew(request.worker, request.epoch, now)
         core, clock = self.core, self.core.clock
@@ -540,7 +580,10 @@ class Shard:
         tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)
         # arrivals alone: what the shard itself takes to apply the clock is no wait for other workers
         held = max(0.0, self._leases.closed_at - now) if request.required_clock else 0.0
-        rows = Rows(tables, updates.version, codecs, core.compression.revision, self._coding.seconds, held)
+        acknowledged = self._acknowledged(request.worker, request.epoch)
+        rows = Rows(
+            tables, updates.version, codecs, core.compression.revision, self._coding.seconds, held, acknowledged
+        )
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:

@@ -157,6 +157,7 @@ def begin_snapshot(
     `wait_timeout`: without a row more for so long, it times out. SnapshotExists, SnapshotNotWritten, SnapshotTooLate,
     RowsLost.
     """
+    client.flush()
     client.lineage.check()  # before a half would take the place of the latest whole one
     name = check_name(name or time.strftime("%Y%m%d-%H%M%S"))
     storage = Storage(url)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,8 +11,8 @@ import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
-from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
-from embershard.proto.messages import Declare, GetStatus, Load, Pull, Push, Pushed, Request, ShardStatus
+from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, UnknownTable, WrongDim
+from embershard.proto.messages import Declare, GetStatus, Heartbeat, Load, Pull, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Deadline, span
@@ -27,17 +28,21 @@ from embershard.worker.client.connections import (
     Places,
     ShardConnections,
     handshake,
+    raise_first,
 )
 from embershard.worker.client.lineage import Lineage
 from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.placement import Directory, placed
 from embershard.worker.client.pull import Puller
-from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
+from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, may_be_unhandled
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.compression.compressor import Compressor
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+_FAREWELL = timedelta(seconds=5)
+
+_log = logging.getLogger(__name__)
 
 
 class Client:
@@ -63,6 +68,7 @@ class Client:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be above zero, got {timeout}")
         self.worker = worker
+        self._clock = clock
         self.epoch = int(clock.since_1970() * 1e9)  # a later incarnation of this worker fences this one
         connections = handshake(transports, worker, Deadline(timeout, clock), recovery_timeout)
         self.connections = ShardConnections(connections, worker, timeout, recovery_timeout, clock)
@@ -75,7 +81,8 @@ class Client:
         self.membership: Membership | None = None
         self.compressor = Compressor(worker, self.placement)
         self.directory.subscribe(self.compressor.follow)
-        self._pushes = PushQueue(worker, self.epoch, self.limits, self.compressor)
+        self._kept = self.connections.kept
+        self._pushes = PushQueue(self.connections, worker, self.epoch, self.limits, self.compressor)
         self._puller = Puller(self.connections, worker, self.epoch, self.limits, self.compressor)
         self._push_lock = clock.lock()
 
@@ -337,7 +344,40 @@ class Client:
             self._pushes.put(update, placement, to_all=True)
             return self._deliver(member)
 
+    def flush(self) -> None:
+        """Wait until all pushes that were answered are safe on their shards; ShardUnavailable."""
+        self._await_safe(self.connections.shards, self.timeout)
+
+    def _await_safe(self, shards: Iterable[int], timeout: timedelta, *, awaits_recovery: bool = True) -> None:
+        deadline = Deadline(timeout, self._clock)
+        while waiting := self._kept.unsafe(shards):
+            if deadline.seconds <= 0:
+                shard = self.connections[waiting[0]]
+                reason = "it has not said that all pushes are safe"
+                raise ShardUnavailable(
+                    shard=shard.name, seconds=timeout.total_seconds(), reason=reason, address=shard.transport.address
+                )
+            asked = {
+                shard: Heartbeat(worker=self.worker, epoch=self.epoch, flush=True, term=self.connections.term(shard))
+                for shard in waiting
+            }
+            raise_first(self.connections.call(asked, timeout=deadline.remaining, awaits_recovery=awaits_recovery))
+
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
+        if full := [shard for shard, push in pushes.items() if self._kept.is_full(shard, push)]:
+            self._await_safe(full, self.timeout)
+        for shard, push in pushes.items():
+            if push.early:
+                self._kept.add(shard, push)
+        outcomes = self._call_until_room(pushes)
+        for shard, outcome in outcomes.items():
+            if isinstance(outcome, Pushed) and outcome.early:
+                self._kept.answered(shard, pushes[shard])
+            elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and may_be_unhandled(outcome)):
+                self._kept.remove(shard, pushes[shard])
+        return outcomes
+
+    def _call_until_room(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
         outcomes = self.connections.call(pushes)
         ahead = {shard: pushes[shard] for shard, outcome in outcomes.items() if isinstance(outcome, ClockAhead)}
         if ahead and self.membership is not None:  # too much waits there for other workers
@@ -353,7 +393,11 @@ class Client:
         return tuple(reply for reply in self.ask_all(GetStatus()) if isinstance(reply, ShardStatus))
 
     def close(self) -> None:
-        """Leave the job and close the connections."""
+        """Wait until all pushes are safe, leave the job and close the connections."""
+        try:
+            self._await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
+        except EmbershardError as error:
+            _log.warning("worker %d ends before its last pushes are known to be safe: %s", self.worker, error)
         if self.membership is not None:
             self.membership.leave()
         for connection in self.connections:

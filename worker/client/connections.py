@@ -21,6 +21,7 @@ from embershard.proto.errors import (
     EmbershardError,
     MessageTooLarge,
     NotAShard,
+    OtherTerm,
     ShardBusy,
     ShardRecovering,
     ShardRestarted,
@@ -28,11 +29,26 @@ from embershard.proto.errors import (
     UnknownTable,
     WrongShards,
 )
-from embershard.proto.messages import PUT_BACK_SECONDS, Greeting, Hello, Pushed, Reply, Request, Rows
+from embershard.proto.messages import (
+    PUT_BACK_SECONDS,
+    Greeting,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Load,
+    Pull,
+    Push,
+    Pushed,
+    Reply,
+    Request,
+    Rows,
+    replace,
+)
 from embershard.proto.routing import Route
 from embershard.proto.timing import Deadline, charge_to, span
 from embershard.proto.transport.transport import PendingReply, Transport, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
+from embershard.worker.client.kept import KeptPushes
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
@@ -189,7 +205,9 @@ class ShardConnections:
         self.heartbeat: Request | None = None  # sent over a new connection: it tells the shard which member this is
         self.lineage = 0  # of the rows of all shards, once this client has declared a table or compared them
         self.recoveries = 0  # times that a shard came back with its rows in a new process
+        self.kept = KeptPushes(clock)
         self._connections = {connection.greeting.shard: connection for connection in connections}
+        self._verifying = {shard: clock.lock() for shard in self._connections}  # held by who asks it who it is
         self._worker = worker
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
@@ -206,6 +224,10 @@ class ShardConnections:
 
     def __getitem__(self, shard: int) -> ShardConnection:
         return self._connections[shard]
+
+    def term(self, shard: int) -> int:
+        """That of the shard's process, as far as it is known; 0 without a log."""
+        return self._connections[shard].greeting.term
 
     def call_all(self, request: Request) -> list[Outcome]:
         """Send one request to every shard; the replies in the order of `shards`. Raises the first error."""
@@ -292,9 +314,15 @@ class ShardConnections:
             outcomes[shard] = self._verify_rows(shard, deadline) or _AnswersAgain()
             if isinstance(outcomes[shard], ClientClosed):
                 del waiting[shard]
+            else:
+                waiting[shard] = self._renewed(shard, waiting[shard])
         for shard, answer in pending.items():
             outcome = outcomes[shard] = self._outcome(shard, answer, deadline)
             self.byte_counter.count(requests[shard], outcome, answer)
+            if isinstance(outcome, OtherTerm):  # another process, and nobody has noticed, or another thread has
+                waiting[shard] = self._renewed(shard, requests[shard])
+                if waiting[shard] is requests[shard]:
+                    self._connections[shard].suspect = True
             put_back = isinstance(outcome, ClockAhead) and deadline.seconds < _too_short(deadline)
             if put_back or not getattr(outcome, "retryable", False):
                 del waiting[shard]
@@ -332,7 +360,10 @@ class ShardConnections:
     def _outcome(self, shard: int, answer: PendingReply, deadline: Deadline) -> Outcome:
         connection = self._connections[shard]
         try:
-            return answer.result()
+            reply = answer.result()
+            if isinstance(reply, (Pushed, Rows, HeartbeatAck)) and reply.acknowledged:
+                self.kept.acknowledge(shard, reply.acknowledged)
+            return reply
         except TransportClosed:
             return _labelled(ClientClosed(), connection.name)
         except Unreachable as error:
@@ -350,9 +381,18 @@ class ShardConnections:
     def _verify_rows(self, shard: int, deadline: Deadline) -> EmbershardError | None:
         """Ask a shard behind a broken connection who it is: None if it has our rows, else ShardRestarted.
 
-        The process of before has them, and one that recovered our lineage. Where this one does not know all pushes that
-        were acknowledged, it refuses the next one itself (MemoryLost).
+        The process of before has them, and one that recovered our lineage, to which the pushes that may be lost are
+        sent before anything else. Where it does not know all that were acknowledged, it refuses the next one itself
+        (MemoryLost).
         """
+        if not self._verifying[shard].acquire(blocking=False):
+            return _Retry("another call asks who it is")
+        try:
+            return self._verify(shard, deadline)
+        finally:
+            self._verifying[shard].release()
+
+    def _verify(self, shard: int, deadline: Deadline) -> EmbershardError | None:
         connection = self._connections[shard]
         try:
             reply = _submit(connection.transport, Hello(worker=self._worker), deadline.remaining).result()
@@ -365,18 +405,35 @@ class ShardConnections:
         except EmbershardError as error:
             return _Retry(str(error))
         if isinstance(reply, Greeting) and self._has_our_rows(connection.greeting, reply):
+            if self.heartbeat is not None:  # first: the bytes of what comes now keep the lease
+                connection.heartbeat = _submit(connection.transport, self.heartbeat, deadline.remaining)
             if reply.instance != connection.greeting.instance:
+                failed = self.kept.resend(shard, reply.term, lambda push: self._send_again(connection, push, deadline))
+                if failed is not None:
+                    return _Retry(str(failed))
                 _log.warning("%s is back, with its rows (term %d)", connection.name, reply.term)
                 self.recoveries += 1
             connection.greeting, connection.suspect, connection.recovering_since = reply, False, 0.0
-            if self.heartbeat is not None:  # first: the bytes of what comes now keep the lease
-                connection.heartbeat = _submit(connection.transport, self.heartbeat, deadline.remaining)
             return None
         got = reply.instance if isinstance(reply, Greeting) else type(reply).__name__
         self._lost = ShardRestarted(
             shard=connection.name, address=connection.transport.address, got=got, want=connection.greeting.instance
         )
         return self._lost
+
+    def _send_again(self, connection: ShardConnection, push: Push, deadline: Deadline) -> Outcome:
+        """The outcome of a push that is kept."""
+        answer = _submit(connection.transport, push, deadline.remaining)
+        outcome = self._outcome(connection.greeting.shard, answer, deadline)
+        self.byte_counter.count(push, outcome, answer)
+        return outcome
+
+    def _renewed(self, shard: int, request: Request) -> Request:
+        """The request, meant for the process of the shard that is known now."""
+        term = self.term(shard)
+        if isinstance(request, (Push, Pull, Load, Heartbeat)) and request.term not in (0, term):
+            return replace(request, term=term)
+        return request
 
     def _recovering(self, connection: ShardConnection, error: ShardRecovering) -> EmbershardError:
         error.shard = connection.name

@@ -38,7 +38,9 @@ def load_rows(
             rows = [slice(0, 0)]  # a shard without rows is told of the end, too
         queues[shard] = deque(_part(whole, rows, number) for number in range(len(rows)))
     while batch := {
-        shard: replace(queue.popleft(), token=next_token(shard)) for shard, queue in queues.items() if queue
+        shard: replace(queue.popleft(), token=next_token(shard), term=connections.term(shard))
+        for shard, queue in queues.items()
+        if queue
     }:
         if member is None:
             raise_first(connections.call(batch))

@@ -299,8 +299,12 @@ class Membership:
 
     def _heartbeat(self, timeout: timedelta) -> None:
         """Renew the lease on every shard; one that does not answer must not delay the others."""
-        heartbeat = Heartbeat(worker=self.worker, epoch=self._epoch)
-        first = self._call_all(heartbeat, timeout, awaits_recovery=False)[0]
+        beats = {
+            shard: Heartbeat(worker=self.worker, epoch=self._epoch, term=self._connections.term(shard))
+            for shard in self._connections.shards
+        }
+        outcomes = self._connections.call(beats, timeout=timeout, counted=False, awaits_recovery=False)
+        first = outcomes[self._connections.shards[0]]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)
 

@@ -94,6 +94,7 @@ class Puller:
                     self._worker,
                     self._epoch,
                     clock,
+                    self._connections.term(shard),
                 )
                 for shard, chunks in batch.items()
             }

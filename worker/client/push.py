@@ -17,7 +17,14 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Placement, Route
-from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Chunk, Outcome, split_into_messages
+from embershard.worker.client.connections import (
+    MESSAGE_OVERHEAD,
+    TABLE_OVERHEAD,
+    Chunk,
+    Outcome,
+    ShardConnections,
+    split_into_messages,
+)
 from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
@@ -46,7 +53,15 @@ class Update:
 class PushQueue:
     """The pushes of one incarnation of a worker, in order, per shard. Its owner sees to it that one thread uses it."""
 
-    def __init__(self, worker: int, epoch: int, limits: Mapping[int, int], compressor: Compressor) -> None:
+    def __init__(
+        self,
+        connections: ShardConnections,
+        worker: int,
+        epoch: int,
+        limits: Mapping[int, int],
+        compressor: Compressor,
+    ) -> None:
+        self._connections, self._kept = connections, connections.kept
         self._worker, self._epoch = worker, epoch
         self._compressor = compressor
         self._limits = limits  # shard -> bytes of a message to it
@@ -114,8 +129,9 @@ class PushQueue:
         """The token of the next push to a shard."""
         waiting, seq = self._waiting[shard], self._next_seq[shard]
         self._next_seq[shard] += 1
-        # pushes leave in order: the head is the first that is not acknowledged
-        first = waiting[0].token.seq if waiting else seq
+        first = self._kept.first_seq(shard)
+        if first is None:  # pushes leave in order: the head is the first that is not acknowledged
+            first = waiting[0].token.seq if waiting else seq
         return PushToken(self._worker, self._epoch, seq, min(first, self._loading.get(shard, seq)))
 
     def next_load_token(self, shard: int) -> PushToken:
@@ -131,7 +147,7 @@ class PushQueue:
     def _append(
         self, shard: int, update: Update, tables: tuple[TableGradients, ...], placement_epoch: int, *, last: bool
     ) -> None:
-        token = self.next_token(shard)
+        token, term = self.next_token(shard), self._connections.term(shard)
         self._waiting[shard].append(
             Push(
                 token,
@@ -142,6 +158,8 @@ class PushQueue:
                 weight=update.weight,
                 version=(update.versions or {}).get(shard, 0),
                 difference=update.difference,
+                early=term > 0,
+                term=term,
             )
         )
 
@@ -156,10 +174,14 @@ class PushQueue:
         gathers = member is not None and member.terms.staleness == 0
         applied = skipped = 0
         duplicate = False
+        for shard, push, error in self._kept.take_refused():
+            self._settle(shard, push, error, gathers=gathers)
+            if not _is_late(push, error, member) and not isinstance(error, LeaseLost):
+                self._refused = self._refused or error
         while batch := {shard: waiting[0] for shard, waiting in sorted(self._waiting.items()) if waiting}:
             silent: EmbershardError | None = None
             for shard, outcome in call(batch).items():
-                if isinstance(outcome, EmbershardError) and _may_be_unhandled(outcome):
+                if isinstance(outcome, EmbershardError) and may_be_unhandled(outcome):
                     silent = silent or outcome  # it stays, to be sent again
                     continue
                 if isinstance(outcome, UnknownRoute):
@@ -232,7 +254,7 @@ def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> li
     return messages
 
 
-def _may_be_unhandled(outcome: EmbershardError) -> bool:
+def may_be_unhandled(outcome: EmbershardError) -> bool:
     """Whether a push may still have to be applied: nobody answered, or the shard put it off."""
     return isinstance(outcome, ShardUnavailable | ShardRestarted) or outcome.retryable
 

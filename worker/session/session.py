@@ -483,11 +483,12 @@ class Session:
                 self._failure = None
 
     def flush(self) -> None:
-        """Wait until every push is acknowledged; raises the error of one that was not. Local steps end a round."""
+        """Wait until every push is safe on its shards; raises the error of one that is not. Local steps end a round."""
         self.settle()
-        if self.local_steps is not None:
-            with self._waiting():
+        with self._waiting():
+            if self.local_steps is not None:
                 self.local_steps.flush()
+            self.client.flush()
 
     def zero_grad(self) -> None:
         """Drop the gradients collected since the last step."""

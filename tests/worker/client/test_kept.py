@@ -1,0 +1,370 @@
+"""Pushes that were answered before they are safe: the worker keeps them, and sends them to the shard's next process."""
+
+import random
+import threading
+from dataclasses import replace
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+import embershard as es
+from embershard.proto import errors
+from embershard.proto.messages import Heartbeat, Push, Pushed
+from embershard.proto.routing import Placement, make_route
+from embershard.proto.transport.local import LocalTransport
+from embershard.proto.transport.transport import Unreachable
+from embershard.ps.recovery import recover
+from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.worker.client import kept as kept_module
+from embershard.worker.client.client import Client
+from embershard.worker.client.kept import KeptPushes
+from embershard.worker.client.membership import Terms
+from harness.eventually import eventually
+from harness.logs import open_log
+from harness.shards import gradients, push, rows
+from harness.simulated_disk import SimulatedDisk
+
+SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
+
+
+class PowerLost(Exception):
+    pass
+
+
+class Worst(random.Random):
+    """Nothing that was not synced has reached the disk."""
+
+    def choice(self, options):
+        return "lost"
+
+    def randint(self, low, high):
+        return low
+
+
+class Machine:
+    """A shard with a log, whose machine loses its power while the disk is asked to take something, as `lose` says.
+
+    What the log has written, and its disk has not, is gone then; answers that could leave have left. Who was connected
+    notices it at the next request, or, where `silent`, reaches the next process without a word.
+    """
+
+    def __init__(self, mode="fsync", silent=False):
+        self.mode, self.silent, self.disk = mode, silent, SimulatedDisk()
+        self.lose = lambda request: False
+        self.restarts, self._broken, self._lock = 0, False, threading.RLock()
+        self.seen = []
+        self._start()
+
+    def _start(self):
+        self.shard = Shard(0, Placement.even(1), OptimizerRegistry())
+        self.log = recover(self.shard, open_log(self.disk), self.mode, segment_bytes=2**16)
+
+    def handle(self, request):
+        with self._lock:
+            if self._broken:
+                self._broken = False
+                raise Unreachable("the connection broke")
+            self.seen.append(request)
+            return self._handle(request)
+
+    def _handle(self, request):
+        outcome, error = None, None
+        try:
+            outcome = self.shard.handle(request)
+        except errors.EmbershardError as refused:
+            error = refused
+        left = []
+        self.shard.release(lambda: left.append(outcome))
+        if self.lose(request):
+            self.disk.before = self._fail
+        try:
+            while self.log.journal.write_group():
+                pass
+            assert left
+        except PowerLost:
+            self.disk.lose_power(Worst())
+            self.restarts += 1
+            self._start()
+            if not left:
+                raise Unreachable("the machine is gone") from None
+            self._broken = not self.silent
+        if error is not None:
+            raise error
+        return outcome
+
+    def _fail(self, operation, path):
+        if operation == "sync" and path.name.startswith("log-"):
+            raise PowerLost
+
+    def client(self, worker=0, **terms):
+        client = Client([LocalTransport(self.handle, "machine/0")], worker=worker)
+        client.declare(SPEC)
+        if terms:
+            client.join(Terms(workers=1, lease=timedelta(hours=1), **terms))
+        return client
+
+
+@pytest.fixture(params=["told", "silent"])
+def machine(request):
+    return Machine(silent=request.param == "silent")
+
+
+def step(client, number, *ids):
+    """A push of ones."""
+    ids = np.array(ids or [1], np.int64)
+    route = make_route(ids, SPEC.space_key, client.placement)
+    return client.push([("t", route, np.ones((len(ids), SPEC.dim), np.float32))], clock=number)
+
+
+def row(client, id_=1, **how):
+    route = make_route(np.array([id_], np.int64), SPEC.space_key, client.placement)
+    return float(client.pull([("t", route)], **how)[0][0, 0])
+
+
+def unsafe(client):
+    return client.connections.kept.unsafe([0])
+
+
+def every(number, kind=Push):
+    """Whether it is the turn of a request to be the last of a process; not of those that are sent again."""
+    seen = []
+
+    def lose(request):
+        if not isinstance(request, kind) or request.token.seq in seen:
+            return False
+        seen.append(request.token.seq)
+        return request.token.seq % number == 0
+
+    return lose
+
+
+@pytest.mark.parametrize("terms", [{}, {"staleness": None}, {"staleness": 0}], ids=["alone", "asynchronous", "sync"])
+def test_what_was_answered_and_is_lost_with_its_machine_is_sent_again_first_and_in_order(machine, terms):
+    client = machine.client(**terms)
+    machine.lose = every(3)
+    for number in range(12):
+        step(client, number)
+        clock = {"clock": number + 1} if terms else {}
+        assert row(client, **clock) == -number - 1  # waits for the clock, which only what is sent again can close
+    assert machine.restarts == 4
+    assert [r.token.seq for r in machine.seen if isinstance(r, Push)] == [
+        1,
+        2,
+        3,
+        3,
+        4,
+        5,
+        6,
+        6,
+        7,
+        8,
+        9,
+        9,
+        10,
+        11,
+        12,
+        12,
+    ]
+    client.close()
+
+
+def test_an_answer_before_the_loss_is_no_promise_without_the_copy(machine, monkeypatch):
+    monkeypatch.setattr(KeptPushes, "resend", lambda *_: None)
+    client = machine.client()
+    machine.lose = every(3)
+    for number in range(3):
+        step(client, number)
+    assert row(client) == -2
+
+
+def test_a_later_push_does_not_overtake_one_that_is_sent_again(machine):
+    client = machine.client(staleness=0)
+    machine.lose = every(2)
+    for number in range(6):
+        step(client, number)
+    seqs = [request.token.seq for request in machine.seen if isinstance(request, Push)]
+    assert list(dict.fromkeys(seqs)) == sorted(set(seqs))
+    client.flush()
+    assert row(client, clock=6) == -6.0
+    client.close()
+
+
+def test_a_load_does_not_overtake_a_push_that_is_sent_again(machine):
+    client = machine.client()
+    machine.lose = every(2)
+    step(client, 0)
+    step(client, 1)
+    route = make_route(np.array([1], np.int64), SPEC.space_key, client.placement)
+    client.load("t", route, np.full((1, SPEC.dim), 7.0, np.float32))
+    assert row(client) == 7.0
+
+
+def test_a_push_by_a_route_is_sent_again_with_its_ids(machine):
+    client = machine.client()
+    route = make_route(np.array([5], np.int64), SPEC.space_key, client.placement)
+    client.pull([("t", route)], keep=True)
+    machine.lose = every(1)
+    client.push([("t", route, np.ones((1, SPEC.dim), np.float32))], clock=0)
+    machine.lose = lambda request: False
+    assert machine.restarts == 1
+    assert machine.seen[-1].tables[0].route
+    assert row(client, 5) == -1.0
+
+
+def test_heartbeats_of_an_idle_worker_send_again_and_say_what_is_safe(machine):
+    client = machine.client(staleness=None)
+    step(client, 0)
+    assert unsafe(client) == [0]
+    client.membership._heartbeat(timedelta(seconds=60))
+    assert unsafe(client) == []
+    machine.lose = every(2)
+    step(client, 1)
+    machine.lose = lambda request: False
+    client.membership._heartbeat(timedelta(seconds=60))
+    assert rows(machine.shard, 1, name="t")[0, 0] == -2.0
+    client.close()
+
+
+def test_flush_asks_until_all_is_safe_also_after_a_loss(machine):
+    client = machine.client()
+    machine.lose = every(2)
+    step(client, 0)
+    step(client, 1)
+    assert unsafe(client) == [0]
+    client.flush()
+    assert unsafe(client) == []
+    assert [r.flush for r in machine.seen if isinstance(r, Heartbeat)][-1]
+    machine.disk.lose_power(Worst())
+    machine._start()
+    assert row(client) == -2.0
+
+
+def test_what_the_next_process_refuses_is_told_of(machine, monkeypatch):
+    client = machine.client()
+    machine.lose = every(2)
+    step(client, 0)
+    step(client, 1)
+
+    def refuse(*_):
+        raise errors.WrongDim(table="t", what="gradients", got=1, ids=1, dim=2, want=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.shard.core.tables, "check_gradients", refuse)
+        client.flush()
+    assert unsafe(client) == []
+    with pytest.raises(errors.WrongDim):
+        step(client, 2)
+    step(client, 3)
+    assert row(client) == -3.0  # all but the refused one
+
+
+def test_a_mode_that_is_safe_at_once_keeps_nothing():
+    machine = Machine("log")
+    client = machine.client()
+    reply = step(client, 0)
+    assert (reply.early, client.connections.kept.first_seq(0)) == (False, None)
+
+
+def test_what_is_kept_is_bounded_and_a_push_waits_for_the_disk(monkeypatch):
+    monkeypatch.setattr(kept_module, "KEPT_PUSHES", 3)
+    kept, asked = [], []
+    machine = Machine()
+    client = machine.client()
+    original = machine._handle
+
+    def handle(request):  # a disk that is asked for, and takes nothing before
+        if isinstance(request, Heartbeat):
+            asked.append(client.connections.kept.first_seq(0))
+        reply = original(request)
+        return replace(reply, acknowledged=0) if isinstance(reply, Pushed) else reply
+
+    machine._handle = handle
+    for number in range(10):
+        step(client, number)
+        kept.append(len(client.connections.kept._kept[0]))
+    assert (max(kept), asked) == (3, [1, 4, 7])
+    tokens = [r.token.first_incomplete for r in machine.seen if isinstance(r, Push)]
+    assert tokens == [1, 1, 1, 1, 4, 4, 4, 7, 7, 7]
+
+
+def test_bytes_are_bounded_too_but_for_one_push_that_is_larger():
+    kept = KeptPushes()
+    large, small = (push(gradients(range(count), dim=2), seq=seq) for count, seq in ((2_800_000, 1), (400_000, 2)))
+    assert not kept.is_full(0, large)
+    kept.add(0, large)
+    assert kept.num_bytes(0) == 16 * 2_800_000
+    assert not kept.is_full(0, small)
+    kept.add(0, replace(small))
+    kept.answered(0, large)
+    assert kept.is_full(0, large)
+    kept.acknowledge(0, 1)
+    assert (kept.first_seq(0), kept.num_bytes(0)) == (2, 16 * 400_000)
+
+
+def test_a_reply_that_overtakes_the_answer_of_a_push_is_not_forgotten():
+    kept, one = KeptPushes(), push(gradients([1]))
+    kept.add(0, one)
+    kept.acknowledge(0, 1)
+    assert kept.first_seq(0) == 1  # it is on its way
+    kept.answered(0, one)
+    assert kept.first_seq(0) is None
+
+
+def test_close_waits_until_all_is_safe():
+    machine = Machine()
+    client = machine.client(staleness=None)
+    step(client, 0)
+    client.close()
+    assert unsafe(client) == []
+
+
+def test_an_answer_does_not_wait_for_a_slow_disk_and_a_flush_does():
+    machine = Machine()
+    client = machine.client()
+    gate = threading.Event()
+    machine.disk.before = lambda operation, path: operation != "sync" or gate.wait(60)
+    machine.log.start()
+    pool_done = []
+
+    def handle(request):
+        reply, released = machine.shard.handle(request), threading.Event()
+        machine.shard.release(released.set)
+        if not released.wait(60):
+            raise Unreachable("waited in vain")
+        return reply
+
+    client.connections[0].transport._handle = handle
+    assert step(client, 0).applied == 1
+    assert unsafe(client) == [0]
+    flush = threading.Thread(target=lambda: (client.flush(), pool_done.append(True)))
+    flush.start()
+    assert row(client) == -1.0
+    assert not pool_done
+    gate.set()
+    assert eventually(lambda: pool_done)
+    flush.join(60)
+    assert unsafe(client) == []
+    assert machine.log.close(60)
+
+
+@pytest.mark.parametrize("old", ["client", "shard"])
+def test_an_old_client_and_an_old_shard_are_answered_when_it_is_safe(old):
+    machine = Machine()
+    original = machine._handle
+
+    def handle(request):
+        if isinstance(request, Push):  # the fields that an earlier version does not know
+            request = replace(request, early=False, term=0)
+        return original(request)
+
+    machine._handle = handle
+    client = machine.client()
+    if old == "client":
+        client.connections[0].greeting.ClearField("term")
+    machine.lose = every(2)
+    for number in range(4):
+        step(client, number)
+        assert unsafe(client) == []
+    assert row(client) == -4.0

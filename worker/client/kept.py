@@ -1,0 +1,128 @@
+"""Pushes that a shard may lose with its machine: kept until they are safe, and sent again to its next process.
+
+A shard that keeps its log on the disk answers a push before the disk has it, and says in later replies up to which push
+all are safe (docs/wire.md). So the disk is not waited for, and neither the shard nor this worker alone can lose a push.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
+from embershard.proto.errors import EmbershardError, UnknownRoute
+from embershard.proto.messages import Push, Pushed, Reply
+
+# of a shard; more than that waits until the shard says that some are safe
+KEPT_BYTES = 64 * 2**20
+KEPT_PUSHES = 2048
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A push, and whether it was answered."""
+
+    push: Push
+    num_bytes: int
+    is_answered: bool = False
+
+
+class KeptPushes:
+    """The pushes of one client that are on their way or not safe yet, by shard and in order; any thread may use it."""
+
+    def __init__(self, clock: SystemClock = SYSTEM_CLOCK) -> None:
+        self._lock = clock.lock()
+        self._kept: defaultdict[int, deque[_Kept]] = defaultdict(deque)
+        self._bytes: defaultdict[int, int] = defaultdict(int)
+        self._acknowledged: defaultdict[int, int] = defaultdict(int)  # up to this seq they are safe
+        self._refused: list[tuple[int, Push, EmbershardError]] = []
+
+    def add(self, shard: int, push: Push) -> None:
+        """Keep a push that is sent now, perhaps again."""
+        with self._lock:
+            kept = self._kept[shard]
+            if not kept or kept[-1].push.token.seq < push.token.seq:
+                kept.append(_Kept(push, _num_bytes(push)))
+                self._bytes[shard] += kept[-1].num_bytes
+
+    def answered(self, shard: int, push: Push) -> None:
+        """A push was answered before it is safe."""
+        with self._lock:
+            for kept in reversed(self._kept[shard]):
+                if kept.push.token.seq == push.token.seq:
+                    kept.is_answered = True
+            self._drop(shard)
+
+    def remove(self, shard: int, push: Push) -> None:
+        """A push is safe, or was refused."""
+        with self._lock:
+            kept = self._kept[shard]
+            for one in kept:
+                if one.push.token.seq == push.token.seq:
+                    self._bytes[shard] -= one.num_bytes
+                    kept.remove(one)
+                    break
+
+    def acknowledge(self, shard: int, seq: int) -> None:
+        """A shard says that what it has answered is safe up to this push."""
+        with self._lock:
+            if seq > self._acknowledged[shard]:
+                self._acknowledged[shard] = seq
+                self._drop(shard)
+
+    def first_seq(self, shard: int) -> int | None:
+        """Of the first push that is kept for a shard."""
+        kept = self._kept[shard]
+        return kept[0].push.token.seq if kept else None
+
+    def num_bytes(self, shard: int) -> int:
+        """Bytes of the pushes that are kept for a shard."""
+        return self._bytes[shard]
+
+    def is_full(self, shard: int, push: Push) -> bool:
+        """Whether a push has to wait until some of these are safe."""
+        kept = len(self._kept[shard])
+        return kept >= KEPT_PUSHES or (kept > 0 and self._bytes[shard] + _num_bytes(push) > KEPT_BYTES)
+
+    def unsafe(self, shards: Iterable[int]) -> list[int]:
+        """Those of the shards that have answered a push which is not safe yet."""
+        return [shard for shard in shards if (kept := self._kept[shard]) and kept[0].is_answered]
+
+    def resend(self, shard: int, term: int, send: Callable[[Push], Reply | EmbershardError]) -> EmbershardError | None:
+        """Send all that is kept to the shard's process of this term, in order; an error where that is not done.
+
+        The tokens are those of before, so what the process has is not applied again.
+        """
+        with self._lock:
+            waiting = list(self._kept[shard])
+        for kept in waiting:
+            push = replace(kept.push, term=term)
+            outcome = send(push)
+            if isinstance(outcome, UnknownRoute):  # a pull had left the ids with the process of before
+                outcome = send(replace(push, tables=tuple(replace(part, route=0) for part in push.tables)))
+            if isinstance(outcome, EmbershardError) and outcome.retryable:
+                return outcome
+            if not kept.is_answered:
+                continue  # its sender is told
+            if isinstance(outcome, EmbershardError):
+                with self._lock:
+                    self._refused.append((shard, push, outcome))
+            if not (isinstance(outcome, Pushed) and outcome.early):
+                self.remove(shard, push)
+        return None
+
+    def take_refused(self) -> list[tuple[int, Push, EmbershardError]]:
+        """The pushes that a shard had answered, and its next process has refused: told of once."""
+        with self._lock:
+            refused, self._refused = self._refused, []
+        return refused
+
+    def _drop(self, shard: int) -> None:
+        kept, acknowledged = self._kept[shard], self._acknowledged[shard]
+        while kept and kept[0].is_answered and kept[0].push.token.seq <= acknowledged:
+            self._bytes[shard] -= kept.popleft().num_bytes
+
+
+def _num_bytes(push: Push) -> int:
+    return sum(part.ids.nbytes + part.gradients.nbytes for part in push.tables)
