@@ -1,4 +1,4 @@
-"""The compiled inner loops of snapshots: old records kept, records read by slot, slots sorted, records restored."""
+"""The compiled inner loops of snapshots: old records kept, records read by slot, slots sorted."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import BUCKET_SHIFT, NUM_BUCKETS, mix64
 from embershard.ps.table import hash_index as store_module
-from embershard.ps.table.hash_index import HASH_INDEX, HEADER, HashIndex, find, home_of, insert, open_store, probe
+from embershard.ps.table.hash_index import HASH_INDEX, HEADER, HashIndex, find, home_of, open_store, probe
 
 Slots = npt.NDArray[np.uint32]
 
 BLOCK = 64  # ids in flight, as in kernels.py
 READ = 2**32 - 1  # in `places`: the snapshot has the row, what becomes of it matters no more
-DONE, INDEX_FULL = 0, 1
 
 _PARTS = (intrinsics, store_module)
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
-_ROWS = types.Array(types.float32, 2, "C", readonly=True)
 _SLOTS = types.Array(types.uint32, 1, "C", readonly=True)
 
 _U = np.uint64
@@ -128,25 +126,6 @@ def sort_by_bucket(buckets: npt.NDArray[np.uint16], slots: Slots, starts: Ids) -
         bucket = _U(buckets[slot])
         slots[_U(fill[bucket])] = slot
         fill[bucket] += 1
-
-
-@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, _ROWS), *_PARTS)
-def restore_records(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> int:
-    """Give ids, which are new or not, these weights and states. Returns DONE or INDEX_FULL."""
-    store, ids, rows, state = open_store(store), detached(ids), detached(rows), detached(state)
-    for i in range(ids.size):
-        h = mix64(_U(ids[i]), store.index_key)
-        found = find(store, ids[i], h)
-        if not found:
-            found = insert(store, ids[i], h)
-            if not found:
-                return INDEX_FULL
-        first = (found - _1) * store.stride + _U(HEADER)
-        for j in range(store.dim):
-            store.floats[first + j] = rows[i, j]
-        for j in range(_U(store.fresh.size)):
-            store.floats[first + store.dim + j] = state[i, j]
-    return DONE
 
 
 @compiled(

@@ -1,4 +1,4 @@
-"""The compiled inner loops of a table: gather, apply, load.
+"""The compiled inner loops of a table: gather, apply, load, restore.
 
 Each works in blocks of ids: hash and prefetch the cells, probe by fingerprint and prefetch the records, then verify the
 id in the record and do the work; the memory's latency is paid once per block. reference.py says the same in plain
@@ -266,4 +266,45 @@ def load(store: HashIndex, ids: Ids, rows: Floats, keep_state: bool) -> int:
             continue
         for j in range(_U(store.fresh.size)):
             store.floats[first + store.dim + j] = store.fresh[j]
+    return DONE
+
+
+@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, _ROWS), *_PARTS)
+def restore(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> int:
+    """Give ids, which are new or not, these weights and states, in order. Returns DONE or INDEX_FULL."""
+    store, ids, rows, state = open_store(store), detached(ids), detached(rows), detached(state)
+    hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
+    slots = np.empty(BLOCK, np.uint64)
+    num_state = _U(store.fresh.size)
+    used = store.dim + _U(HEADER) + num_state
+    for start in range(0, ids.size, BLOCK):
+        count = min(BLOCK, ids.size - start)
+        _hash_block(store, ids, start, count, hashes, homes)
+        pages = store.counters[NUM_PAGES]
+        for i in range(count):
+            if store.counters[NUM_PAGES] != pages:  # a page was split
+                homes[i] = home_of(store, hashes[i])
+            found = probe(store, homes[i], hashes[i])
+            if found:
+                _prefetch_record(store, found, used)
+            else:
+                found = insert(store, ids[start + i], hashes[i])
+                if not found:
+                    return INDEX_FULL
+            slots[i] = found
+        for i in range(count):
+            found, id_ = slots[i], ids[start + i]
+            if not _is_of(store, found, id_):  # another id with this fingerprint
+                found = _find_or_create(store, id_, hashes[i])
+                if not found:
+                    return INDEX_FULL
+            first = (found - _1) * store.stride + _U(HEADER)
+            row, values = _U(start + i) * store.dim, _U(start + i) * num_state
+            target, source = window(store.floats, first, np.int64(store.dim)), window(rows, row, np.int64(store.dim))
+            for j in range(store.dim):
+                target[j] = source[j]
+            target = window(store.floats, first + store.dim, np.int64(num_state))
+            source = window(state, values, np.int64(num_state))
+            for j in range(num_state):
+                target[j] = source[j]
     return DONE

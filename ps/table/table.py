@@ -23,7 +23,6 @@ from embershard.ps.table import kernels
 from embershard.ps.table.arena import Arena
 from embershard.ps.table.changes import ChangeTracker
 from embershard.ps.table.frozen import CopyOnWriteRows
-from embershard.ps.table.frozen_kernels import restore_records
 from embershard.ps.table.hash_index import (
     HEADER,
     MAY_REUSE,
@@ -233,7 +232,7 @@ class Table:
         TableFull when the budget has no room for the new rows.
         """
         self._before_write(ids)
-        end = restore_records(self._store, ids, rows, state)
+        end = kernels.restore(self._store, ids, rows, state)
         self.charge()
         self._check_index(end)
 

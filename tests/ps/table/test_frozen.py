@@ -130,3 +130,18 @@ def test_restored_rows_have_their_weights_and_states_and_go_on_as_the_others():
     for table in (one, other):
         push(table, np.arange(500, 1500), seed=1)
     assert contents(*other.scan()) == contents(*one.scan())
+
+
+@given(st.lists(st.lists(st.integers(0, 200), max_size=150), min_size=1, max_size=4), st.sampled_from([1, 4, 17]))
+@settings(max_examples=30, deadline=None)
+def test_restored_rows_are_the_last_ones_of_their_ids_whether_these_are_new_or_there_or_twice_in_a_call(calls, dim):
+    table = make(100, dim)
+    model = contents(*table.scan())
+    for number, ids in enumerate(calls):
+        rng = np.random.default_rng(number)
+        rows = rng.standard_normal((len(ids), dim)).astype(np.float32)
+        state = rng.standard_normal((len(ids), table.num_state)).astype(np.float32)
+        table.restore(np.array(ids, np.int64), rows, state)
+        model.update({i: (row.tobytes(), one.tobytes()) for i, row, one in zip(ids, rows, state, strict=True)})
+    assert contents(*table.scan()) == model
+    assert table.num_rows == len(model)
