@@ -22,8 +22,9 @@ class RecoveryRate:
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """So many bytes of the log were applied in so many seconds."""
-        self._bytes += num_bytes
-        self._seconds += seconds
+        if num_bytes:  # to open an empty log takes time, too
+            self._bytes += num_bytes
+            self._seconds += seconds
 
     def seconds(self, num_bytes: int) -> float:
         """What a recovery would take that reads so many bytes."""

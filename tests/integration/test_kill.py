@@ -10,120 +10,148 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.local_shards import InProcessShards
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import GetStatus, Push, PushToken, ShardStatus, TableGradients
+from embershard.proto.messages import GetStatus, ShardStatus
 from embershard.proto.routing import make_route
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
+from embershard.worker.client.client import Client
+from embershard.worker.client.membership import Terms
 from harness.eventually import PATIENCE, eventually
-from harness.shards import join, make_shard, rows
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 WORKERS, IDS, DIM = 2, 60, 4
-SPEC = es.TableSpec(name="t", dim=DIM, optimizer=es.Adagrad(lr=0.1), initializer=es.Normal(std=0.1))
+CODECS = {"plain": "none", "topk": "topk:0.25", "int8": "int8"}
+SPECS = [
+    es.TableSpec(
+        name=name,
+        dim=DIM,
+        optimizer=es.SGD(lr=0.1) if name == "topk" else es.Adagrad(lr=0.1),
+        initializer=es.Normal(std=0.1),
+        push_codec=CodecName.parse(codec),
+    )
+    for name, codec in CODECS.items()
+]
+MODES = {
+    "asynchronous": {},
+    "bounded": {"workers": WORKERS, "staleness": 3},
+    "synchronous": {"workers": WORKERS, "staleness": 0},
+}
 AGAIN = RestartPolicy(first_pause=timedelta(0), quick=timedelta(0))
 TIMEOUT = timedelta(seconds=PATIENCE)
 
 
-def ids_of_step(worker, step, synchronous):
-    """In a synchronous job the workers share ids: the order in which they come does not matter then."""
-    chooser = random.Random(f"{worker} {step}")
-    first = 0 if synchronous else worker * IDS
-    return np.array(sorted(chooser.sample(range(first, first + IDS), 20)), np.int64)
-
-
-def gradients_of(worker, step, synchronous):
-    shape = len(ids_of_step(worker, step, synchronous)), DIM
-    return np.random.default_rng([worker, step]).standard_normal(shape).astype(np.float32)
-
-
 class Pusher(threading.Thread):
-    """A worker that pushes, step after step, until `last` says at which one it ends."""
+    """A worker that pushes to all tables, step after step, until `last` says at which one it ends.
 
-    def __init__(self, session, worker, synchronous):
+    In a synchronous job the workers share ids: the order in which they come does not matter then.
+    """
+
+    def __init__(self, client, mode):
         super().__init__(daemon=True)
-        self.session, self.worker, self.synchronous = session, worker, synchronous
+        self.client, self.clocked = client, mode != "asynchronous"
+        self.first = 0 if mode == "synchronous" else client.worker * IDS
         self.acknowledged, self.last, self.error = 0, 10**9, None
+        for spec in SPECS:
+            client.declare(spec)
 
     def run(self):
         try:
-            client = self.session.client
             while self.acknowledged < self.last:
-                step = self.acknowledged
-                ids = ids_of_step(self.worker, step, self.synchronous)
-                route = make_route(ids, SPEC.space_key, client.placement)
-                order = np.searchsorted(ids, route.ids)
-                gradients = gradients_of(self.worker, step, self.synchronous)[order]
-                client.pull([("t", route)], clock=step if self.synchronous else None)
-                client.push([("t", route, gradients)], clock=step)
+                self.step(self.acknowledged)
                 self.acknowledged += 1
         except BaseException as error:
             self.error = error
 
+    def step(self, step):
+        chooser = np.random.default_rng([self.client.worker, step])
+        ids = self.first + np.sort(chooser.choice(IDS, 20, replace=False))
+        gradients = chooser.standard_normal((20, DIM)).astype(np.float32)
+        routes = [make_route(ids, spec.space_key, self.client.placement) for spec in SPECS]
+        parts = [
+            (spec.name, route, gradients[route.index.argsort()]) for spec, route in zip(SPECS, routes, strict=True)
+        ]
+        self.client.pull([(table, route) for table, route, _ in parts], clock=step if self.clocked else None)
+        # every third step pushes what local steps have changed
+        self.client.push(parts, clock=step, difference=step % 3 == 2)
 
-def model(steps, synchronous):
-    """The rows after these pushes of each worker, each applied once, by a shard that nothing happens to."""
-    shard = make_shard(SPEC)
-    if synchronous:
-        for worker in range(WORKERS):
-            shard.handle(join(worker, workers=WORKERS, lease_ms=10**9))
-    for step in range(max(steps)):
-        for worker in range(WORKERS):
-            if step < steps[worker]:
-                part = TableGradients(
-                    "t", ids_of_step(worker, step, synchronous), gradients_of(worker, step, synchronous)
+
+def rows_after(client, clock):
+    """All rows, by table, once the pushes before a clock have been applied."""
+    reads = [(spec.name, make_route(np.arange(WORKERS * IDS), spec.space_key, client.placement)) for spec in SPECS]
+    found = client.pull(reads, clock=clock)
+    return {table: rows[route.index] for (table, route), rows in zip(reads, found, strict=True)}
+
+
+def undisturbed(steps, mode):
+    """The rows after so many steps of each worker, on shards that nothing happens to."""
+    shards = InProcessShards(1)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(Client(shards.transports(), worker=rank))) for rank in range(WORKERS)]
+        return run_to_end(clients, mode, lambda pushers: steps)
+
+
+def run_to_end(clients, mode, until):
+    """Have workers push until `until`, which is given them, says at which step they end; the rows then."""
+    if MODES[mode]:
+        for client in clients:
+            client.join(Terms(**MODES[mode]))
+    pushers = [Pusher(client, mode) for client in clients]
+    for pusher in pushers:
+        pusher.start()
+    last = until(pushers)
+    for pusher in pushers:
+        pusher.last = last
+    for pusher in pushers:
+        pusher.join(PATIENCE)
+        assert pusher.error is None, pusher.error
+        assert pusher.acknowledged == last
+    return rows_after(clients[0], last if MODES[mode] else None)
+
+
+def kill_under_load(folder, kills, mode, durability="log", seed=0):
+    """Kill the shard at random moments while workers push; then compare it with one that nothing happened to."""
+    chooser, last = random.Random(seed), 0
+
+    def kill(pushers):
+        nonlocal last
+        for _ in range(kills):
+            before = [pusher.acknowledged for pusher in pushers]
+            assert eventually(
+                lambda before=before: (
+                    any(pusher.error for pusher in pushers)
+                    or all(one.acknowledged >= count + 3 for one, count in zip(pushers, before, strict=True))
                 )
-                shard.handle(Push(PushToken(worker, 1, step + 1, step + 1), step, 1, (part,)))
-    return rows(shard, *range(WORKERS * IDS), name="t")
+            )
+            assert not any(pusher.error for pusher in pushers), [pusher.error for pusher in pushers]
+            time.sleep(chooser.uniform(0, 0.3))
+            os.kill(shards.pids[0], signal.SIGKILL)
+        last = max(pusher.acknowledged for pusher in pushers) + 5
+        return last
 
-
-def kill_under_load(folder, kills, synchronous, durability="log", seed=0):
-    """Kill the shard at random moments while workers push; then compare it with the model."""
-    chooser = random.Random(seed)
     with ExitStack() as stack:
         shards = stack.enter_context(
             LocalShards(1, restart=AGAIN, durability=durability, log_dir=folder, report=lambda line: None)
         )
-        terms = {"workers": WORKERS, "staleness": 0} if synchronous else {}
-        sessions = [
-            stack.enter_context(es.connect(shards.addresses, worker=worker, timeout=TIMEOUT, **terms))
-            for worker in range(WORKERS)
+        clients = [
+            stack.enter_context(closing(Client.connect(shards.addresses, worker=rank, timeout=TIMEOUT)))
+            for rank in range(WORKERS)
         ]
-        sessions[0].client.declare(SPEC)
-        sessions[1].client.declare(SPEC)
-        pushers = [Pusher(session, worker, synchronous) for worker, session in enumerate(sessions)]
-        for pusher in pushers:
-            pusher.start()
-        for _ in range(kills):
-            before = [pusher.acknowledged for pusher in pushers]
-            end = time.monotonic() + PATIENCE
-            while any(one.acknowledged < count + 3 for one, count in zip(pushers, before, strict=True)):
-                assert not any(pusher.error for pusher in pushers), [pusher.error for pusher in pushers]
-                assert time.monotonic() < end, (before, [pusher.acknowledged for pusher in pushers])
-                time.sleep(0.001)
-            time.sleep(chooser.uniform(0, 0.3))
-            os.kill(shards.pids[0], signal.SIGKILL)
-        last = max(pusher.acknowledged for pusher in pushers) + 5
-        for pusher in pushers:
-            pusher.last = last
-        for pusher in pushers:
-            pusher.join(PATIENCE)
-            assert pusher.error is None, pusher.error
-            assert not pusher.is_alive()
-        steps = [pusher.acknowledged for pusher in pushers]
-        client = sessions[0].client
-        route = make_route(np.arange(WORKERS * IDS), SPEC.space_key, client.placement)
-        (got,) = client.pull([("t", route)], clock=last if synchronous else None)
-        (status,) = client.connections.call_all(GetStatus())
+        got = run_to_end(clients, mode, kill)
+        (status,) = clients[0].connections.call_all(GetStatus())
     assert status.term == kills + 1
-    assert status.pushed_rows == 20 * sum(steps)
-    want = model(steps, synchronous)
-    np.testing.assert_array_equal(got, want[route.ids])
-    return steps
+    assert status.expired_leases == 0
+    want = undisturbed(last, mode)
+    for table, rows in got.items():
+        np.testing.assert_array_equal(rows, want[table], table)
+    return last
 
 
 SLOW_CODEC = """
@@ -144,16 +172,17 @@ def slow(rows, key):
 def test_a_recovery_that_takes_longer_than_a_call_is_waited_for_and_shown(tmp_path, monkeypatch):
     (tmp_path / "slow_codec.py").write_text(SLOW_CODEC)
     monkeypatch.syspath_prepend(tmp_path)
-    imports, codec = ["slow_codec"], es.Compression(push="slow_codec:slow")
+    imports = ["slow_codec"]
+    spec = es.TableSpec(name="t", dim=DIM, optimizer=es.SGD(lr=1.0), push_codec=CodecName.parse("slow_codec:slow"))
     logs = {"durability": "log", "log_dir": tmp_path / "log"}
     with (
         LocalShards(1, imports=imports, restart=AGAIN, report=lambda line: None, **logs) as shards,
-        es.connect(shards.addresses, timeout=TIMEOUT, imports=imports, compression=codec) as session,
+        es.connect(shards.addresses, timeout=TIMEOUT, imports=imports) as session,
         closing(transport_for(shards.addresses[0])) as transport,
     ):
         client = session.client
-        client.declare(SPEC)
-        route = make_route(np.arange(IDS), SPEC.space_key, client.placement)
+        client.declare(spec)
+        route = make_route(np.arange(IDS), spec.space_key, client.placement)
         for step in range(50):  # a second to decode
             client.push([("t", route, np.ones((IDS, DIM), np.float32))], clock=step)
         (want,), (before,) = client.pull([("t", route)]), client.status()
@@ -172,13 +201,80 @@ def test_a_recovery_that_takes_longer_than_a_call_is_waited_for_and_shown(tmp_pa
         assert seen(False).recovery_seconds > 0.9  # its own took as long
 
 
-@pytest.mark.parametrize("synchronous", [False, True], ids=["asynchronous", "synchronous"])
-def test_five_kills_lose_and_double_nothing(tmp_path, synchronous):
-    kill_under_load(tmp_path / "log", 5, synchronous)
+@pytest.mark.parametrize(("mode", "kills"), [("asynchronous", 4), ("bounded", 2), ("synchronous", 4)])
+def test_kills_lose_and_double_nothing_in_any_mode(tmp_path, mode, kills):
+    kill_under_load(tmp_path / "log", kills, mode)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("durability", ["log", "fsync"])
 def test_fifty_kills_lose_and_double_nothing(tmp_path, durability):
-    for seed in range(5):
-        kill_under_load(tmp_path / f"log-{seed}", 5, bool(seed % 2), durability, seed)
+    for seed, mode in enumerate(["asynchronous", "synchronous", "bounded", "asynchronous", "synchronous"]):
+        kill_under_load(tmp_path / f"log-{seed}", 5, mode, durability, seed)
+
+
+WAYS = {
+    "asynchronous": {},
+    "synchronous": {"staleness": 0},
+    "bounded": {"staleness": 2},
+    "local steps": {"local_steps": 4},
+    "local steps of a synchronous job": {"staleness": 0, "local_steps": 4},
+    "topk": {"compression": es.Compression(push="topk:0.1", dense={"push": "dgc:0.1+fp16s", "pull": "delta"})},
+    "int8": {"staleness": 0, "compression": es.Compression(push="int8", pull="int8", dense={"push": "powersgd:1"})},
+    "onebit": {"staleness": 2, "compression": es.Compression(push="rows:0.5+int8", dense={"push": "onebit"})},
+}
+
+
+def train(session, until):
+    """Train a model batch after batch until `until`, which is given their number, says so; its weights."""
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.EmbeddingBag(200, 4, mode="sum"), torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    model, count = es.wrap(net, session, optimizer=es.SGD(lr=0.1)), 0
+
+    def batches():  # some ahead of the steps
+        nonlocal count
+        while not until(count):
+            count += 1
+            yield torch.randint(0, 200, (16, 5), generator=generator)
+
+    for ids in session.prefetch(batches(), staleness=0, inputs=lambda ids: {"0": ids}):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(ids)[:, 0], (ids[:, 0] % 2).float())
+        loss.backward()
+        session.step()
+    session.flush()
+    session.refresh()
+    with torch.no_grad():
+        return count, [parameter.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_whose_shards_are_killed_trains_to_the_bits_of_one_that_was_not_disturbed(tmp_path, way):
+    chooser = random.Random(way)
+    with LocalShards(2, restart=AGAIN, durability="log", log_dir=tmp_path, report=lambda line: None) as shards:
+        reached, done = [0], threading.Event()
+
+        def kill():
+            for _ in range(4):
+                before = reached[0]
+                eventually(lambda before=before: reached[0] > before + 3)
+                time.sleep(chooser.uniform(0, 0.3))
+                with suppress(ProcessLookupError):  # it was killed just before
+                    os.kill(chooser.choice(shards.pids), signal.SIGKILL)
+            done.set()
+
+        def until(count):
+            reached[0] = count
+            return done.is_set() and count % 4 == 0
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with es.connect(shards.addresses, timeout=TIMEOUT, **WAYS[way]) as session:
+            count, got = train(session, until)
+            assert session.client.connections.recoveries
+        killer.join()
+    with LocalShards(2) as shards, es.connect(shards.addresses, timeout=TIMEOUT, **WAYS[way]) as session:
+        _, want = train(session, lambda reached: reached >= count)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

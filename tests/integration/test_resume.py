@@ -73,8 +73,10 @@ def uninterrupted(folder):
     return folder / "step-000000160"
 
 
-def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp_path, whole):
-    first, log = start(JOB), tmp_path / "out" / "log.jsonl"
+@pytest.mark.parametrize("durability", [pytest.param("memory", marks=pytest.mark.long), "log"])
+def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp_path, whole, durability):
+    job = f"{JOB}durability: {durability}\n"
+    first, log = start(job), tmp_path / "out" / "log.jsonl"
     await_checkpoint(first, tmp_path / "checkpoints" / "step-000000040")
     for process in [*psutil.Process(first.pid).children(recursive=True), first]:  # children would end without it
         process.kill()
@@ -82,9 +84,11 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
     records = log.read_text().splitlines()
     assert not any(json.loads(line)["record"] == "result" for line in records)
 
-    text = said(start(JOB, "--set", "train.batch_size=64", "--resume", "latest"), 1)
+    text = said(start(job, "--set", "train.batch_size=64", "--resume", "latest"), 1)
     assert "is of another job: train.batch_size is 64 here and 128 there; use the job" in text
-    text = said(start(JOB, "--resume", "latest"))
+    assert bool(list((tmp_path / "out").glob("shard-logs-*"))) == (durability == "log")
+    text = said(start(job, "--resume", "latest"))
+    assert not list((tmp_path / "out").glob("shard-logs-*"))  # of the run that was killed, either
     last = [tmp_path / "checkpoints" / "step-000000160", whole]
     one, other = map(tables, last)
     assert one.keys() == {"embedding", "dense"}
@@ -100,6 +104,30 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
     assert lines[: len(records)] == records  # it goes on
     assert json.loads(lines[len(records)])["resumed_step"] == int(text.split("resumed at step ")[1].split()[0])
     assert json.loads(lines[-1])["steps"] == 160
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_job_and_its_shards_that_were_killed_whole_go_on_from_log_and_checkpoint(start, tmp_path, workers):
+    words = ("--workers", workers, "--set", "train.staleness=0", "--set", "data.loader_processes=0")
+    logs = {"durability": "log", "log_dir": tmp_path / "logs"}
+    with LocalShards(1, **logs) as shards:
+        training = start(JOB, *words, "--ps", shards.addresses[0])
+        await_checkpoint(training, tmp_path / "checkpoints" / "step-000000040")
+        for process in [*psutil.Process(training.pid).children(recursive=True), training]:
+            process.kill()
+        os.kill(shards.pids[0], signal.SIGKILL)
+        training.wait()
+    with LocalShards(1, **logs) as shards:
+        with es.connect(shards.addresses) as session:
+            (status,) = session.client.status()
+            assert status.term == 2
+            assert status.clock >= 40  # it has more than the checkpoint, which `--resume` takes back
+        said(start(JOB, *words, "--ps", shards.addresses[0], "--resume", "latest"))
+    got = tables(tmp_path / "checkpoints" / "step-000000160")
+    undisturbed = ("--set", f"checkpoint.folder={tmp_path / 'undisturbed'}")
+    said(start(JOB, *words, *undisturbed))
+    assert_same(got, tables(tmp_path / "undisturbed" / "step-000000160"))
 
 
 @pytest.mark.parametrize("role", ["ps", "worker"])

@@ -35,7 +35,7 @@ from embershard.deploy.attempts import (
 )
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
-from embershard.proto.errors import CannotWrite, EmbershardError, ShardFailed, ShardUnavailable
+from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoin
 
 _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
+_LOGS = "shard-logs"
 _LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than the logs of a run take
 
 
@@ -310,8 +311,9 @@ class _LocalJob:
         job = self.job
         if job.durability == "memory":
             return LocalShards(job.shards, imports=self.imports)
-        logs = self.folder / f"shard-logs-{time.time_ns()}"
-        stack.callback(shutil.rmtree, logs, ignore_errors=True)
+        _remove_logs(self.folder)
+        logs = self.folder / f"{_LOGS}-{time.time_ns()}"
+        stack.callback(_remove_logs, self.folder)
         return LocalShards(
             job.shards,
             imports=self.imports,
@@ -333,6 +335,22 @@ class _LocalJob:
         assert self.job.checkpoint.folder is not None
         found = checkpoint_at(self.job.checkpoint.folder)
         return found if found is not None and found.manifest.time >= began else None
+
+
+def _remove_logs(folder: Path) -> None:
+    """Remove the shards' logs of attempts that have ended, also of a run that was killed whole; none that is in use."""
+    from embershard.ps.journal.folder import LogFolder
+    from embershard.ps.journal.summary import find_logs
+
+    for logs in folder.glob(f"{_LOGS}-*"):
+        try:
+            for log in find_logs(logs):
+                LogFolder.existing(log).close()
+        except LogLocked:
+            continue
+        except EmbershardError:
+            pass  # it has no whole log
+        shutil.rmtree(logs, ignore_errors=True)
 
 
 def _end_of(error: BaseException) -> Event:

@@ -41,6 +41,7 @@ def test_pauses_grow_with_the_time_that_a_recovery_has_taken_and_have_a_limit():
 
 def test_a_recovery_takes_the_start_of_the_process_and_what_its_events_took():
     rate = RecoveryRate(start_seconds=0.5)
+    rate.add(0, 2.0)  # an empty log
     assert rate.seconds(0) == 0.5
     rate.add(10 * MIB, 1.0)
     rate.add(30 * MIB, 1.0)
