@@ -150,21 +150,38 @@ class ExportedModel:
         The best items have the largest products of their vectors with the user's. Where the model reads histories,
         `users` is (N, 1 + history), with -1 behind a shorter one.
         """
-        return self._vectors("user_vectors", users)
+        return self._vectors("user_vectors", "user", users)
 
     def item_vectors(self, items: object) -> Floats:
-        """Vectors (N, dim) of items' ids (N,), of a model for retrieval."""
-        return self._vectors("item_vectors", items)
+        """Vectors (N, dim) of items' ids (N,), of a model for retrieval.
 
-    def _vectors(self, method: str, ids: object) -> Floats:
+        Users and items share a table: with data.reader lists the id of item i is the number of users + i.
+        """
+        return self._vectors("item_vectors", "item", items)
+
+    def _vectors(self, method: str, feature: str, ids: object) -> Floats:
         model = self._model
         if not isinstance(model, RetrievalModel):
             raise CannotServe(what=method, reason=f"{self.job.model.name} is no model for retrieval, as two_tower is")
         found = _array("ids", ids, "iu").astype(np.int64)
-        limits = [self.schema.num_ids] if not self.schema.fields else [*self.schema.id_limits.values()]
-        _check_range("ids", found, 0 if found.ndim == 1 else PADDING, limits[0])  # such a model has one table
+        wanted = 1 + (feature == "user" and bool(getattr(model, "history", 0)))
+        if not 1 <= found.ndim <= wanted:
+            shape = "(N,)" if wanted == 1 else "(N,) or (N, 1 + history)"
+            raise BadIds(what=f"ids of {feature}s", reason=f"have shape {found.shape}, not {shape}")
+        own = found if found.ndim == 1 else found[:, 0]
+        _check_range(f"ids of {feature}s", own, *self._ids_of(feature))
+        if found.ndim == 2:
+            taken = found[:, 1:]
+            _check_range("ids of the history", taken[taken != PADDING], *self._ids_of("item"))
         with torch.inference_mode():
             return cast(Floats, getattr(model, method)(torch.from_numpy(found)).numpy())
+
+    def _ids_of(self, feature: str) -> tuple[int, int | None]:
+        """The first id of users, or of items, and the one behind their last."""
+        named = [one for one in getattr(self._inputs, "categorical", ()) if one.name == feature and one.num_ids]
+        if named:
+            return named[0].first, named[0].first + named[0].num_ids
+        return 0, self.schema.num_ids if not self.schema.fields else next(iter(self.schema.id_limits.values()))
 
     def _torch(self) -> Score:
         model, forward = self._model, in_whole_rows(forward_of(self._model, self.job.model.name))

@@ -170,7 +170,7 @@ def test_an_export_of_a_job_with_features_scores_rows_as_the_trainer_does(make_e
         ({"user": "abc"}, "user", "'abc'"),
         ({"age": [1, 2]}, "age", 2),
         ({"user": [1.5, 2, 3]}, "user", None),
-        ({"user": ["a", 2, 3]}, "user", "['a', 2, 3]"),
+        ({"user": ["a", 2, 3.5]}, "user", "3.5"),
         ({"item": ["a\nb", "", ""]}, "item", "'a\\nb'"),
     ):
         with pytest.raises(BadRows) as raised:
@@ -269,6 +269,17 @@ def test_users_items_and_histories_of_a_request_score_as_in_the_trainers_evaluat
         with pytest.raises(BadRows) as raised:
             served.score({**as_json, name: [*as_json[name][:-1], value]})
         assert raised.value.fields["feature"] == name
+    if interactions.job.data.reader == "lists":  # a user's id is none of an item
+        with pytest.raises(BadIds, match="ids of items"):
+            served.item_vectors(ids[:2, 0])
+        with pytest.raises(BadIds, match="ids of users"):
+            served.user_vectors(ids[:2, 1])
+        for shape in ((), (1, 1)):
+            with pytest.raises(BadIds, match="have shape"):
+                served.item_vectors(np.full(shape, 25))
+        assert served.user_vectors([]).shape == (0, 4)
+        with pytest.raises(BadIds, match=r"ids of the history|have shape"):
+            served.user_vectors(np.stack([ids[:2, 0], ids[:2, 0]], 1))
     with pytest.raises(BadIds):
         served.score_ids(ids[:, :1])
     with pytest.raises(BadIds):

@@ -69,7 +69,8 @@ class SimpleX(RetrievalModel):
 
     def user_vectors(self, ids: Tensor) -> Tensor:
         """Vectors (N, dim) of users with their histories, ids (N, 1 + history) or (N,), for ranking."""
-        users, history = ids.view(len(ids), -1)[:, 0], ids.view(len(ids), -1)[:, 1:]
+        ids = ids.unsqueeze(1) if ids.dim() == 1 else ids
+        users, history = ids[:, 0], ids[:, 1:]
         rows = self.embedding(torch.cat([users, history[history >= 0]]))
         return self._users(rows[: len(ids)], rows[len(ids) :], history)
 
