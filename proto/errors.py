@@ -706,10 +706,7 @@ class LogMismatch(EmbershardError):
     """A log of another shard or job, or one that was written with other code of the user's."""
 
     status = Status.FAILED_PRECONDITION
-    template = (
-        "{path} is a log of {what} {got}, not {want}; nothing was changed. Name the folder that belongs to this "
-        "{what}, or an empty one to begin anew"
-    )
+    template = "{path} is of the log of {what} {got}, not {want}; nothing was changed. {remedy}"
 
 
 class LogTooNew(EmbershardError):

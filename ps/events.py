@@ -167,6 +167,21 @@ def kind_of(event: Event) -> int:
             return KIND_OF[type(event)]
 
 
+_OWN_NAMES = {
+    EXPIRED: "Expired",
+    SETTLED: "Settled",
+    TERM: "Term",
+    RESTORED_ROWS: "RestoredRows",
+    RESTORED: "TablesRestored",
+}
+
+
+def event_name(kind: int) -> str:
+    """What people call the events of a kind."""
+    request = REQUEST_KINDS.get(kind)
+    return _OWN_NAMES.get(kind, f"kind {kind}") if request is None else request.__name__.removesuffix("Request")
+
+
 def decode_event(frame: Frame) -> Event:
     """The event of a frame; InvalidRequest where it is none. Its arrays are views of the frame's buffers."""
     kind, head = frame.header.kind, frame.header.head

@@ -19,7 +19,7 @@ from embershard.ps.bases.bases import Bases
 from embershard.ps.coordination.clock import MustWait
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
-from embershard.ps.events import Event, PushEvent, decode_event, encode_event, kind_of
+from embershard.ps.events import Event, PushEvent, decode_event, encode_event, event_name, kind_of
 from embershard.ps.journal.folder import DurabilityMode, LogFolder, named_errors
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.log_thread import LogThread, end_process
@@ -227,7 +227,9 @@ def _apply_again(core: Core, record: LoggedRecord, decode: EventReader) -> None:
         ("the LSN", core.lsn, header.lsn),
     ):
         if got != want:
-            raise LogDiverged(lsn=header.lsn, kind=header.kind, what=what, got=str(got), want=str(want) or "none")
+            raise LogDiverged(
+                lsn=header.lsn, kind=event_name(header.kind), what=what, got=str(got), want=str(want) or "none"
+            )
 
 
 class EventReader:

@@ -131,7 +131,8 @@ def read_base(disk: Disk, path: Path, log: LogManifest, named: LogBase) -> Shard
         ("LSN", str(base.lsn), str(named.lsn)),
     ):
         if got != want:
-            raise LogMismatch(path=str(path), what=what, got=got, want=want)
+            remedy = "Restore the folder of this base from a copy"
+            raise LogMismatch(path=str(path), what=what, got=got, want=want, remedy=remedy)
     return base
 
 

@@ -16,6 +16,11 @@ VERSION = 2  # one without bases is written as version 1, which older readers kn
 _NEW = "MANIFEST.new"
 _MOST_BYTES = 2**24
 
+OTHER_LOG = "Name the folder of this shard's log, or an empty one to begin anew"
+_OTHER_MODULE = (
+    "The events were made with the file of then: start the shard with that, or, without the rows, on an empty folder"
+)
+
 
 def _damaged(where: str, reason: str) -> EmbershardError:
     remedy = "Restore it from a copy of the folder, or begin a new log in another folder"
@@ -51,14 +56,14 @@ class LogManifest:
 
     def check(self, folder: Path, shard: int, num_shards: int, lineage: int, modules: Mapping[str, str]) -> None:
         """LogMismatch where it is not the log of this shard, job (lineage 0: of any) and code."""
-        facts = [("shard", f"{self.shard} of {self.num_shards}", f"{shard} of {num_shards}")]
+        facts = [("shard", f"{self.shard} of {self.num_shards}", f"{shard} of {num_shards}", OTHER_LOG)]
         if lineage:
-            facts.append(("lineage", f"{self.lineage:016x}", f"{lineage:016x}"))
+            facts.append(("lineage", f"{self.lineage:016x}", f"{lineage:016x}", OTHER_LOG))
         for name in sorted(self.modules.keys() & modules.keys()):
-            facts.append((f"module {name} with sha256", self.modules[name], modules[name]))
-        for what, got, want in facts:
+            facts.append((f"module {name} with sha256", self.modules[name], modules[name], _OTHER_MODULE))
+        for what, got, want, remedy in facts:
             if got != want:
-                raise LogMismatch(path=str(folder), what=what, got=got, want=want)
+                raise LogMismatch(path=str(folder / MANIFEST), what=what, got=got, want=want, remedy=remedy)
 
 
 def read_manifest(disk: Disk, folder: Path) -> LogManifest | None:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from embershard.proto.errors import LogDamaged, LogMismatch, LogTooNew
 from embershard.ps.journal.disk import Disk
-from embershard.ps.journal.manifest import LogManifest
+from embershard.ps.journal.manifest import OTHER_LOG, LogManifest
 from embershard.ps.journal.record import (
     HEADER_BYTES,
     RECORD_MAGIC,
@@ -150,7 +150,8 @@ class LogReader:
             ("lineage", f"{header.lineage:016x}", f"{self._manifest.lineage:016x}"),
         ):
             if got != want:
-                raise LogMismatch(path=str(segment.path), what=what, got=got, want=want)
+                remedy = "Move this file out of the folder, if it was put there by hand. " + OTHER_LOG
+                raise LogMismatch(path=str(segment.path), what=what, got=got, want=want, remedy=remedy)
         segment.header = header
         return segment
 

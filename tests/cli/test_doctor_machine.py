@@ -13,7 +13,7 @@ import pytest
 from doctor_cases import FAIL, GREETING, JOB, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, member, probe
 from numba.core import caching
 
-from embershard.doctor import compute, folders, installation, machine
+from embershard.doctor import compute, folders, installation, logs, machine
 from embershard.doctor.case import Case, open_case
 from embershard.proto.compiled import jit
 from embershard.proto.messages import replace
@@ -41,6 +41,17 @@ def swap(used):
 
 def disk(free):
     return {"shutil.disk_usage": SimpleNamespace(free=free)}
+
+
+def on(file_system):
+    return {"embershard.doctor.logs._file_system": file_system}
+
+
+def measured(rate, seconds):
+    return {"embershard.doctor.logs.measure_disk": (rate, seconds)}
+
+
+LOGGED = ("durability=fsync", "output={}")
 
 
 @pytest.fixture
@@ -106,6 +117,21 @@ def files(tmp_path, monkeypatch):
         (folders.checkpoint_folder, {}, ("checkpoint.folder={}",), OK, ""),
         (folders.checkpoint_folder, {}, ("checkpoint.folder=memory://here",), OK, "remote storage"),
         (folders.checkpoint_folder, {}, ("checkpoint.folder=nonsense://here",), FAIL, "nonsense"),
+        (logs.log_folder, {}, ("output={}",), None, ""),
+        (logs.log_folder, on("ext4"), LOGGED, OK, "ext4"),
+        (logs.log_folder, on("tmpfs"), LOGGED, WARN, "is memory"),
+        (logs.log_folder, on("nfs4"), LOGGED, WARN, "loses a lock"),
+        (logs.log_folder, {}, ("durability=fsync", "output=/proc/run"), FAIL, "/proc/run"),
+        (logs.log_space, {}, (), None, ""),
+        (logs.log_space, disk(GIB), LOGGED, WARN, "1.0 GiB free, 1.5 GiB taken at once by 2 shards"),
+        (logs.log_space, disk(200 * MIB), LOGGED, FAIL, ""),
+        (logs.log_space, disk(16 * GIB), LOGGED, OK, ""),
+        (logs.log_space, disk(5 * GIB), (*LOGGED, "shards=8"), WARN, "6.0 GiB taken at once by 8"),
+        (logs.log_disk, {}, (), None, ""),
+        (logs.log_disk, measured(2e9, 0.0002), LOGGED, OK, "2,000 MB/s in groups of 8.0 MiB, 0.20 ms"),
+        (logs.log_disk, measured(2e7, 0.0002), LOGGED, WARN, "20 MB/s"),
+        (logs.log_disk, measured(2e9, 0.05), LOGGED, WARN, "50.00 ms"),
+        (logs.log_disk, {}, ("durability=log", "output=/proc/run"), FAIL, "/proc/run"),
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -117,6 +143,14 @@ def test_what_a_machine_returns_is_judged(check, returned, about, level, words, 
     if isinstance(about, tuple):
         about = job(tmp_path, *(override.format(tmp_path) for override in about))
     finds(check, about, level, words)
+
+
+def test_the_disk_of_a_named_folder_is_measured_and_left_as_it_was(tmp_path):
+    rate, seconds = logs.measure_disk(tmp_path, 0.01)
+    assert (rate > 1e4, 0 < seconds < 10, list(tmp_path.iterdir())) == (True, True, [])
+    about = open_case("", None, None, None, tmp_path / "new")
+    assert about.log_folder == tmp_path / "new"
+    assert logs._file_system(tmp_path)
 
 
 def test_missing_and_old_packages_are_named(monkeypatch):

@@ -8,9 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogUnusable
+from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogUnusable, UnknownTable
+from embershard.proto.messages import Declare
+from embershard.proto.routing import Placement
 from embershard.ps.journal.folder import LogFolder
+from embershard.ps.recovery import recover
+from embershard.ps.restore import Contents
+from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
 from harness.logs import Written, open_log, read
+from harness.shards import gradients, join, push, table
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log-2"
 
@@ -70,6 +77,23 @@ def test_inspect_reads_the_bases_of_a_log_and_names_the_damage_of_one(tmp_path):
     assert isinstance(done.exception, LogDamaged)
     assert done.exception.fields["path"] == str(path)
     assert json.loads(done.stdout)["bases"] == [{"name": name, "lsn": 9, "redo_lsn": 8}]
+
+
+def test_inspect_names_the_events_that_no_request_is(tmp_path):
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    log = recover(shard, open_log(None, tmp_path), "log", segment_bytes=2**16)
+    shard.handle(Declare(table()))
+    shard.handle(join(lease_ms=1))
+    with pytest.raises(UnknownTable):
+        shard.handle(push(gradients([1], name="other"), worker=1))
+    shard.advance(shard.system.now() + 1)
+    shard._install(Contents([shard.core.tables.entry("items").table], [], 7, {}))
+    while log.journal.write_group():
+        pass
+    (found,) = inspected(tmp_path)
+    own = {"Term", "Settled", "Expired", "RestoredRows", "TablesRestored"}
+    assert set(found["events"]) == own | {"Declare", "Join"}
+    assert own <= set(run("inspect", tmp_path).split())
 
 
 def test_inspect_shows_what_lies_before_damage_and_ends_with_the_error(logs):

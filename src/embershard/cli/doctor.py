@@ -54,11 +54,12 @@ def doctor(
     data: Annotated[
         Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
     ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder that shards are to keep their logs in.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine, and the shards, the job and the run that are named; exit code 1 if anything fails."""
     named = shards_of_up() if ps is None else [ps]
-    answers = list(_answers(open_case(",".join(named), job, data, run)))
+    answers = list(_answers(open_case(",".join(named), job, data, run, log_dir)))
     failed = any(answer.finding.level is Level.FAIL for answer in answers)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": [answer.as_json() for answer in answers]}))

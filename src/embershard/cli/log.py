@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import REQUEST_KINDS
 from embershard.ps.bases.base import ShardBase, check_bases
+from embershard.ps.events import event_name
 from embershard.ps.journal.disk import LocalDisk
 from embershard.ps.journal.folder import LogFolder, manifest_of
 from embershard.ps.journal.summary import LogSummary, find_logs, summarize
@@ -87,12 +87,7 @@ def _read(folder: Path) -> tuple[LogSummary, list[ShardBase], EmbershardError | 
 
 def _named(kinds: Mapping[int, int]) -> dict[str, int]:
     """Counts by the name of the event."""
-    return {_name(kind): number for kind, number in sorted(kinds.items())}
-
-
-def _name(kind: int) -> str:
-    request = REQUEST_KINDS.get(kind)
-    return f"kind {kind}" if request is None else request.__name__
+    return {event_name(kind): number for kind, number in sorted(kinds.items())}
 
 
 def _plain(summary: LogSummary, bases: list[ShardBase]) -> dict[str, object]:
@@ -153,7 +148,7 @@ def _show(summary: LogSummary, bases: list[ShardBase], console: Console) -> None
     console.print(view)
     view = _table("event", "records", "MB")
     for kind, number in sorted(summary.kinds.items()):
-        view.add_row(_name(kind), f"{number:,}", f"{summary.kind_bytes[kind] / 1e6:,.1f}")
+        view.add_row(event_name(kind), f"{number:,}", f"{summary.kind_bytes[kind] / 1e6:,.1f}")
     console.print(view)
     if summary.end is not None:
         console.print(f"LSN {last} is the last: {_END[summary.end.state]}")

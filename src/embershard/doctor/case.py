@@ -29,6 +29,14 @@ class Case:
     job_mistake: str = ""
     data_mistake: str = ""
     run: RunRecord | None = None
+    log_dir: Path | None = None
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Where shards keep their logs: as named, or as the job says; None where none is known of."""
+        if self.log_dir is not None or self.job is None or self.job.durability == "memory":
+            return self.log_dir
+        return self.job.output or Path("runs")
 
     @property
     def statuses(self) -> list[tuple[Probe, ShardStatus]]:
@@ -49,7 +57,9 @@ class Case:
         return max(counts, default=self.job.shards if self.job is not None else 1)
 
 
-def open_case(addresses: str, job: Path | None, data: Path | None, run: Path | None) -> Case:
+def open_case(
+    addresses: str, job: Path | None, data: Path | None, run: Path | None, log_dir: Path | None = None
+) -> Case:
     """Look at what was named; a dead address takes `probe.DEADLINE`, however many there are."""
     probes: Sequence[Probe] = ()
     address_mistake = job_mistake = data_mistake = ""
@@ -74,6 +84,7 @@ def open_case(addresses: str, job: Path | None, data: Path | None, run: Path | N
         job_mistake=job_mistake,
         data_mistake=data_mistake,
         run=read_run(run) if run is not None else None,
+        log_dir=log_dir,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from embershard.doctor import compute, folders, installation, machine, runs, shards
+from embershard.doctor import compute, folders, installation, logs, machine, runs, shards
 from embershard.doctor import job as clocks
 from embershard.doctor.check import Check
 
@@ -12,7 +12,7 @@ SUBJECTS: Mapping[str, Sequence[Check]] = {
     "installation": installation.CHECKS,
     "machine": machine.CHECKS,
     "computing": compute.CHECKS,
-    "files": folders.CHECKS,
+    "files": [*folders.CHECKS, *logs.CHECKS],
     "shards": shards.CHECKS,
     "workers": clocks.CHECKS,
     "run": runs.CHECKS,

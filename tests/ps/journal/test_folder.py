@@ -69,7 +69,7 @@ def test_a_log_of_another_shard_job_or_code_is_refused_and_stays_as_it_is(log, o
     before = snapshot(log.disk)
     with pytest.raises(LogMismatch) as raised:
         open_log(log.disk, **{"lineage": 5, "modules": MODULES, **options})
-    assert (raised.value.fields["what"], raised.value.fields["path"]) == (what, str(FOLDER))
+    assert (raised.value.fields["what"], raised.value.fields["path"]) == (what, str(FOLDER / MANIFEST))
     assert snapshot(log.disk) == before
     assert len(read(log.disk, modules={"other": "ef" * 32})[0]) == 30
 

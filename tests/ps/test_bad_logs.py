@@ -1,0 +1,180 @@
+"""A shard that is started on a log that cannot be its own says so by an error with a type, a file and a remedy."""
+
+import errno
+import os
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+import embershard as es
+from embershard.proto import errors
+from embershard.proto.messages import Declare
+from embershard.proto.routing import Placement
+from embershard.ps import server
+from embershard.ps.journal import disk as disks
+from embershard.ps.journal.disk import LocalDisk
+from embershard.ps.journal.folder import LogFolder
+from embershard.ps.journal.manifest import MANIFEST
+from embershard.ps.journal.progress import RecoveryProgress
+from embershard.ps.journal.record import encode_segment_header, read_segment_header
+from embershard.ps.recovery import recover, sha256_of_modules
+from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
+from harness.shards import gradients, push, table
+
+ROW_FUNCTION = """
+import embershard as es
+
+@es.row_optimizer(state_per_dim=0, settings={{}})
+def mine(weights, state, gradients, hyper):
+    for i in range(len(weights)):
+        weights[i] -= {factor} * hyper[0] * gradients[i]
+"""
+
+
+def log_of(folder, shard=0, of=1, pushes=40, imports=()):
+    """The log of a shard, of several segments."""
+    made = Shard(shard, Placement.even(of), OptimizerRegistry(imports))
+    opened = LogFolder.open(folder, shard=shard, num_shards=of, modules=sha256_of_modules(imports))
+    log = recover(made, opened, "log", segment_bytes=2048)
+    made.handle(Declare(table()))
+    for seq in range(1, pushes + 1):
+        if not shard:
+            made.handle(push(gradients([seq]), seq=seq, first=seq))
+        while log.journal.write_group():
+            pass
+    log.journal.segments.close()
+    opened.close()
+
+
+def start(log_dir, shard=0, of=1, imports=()):
+    """Start a shard's process, as far as its log; what it did to the files of its folder is an error of the test."""
+    options = server.ServerOptions(shard=shard, of=of, log_dir=log_dir, imports=imports)
+    made = Shard(shard, Placement.even(of), OptimizerRegistry(imports))
+    return server._recover(made, options, RecoveryProgress())
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "LOCK"}
+
+
+def segments(folder):
+    return sorted(folder.glob("log-*"))
+
+
+def of_another_job(folder, stack, monkeypatch):
+    log_of(folder.parent / "other")
+    segments(folder)[1].unlink()
+    stray = segments(folder.parent / "other")[1]
+    stray.rename(folder / stray.name)
+    return errors.LogMismatch, {"path": str(folder / stray.name), "what": "lineage"}
+
+
+def of_a_later_version(folder, stack, monkeypatch):
+    path = segments(folder)[0]
+    data = path.read_bytes()
+    header = read_segment_header(data[:64])._replace(version=9)
+    path.write_bytes(encode_segment_header(header) + data[64:])
+    return errors.LogTooNew, {"path": str(path), "got": 9}
+
+
+def damaged_inside(folder, stack, monkeypatch):
+    path = segments(folder)[1]
+    data = bytearray(path.read_bytes())
+    data[64 + 30] ^= 1
+    path.write_bytes(data)
+    return errors.LogDamaged, {"path": str(path), "offset": 64, "lsn": int(path.name.split("-")[1])}
+
+
+def without_a_segment(folder, stack, monkeypatch):
+    path = segments(folder)[1]
+    path.unlink()
+    return errors.LogDamaged, {"lsn": int(path.name.split("-")[1])}
+
+
+def without_its_manifest(folder, stack, monkeypatch):
+    (folder / MANIFEST).unlink()
+    return errors.LogDamaged, {"path": str(folder / MANIFEST)}
+
+
+def used_by_another(folder, stack, monkeypatch):
+    lock = LocalDisk().lock(folder / "LOCK")
+    stack.callback(lock.close)
+    return errors.LogLocked, {"path": str(folder)}
+
+
+def on_a_full_disk(folder, stack, monkeypatch):
+    monkeypatch.setattr(LocalDisk, "free_bytes", lambda *_: 1000)
+    return errors.LogUnusable, {"path": str(folder)}
+
+
+def on_a_read_only_disk(folder, stack, monkeypatch):
+    original = os.open
+
+    def refuse(path, flags, *rest, **named):
+        if flags & (os.O_RDWR | os.O_WRONLY) and str(folder) in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return original(path, flags, *rest, **named)
+
+    monkeypatch.setattr(disks.os, "open", refuse)
+    return errors.LogUnusable, {"path": str(folder / "LOCK")}
+
+
+def on_a_drive_whose_locks_do_not_hold(folder, stack, monkeypatch):
+    monkeypatch.setattr(disks.fcntl, "flock", lambda *_: None)
+    return errors.LogUnusable, {"path": str(folder)}
+
+
+CASES = [
+    of_another_job, of_a_later_version, damaged_inside, without_a_segment, without_its_manifest, used_by_another,
+    on_a_full_disk, on_a_read_only_disk, on_a_drive_whose_locks_do_not_hold,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("break_", CASES, ids=lambda case: case.__name__)
+def test_a_log_that_cannot_be_used_is_refused_by_name_and_stays_as_it_is(break_, tmp_path, monkeypatch):
+    folder = tmp_path / "shard-0"
+    log_of(folder)
+    with ExitStack() as stack:
+        error, fields = break_(folder, stack, monkeypatch)
+        before = content(folder)
+        with pytest.raises(error) as raised:
+            start(tmp_path)
+        monkeypatch.undo()
+    assert {name: raised.value.fields[name] for name in fields} == fields
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize(("shard", "of"), [(0, 2), (1, 1)])
+def test_a_log_of_another_shard_or_number_of_shards_is_refused(shard, of, tmp_path):
+    log_of(tmp_path / "shard-0", *((0, 1) if of == 2 else (1, 2)))
+    before = content(tmp_path / "shard-0")
+    with pytest.raises(errors.LogMismatch) as raised:
+        start(tmp_path, of=of)
+    assert (raised.value.fields["what"], raised.value.fields["path"]) == ("shard", str(tmp_path / "shard-0" / MANIFEST))
+    assert content(tmp_path / "shard-0") == before
+
+
+def test_a_row_function_that_has_changed_since_the_log_was_written_is_refused(tmp_path, monkeypatch):
+    source = tmp_path / "row_functions_of_mine.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    source.write_text(ROW_FUNCTION.format(factor=1))
+    log_of(tmp_path / "shard-0", imports=("row_functions_of_mine",))
+    before = content(tmp_path / "shard-0")
+    source.write_text(ROW_FUNCTION.format(factor=2))
+    with pytest.raises(errors.LogMismatch) as raised:
+        start(tmp_path, imports=("row_functions_of_mine",))
+    assert raised.value.fields["what"] == "module row_functions_of_mine with sha256"
+    assert content(tmp_path / "shard-0") == before
+    monkeypatch.delitem(sys.modules, "row_functions_of_mine")
+
+
+def test_logs_of_two_jobs_do_not_make_one(make_wires):
+    wires = make_wires(2)
+    for wire, lineage in zip(wires.wires, (5, 6), strict=True):
+        wire.shard.handle(Declare(table(), lineage=lineage, begins_lineage=True))
+    wires.wires[0].shard.handle(push(gradients([1])))
+    spec = es.TableSpec(name="items", dim=3, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
+    with pytest.raises(errors.RowsLost):
+        wires.client().declare(spec)
