@@ -126,6 +126,8 @@ class SequencesSection(DataSection):
     actions: Path
     max_length: Count = 50
     negatives: Count = 1
+    negatives_by: DrawnBy = "uniform"
+    """Those of training; candidates are drawn uniformly."""
     candidates: Count = 100
     users: Annotated[int, Field(ge=0)] = 10_000
     delimiter: Annotated[str, AfterValidator(_delimiter)] = " "
@@ -164,6 +166,7 @@ class SequencesSection(DataSection):
             folder / self.root / self.actions,
             max_length=self.max_length,
             negatives=self.negatives,
+            by_popularity=self.negatives_by == "popularity",
             candidates=self.candidates,
             users=self.users,
             delimiter=self.delimiter,

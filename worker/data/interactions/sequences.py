@@ -28,9 +28,9 @@ class ActionSequences:
     Users with fewer than 3 actions are trained on only. A sample of "train" is a user with at least two actions there:
     ids (B, L + L * (1 + negatives)) hold the last actions but the newest one, oldest first, filled from the left, and
     then for each of these L places the item that came next and `negatives` items that the user does not have in train,
-    drawn anew in each epoch. For evaluation `users` of all users are drawn once (0: all of them): ids (B, L + 1 +
-    candidates) hold what a user took before, the item that came next, and `candidates` items, uniform among those that
-    the user never took; labels (B, 1 + candidates) are 1 for the first.
+    drawn anew in each epoch, uniformly or `by_popularity`. For evaluation `users` of all are drawn once (0: all of
+    them): ids (B, L + 1 + candidates) hold what a user took before, the item that came next, and `candidates` items,
+    uniform among those that the user never took; labels (B, 1 + candidates) are 1 for the first.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ActionSequences:
         *,
         max_length: int = 50,
         negatives: int = 1,
+        by_popularity: bool = False,
         candidates: int = 100,
         users: int = 10_000,
         delimiter: str = " ",
@@ -60,9 +61,11 @@ class ActionSequences:
         self._ends = {"test": self._starts[1:] - 1, "valid": self._starts[1:] - 2, "train": self._starts[1:] - held_out}
         position = np.arange(len(item)) - np.repeat(self._starts[:-1], counts)
         known = position < np.repeat(counts - held_out, counts)
-        self._known = Interactions.of(user[by_user][known], self._items[known], num_users, self.num_items)
+        taken = user[by_user][known], self._items[known]
+        self._known = Interactions.of(*taken, num_users, self.num_items, by_popularity=by_popularity)
         self._all = Interactions.of(user, item, num_users, self.num_items)
-        self._all.check_negatives(self._where)
+        for taken_items in (self._known, self._all):
+            taken_items.check_negatives(self._where)
         self._trained = np.flatnonzero(counts - held_out >= 2)
         judged = np.flatnonzero(counts >= _EARLIEST)
         if users and users < len(judged):

@@ -52,6 +52,23 @@ def test_negatives_are_items_that_the_user_does_not_have(path):
             assert not set(batch.ids[0, 11:].tolist()) & set(ACTIONS[int(batch.groups[0])])
 
 
+def test_negatives_by_popularity_were_trained_on(path):
+    data = ActionSequences(path, max_length=10, by_popularity=True)
+    known = {1: [5, 3, 5], 2: [4, 9], 4: [7], 5: [1], 6: list(range(20, 28))}
+    drawn = []
+    for epoch in range(40):
+        for row in rows_of(data.train(epoch, 0, 1, 8)):
+            drawn += [i for i in row[11::2] if i >= 0]
+            assert not {i for i in row[11::2] if i >= 0} & {i for i in row[:10] if i >= 0}
+    assert set(drawn) == {item for items in known.values() for item in items}
+    path.write_text("0 0\n0 1\n0 2\n0 3\n1 4\n1 5\n1 4\n")  # 0 and 1 are all that is trained on but for item 4
+    ActionSequences(path, by_popularity=True)
+    path.write_text("0 0\n0 1\n0 2\n0 3\n1 0\n1 5\n1 4\n")
+    ActionSequences(path)
+    with pytest.raises(JobError, match="no negatives"):
+        ActionSequences(path, by_popularity=True)
+
+
 def test_the_last_action_is_test_and_the_one_before_valid(path):
     data = ActionSequences(path, max_length=4, candidates=3)
     seen = {}
