@@ -8,6 +8,7 @@ from embershard.proto.errors import ShardRecovering
 _LEAST_RETRY_MS, _MOST_RETRY_MS = 20, 1000
 _FIRST_RATE = 100e6  # bytes per second, before anything is measured
 _ENOUGH_SECONDS = 0.1  # after which a rate is believed
+_SLOW_START_SECONDS = 1.0  # in which kernels are loaded, and the first events say nothing of the others
 
 
 class RecoveryRate:
@@ -50,7 +51,7 @@ class RecoveryProgress:
     def seconds_left(self) -> float:
         """By the rate until now."""
         elapsed = self.elapsed
-        rate = self.done_bytes / elapsed if self.done_bytes and elapsed > _ENOUGH_SECONDS else _FIRST_RATE
+        rate = self.done_bytes / elapsed if self.done_bytes and elapsed > _SLOW_START_SECONDS else _FIRST_RATE
         return max(0, self.total_bytes - self.done_bytes) / rate
 
     def error(self) -> ShardRecovering:
