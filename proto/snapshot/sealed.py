@@ -81,7 +81,7 @@ class Fields:
         value = self._plain.get(name)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         other = isinstance(value, bool) and kind is not bool  # to Python it is an int
-        if not isinstance(value, kind) or other or (is_number and value < 0):
+        if not isinstance(value, kind) or other or (is_number and cast(int, value) < 0):
             raise self.wrong(name, f"{kind.__name__} was expected, not {type(value).__name__}")
         return value
 
