@@ -61,7 +61,7 @@ class Log:
                 self.bodies[journal.append(LogRecord(4, [body[:10], body[10:]]))] = body
             journal.write_group()
             if journal.last_lsn in range(RECORDS // 2, RECORDS // 2 + 8):
-                opened.recycle(journal, LogBase("base", journal.last_lsn, journal.last_lsn - 3))
+                opened.recycle(journal, (LogBase("base", journal.last_lsn, journal.last_lsn - 3),))
         journal.segments.close()
         opened.close()
         manifest = read_manifest(LocalDisk(), folder)

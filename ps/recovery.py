@@ -14,8 +14,8 @@ import numpy as np
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
 from embershard.proto.wire import FrameReader, Header
-from embershard.ps.bases.base import ShardBase, make_tables, read_base
-from embershard.ps.bases.bases import Bases
+from embershard.ps.bases.base import ShardBase, make_tables, read_bases
+from embershard.ps.bases.bases import BASES_READER, Bases
 from embershard.ps.coordination.clock import MustWait
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
@@ -127,10 +127,10 @@ def recover(
     """
     clock = shard.system
     progress, rate = progress or RecoveryProgress(clock), rate or RecoveryRate()
-    base, num_bytes = replay(shard.core, folder, progress)
+    found, num_bytes = replay(shard.core, folder, progress)
     rate.add(progress.done_bytes, progress.elapsed)
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
-    own = Bases(folder, journal, base, num_bytes, on_fatal=on_fatal, **bases)
+    own = Bases(folder, journal, found, num_bytes, on_fatal=on_fatal, **bases)
     log = ShardLog(journal, mode, own, rate=rate, on_fatal=on_fatal, clock=clock)
     shard.log_to(log, journal.term)
     shard.bases_to(log.bases)
@@ -147,8 +147,8 @@ def recover(
     return log
 
 
-def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = None) -> tuple[ShardBase | None, int]:
-    """Give a new core the state of a log: its base, and the events behind it, applied; the bytes of their records.
+def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = None) -> tuple[list[ShardBase], int]:
+    """Give a new core the state of a log: its bases, and the events behind it, applied; the bytes of their records.
 
     LogDamaged, LogDiverged; LogMismatch, OtherOptimizer.
     """
@@ -158,10 +158,11 @@ def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = No
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
     reported = 0.0
     try:
-        base = _load_base(core, folder)
-        if base is not None:
-            progress.total_bytes += base.num_bytes
-            progress.done_bytes = base.num_bytes
+        bases = _load_bases(core, folder)
+        base = bases[-1] if bases else None
+        base_bytes = sum(one.num_bytes for one in bases)
+        progress.total_bytes += base_bytes
+        progress.done_bytes = base_bytes
         pending = set() if base is None else set(base.control["clock"]["pending"])
         for record in folder.records():
             if base is not None and record.header.lsn <= base.lsn:
@@ -178,19 +179,19 @@ def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = No
                 )  # fmt: skip
     finally:
         budget.limit = limit
-    return base, num_bytes
+    return bases, num_bytes
 
 
-def _load_base(core: Core, folder: LogFolder) -> ShardBase | None:
-    """Give a new core the state of a log's base; None where it has none."""
-    if not folder.manifest.bases:
-        return None
-    named = folder.manifest.bases[-1]
-    path = folder.folder / named.name
+def _load_bases(core: Core, folder: LogFolder) -> list[ShardBase]:
+    """Give a new core the state of a log's bases; none where it has none."""
     with named_errors(folder.folder):
-        base = read_base(folder.disk, path, folder.manifest, named)
-        core.restore(base.control, make_tables(folder.disk, path, base, core.new_table))
-    return base
+        bases = read_bases(folder.disk, folder.folder, folder.manifest)
+        if bases:
+            tables = make_tables(folder.disk, folder.folder, folder.manifest, bases, core.new_table)
+            core.restore(bases[-1].control, tables)
+            for table in tables:  # so that the next base may be an increment
+                table.mark(BASES_READER, folder.manifest.bases[-1].name)
+    return bases
 
 
 def _gather_again(core: Core, record: LoggedRecord, decode: EventReader, pending: set[int], *, is_last: bool) -> None:

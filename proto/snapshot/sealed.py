@@ -79,7 +79,9 @@ class Fields:
     def get(self, name: str, kind: type[T]) -> T:
         """The value of a field of this type; no number is negative."""
         value = self._plain.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        other = isinstance(value, bool) and kind is not bool  # to Python it is an int
+        if not isinstance(value, kind) or other or (is_number and cast(int, value) < 0):
             raise self.wrong(name, f"{kind.__name__} was expected, not {type(value).__name__}")
         return value
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError, LogDamaged, LogMismatch, LogTooNew, OtherOptimizer
 from embershard.proto.snapshot.blocks import block_header, rows_per_file
 from embershard.proto.snapshot.manifest import plain_spec, read_spec
@@ -23,7 +24,9 @@ from embershard.proto.spec import TableSpec
 from embershard.ps.journal.disk import Disk, LocalDisk
 from embershard.ps.journal.manifest import LogBase, LogManifest
 from embershard.ps.journal.reader import NO_COPY
+from embershard.ps.table.changes import ImageMark
 from embershard.ps.table.frozen import CopyOnWriteRows, RowBlock
+from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.table import Table
 
 BASE = "base.msgpack"
@@ -52,11 +55,17 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class TableImage:
-    """A table of a base; a row has dim weights and num_state floats of optimizer state."""
+    """A table of a base; a row has dim weights and num_state floats of optimizer state.
+
+    Of an increment there are only the rows that were changed or made since the base before, and the ids of those that
+    were removed.
+    """
 
     spec: TableSpec
     num_state: int
     files: tuple[RowFile, ...]
+    increment: bool = False
+    removed: Ids = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class ShardBase:
     redo_lsn: int
     tables: tuple[TableImage, ...]
     control: dict[str, Any]
+    parent: str = ""  # name of the base before, whose rows count where this one has no others
 
     @property
     def num_bytes(self) -> int:
@@ -82,27 +92,47 @@ class ShardBase:
         return sum(file.rows for table in self.tables for file in table.files)
 
 
+class FrozenTable(NamedTuple):
+    """A table, its rows at a moment, and what of them has changed since the base before; None where it is not known."""
+
+    table: Table
+    rows: CopyOnWriteRows
+    changed: ImageMark | None
+
+    def image_bytes(self, *, increment: bool) -> int:
+        """Bytes of the rows of its image."""
+        row_bytes = 8 + 4 * (self.rows.dim + self.rows.num_state)
+        known = increment and self.changed is not None
+        return row_bytes * (len(self.rows.slots(self.changed)) if known else self.rows.num_rows)
+
+
 def write_base(
     disk: Disk,
     path: Path,
     log: LogManifest,
     control: dict[str, Any],
-    tables: Sequence[tuple[Table, CopyOnWriteRows]],
+    tables: Sequence[FrozenTable],
+    parent: str = "",
     go_on: Callable[[], None] = lambda: None,
 ) -> ShardBase:
     """Write the image of a shard of this log into a new folder, which is on the disk then.
 
-    `control` and the frozen rows are of one moment. A table is thawed once it is written. `go_on` is called often, and
-    ends the work by what it raises. OSError.
+    `control` and the frozen rows are of one moment. With a `parent`, of tables whose changes since it are known only
+    these are written. A table is thawed once it is written. `go_on` is called often, and ends the work by what it
+    raises. OSError.
     """
     disk.make_folder(path)
     images = []
-    for number, (table, rows) in enumerate(tables):
-        files = tuple(_write_rows(disk, path, number, table.spec, rows, go_on))
-        images.append(TableImage(table.spec, rows.num_state, files))
+    for number, (table, rows, changed) in enumerate(tables):
+        changed = changed if parent else None
+        files = tuple(_write_rows(disk, path, number, table.spec, rows, rows.slots(changed), go_on))
+        image = TableImage(table.spec, rows.num_state, files)
+        if changed is not None:
+            image = replace(image, increment=True, removed=changed.removed_ids())
+        images.append(image)
         table.thaw(rows)
     lsn, redo_lsn = range_of(control)
-    base = ShardBase(log.lineage, log.shard, log.num_shards, lsn, redo_lsn, tuple(images), control)
+    base = ShardBase(log.lineage, log.shard, log.num_shards, lsn, redo_lsn, tuple(images), control, parent)
     _write_file(disk, path / BASE, [_SEALED.seal(_plain(base))])
     disk.sync_folder(path)
     disk.sync_folder(path.parent)
@@ -144,39 +174,61 @@ def blocks_of(disk: Disk, path: Path, base: ShardBase, table: TableImage) -> Ite
 
 def check_bases(folder: Path, log: LogManifest, disk: Disk | None = None) -> list[ShardBase]:
     """The bases that a log's manifest names, all of their files read. LogDamaged, LogMismatch, LogTooNew."""
-    disk, bases = disk or LocalDisk(), []
-    for named in log.bases:
-        path = folder / named.name
-        base = read_base(disk, path, log, named)
+    disk = disk or LocalDisk()
+    bases = read_bases(disk, folder, log)
+    for named, base in zip(log.bases, bases, strict=True):
         for table in base.tables:
-            for _ in blocks_of(disk, path, base, table):
+            for _ in blocks_of(disk, folder / named.name, base, table):
                 pass
-        bases.append(base)
     return bases
 
 
-def make_tables(disk: Disk, path: Path, base: ShardBase, new_table: Callable[[TableSpec], Table]) -> list[Table]:
-    """The tables of a base, with their rows. LogDamaged; OtherOptimizer where one keeps another state per row now."""
-    tables = []
-    for image in base.tables:
-        spec, table = image.spec, new_table(image.spec)
-        if table.num_state != image.num_state:
-            name, want = spec.optimizer.name, table.num_state
-            raise OtherOptimizer(path=str(path), table=spec.name, got=image.num_state, optimizer=name, want=want)
-        for block in blocks_of(disk, path, base, image):
-            table.restore(*block)
-        tables.append(table)
-    return tables
+def read_bases(disk: Disk, folder: Path, log: LogManifest) -> list[ShardBase]:
+    """What the bases of a log say of themselves: an image, and increments of it. Errors as those of `read_base`."""
+    bases: list[ShardBase] = []
+    parent = ""
+    for named in log.bases:
+        path = folder / named.name
+        base = read_base(disk, path, log, named)
+        if base.parent != parent:
+            reason = f"it goes on from {base.parent or 'nothing'!r}, not from {parent or 'nothing'!r}"
+            raise _damaged_at(str(path / BASE), 0, base.lsn, reason)
+        bases.append(base)
+        parent = named.name
+    return bases
+
+
+def make_tables(
+    disk: Disk, folder: Path, log: LogManifest, bases: Sequence[ShardBase], new_table: Callable[[TableSpec], Table]
+) -> list[Table]:
+    """The tables of a log's bases, with their rows. LogDamaged; OtherOptimizer where one has another state now."""
+    tables: dict[str, Table] = {}
+    for named, base in zip(log.bases, bases, strict=True):
+        path, before = folder / named.name, tables
+        tables = {}
+        for image in base.tables:
+            name = image.spec.name
+            table = before.get(name) if image.increment else new_table(image.spec)
+            if table is None:
+                raise _damaged_at(str(path / BASE), 0, base.lsn, f"the base before has no table {name!r}")
+            if table.num_state != image.num_state:
+                optimizer, want = image.spec.optimizer.name, table.num_state
+                raise OtherOptimizer(path=str(path), table=name, got=image.num_state, optimizer=optimizer, want=want)
+            table.remove(image.removed)
+            for block in blocks_of(disk, path, base, image):
+                table.restore(*block)
+            tables[name] = table
+    return list(tables.values())
 
 
 def _write_rows(
-    disk: Disk, path: Path, number: int, spec: TableSpec, rows: CopyOnWriteRows, go_on: Callable[[], None]
+    disk: Disk, path: Path, number: int, spec: TableSpec, rows: CopyOnWriteRows, slots: Slots, go_on: Callable[[], None]
 ) -> Iterator[RowFile]:
     step = rows_per_file(rows.dim, rows.num_state)
-    memory = rows.block(min(step, rows.num_rows))
-    for count, slots in enumerate(rows.slots(step)):
+    memory = rows.block(min(step, len(slots)))
+    for count, start in enumerate(range(0, len(slots), step)):
         go_on()
-        block = rows.read(slots, memory)
+        block = rows.read(slots[start : start + step], memory)
         header = block_header(block._asdict(), {"table": spec.name})
         arrays = (array.reshape(-1).view(np.uint8).data for array in block)
         pieces: list[bytes | memoryview] = [header, *arrays]
@@ -233,6 +285,8 @@ def _plain(base: ShardBase) -> dict[str, object]:
             "spec": plain_spec(table.spec),
             "num_state": table.num_state,
             "files": [{name: getattr(file, name) for name in file.__slots__} for file in table.files],
+            "increment": table.increment,
+            "removed": table.removed.tobytes(),
         }
         for table in base.tables
     ]
@@ -248,6 +302,7 @@ def _base(fields: Fields) -> ShardBase:
         fields.get("redo_lsn", int),
         tuple(_table(table) for table in fields.maps("tables")),
         fields.get("control", dict),
+        fields.get("parent", str),
     )
     try:
         found = range_of(base.control)
@@ -259,7 +314,12 @@ def _base(fields: Fields) -> ShardBase:
 
 
 def _table(fields: Fields) -> TableImage:
-    return TableImage(read_spec(fields), fields.get("num_state", int), tuple(map(_file, fields.maps("files"))))
+    files = tuple(map(_file, fields.maps("files")))
+    image = TableImage(read_spec(fields), fields.get("num_state", int), files, fields.get("increment", bool))
+    removed = fields.get("removed", bytes)
+    if len(removed) % 8:
+        raise fields.wrong("removed", f"{len(removed)} bytes are no ids")
+    return replace(image, removed=np.frombuffer(removed, np.int64))
 
 
 def _file(fields: Fields) -> RowFile:

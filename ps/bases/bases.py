@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from embershard.proto.errors import LogLocked
-from embershard.ps.bases.base import ShardBase, range_of, write_base
+from embershard.ps.bases.base import FrozenTable, ShardBase, range_of, write_base
 from embershard.ps.journal.folder import LogFolder, remove_base
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.manifest import LogBase
 from embershard.ps.journal.segments import NUM_SPARES, SyncFailed
-from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.table import Table
 
 TAIL_BYTES = 256 * 2**20  # of records behind a base, below which none is taken
 TAIL_SHARE = 0.5  # of the state: a recovery reads at most so much beside it, and bases write at most twice the log
+MOST_INCREMENTS = 8  # of an image, and of at most half of its bytes in all: then another image is taken
+BASES_READER = "bases"  # of changed rows (Table.mark)
 _RETRY_SECONDS = 5.0  # after a base that could not be taken
 _SAFE_SECONDS = 0.5  # between looks whether it was cancelled, while the log is not safe up to a base
 
@@ -41,16 +42,16 @@ def _start(work: Callable[[], None]) -> threading.Thread:
 class Bases:
     """Takes bases of the shard whose log this is; all but `write` and `publish` belong to the apply thread.
 
-    tail_bytes: of the records behind `base`, the one that the log begins with (`base_bytes`: of its rows); the next is
-    taken once they are more than `smallest_tail_bytes` and than `tail_share` of the state. limit_bytes: of the folder.
-    `start` runs the work of a base, by default in a thread; `on_fatal` ends the process.
+    tail_bytes: of the records behind the last of `bases`, with which the log begins; the next base is taken once they
+    are more than `smallest_tail_bytes` and than `tail_share` of the state. limit_bytes: of the folder. `start` runs the
+    work of a base, by default in a thread; `on_fatal` ends the process.
     """
 
     def __init__(
         self,
         folder: LogFolder,
         journal: Journal,
-        base: ShardBase | None,
+        bases: Sequence[ShardBase],
         tail_bytes: int,
         *,
         on_fatal: Callable[[BaseException], None],
@@ -60,10 +61,10 @@ class Bases:
         start: Callable[[Callable[[], None]], threading.Thread | None] = _start,
     ) -> None:
         self._folder, self._journal = folder, journal
-        self.lsn = 0 if base is None else base.lsn  # of the last base
-        self.redo_lsn = 0 if base is None else base.redo_lsn  # of the first event that it needs
+        self.lsn = bases[-1].lsn if bases else 0  # of the last base
+        self.redo_lsn = bases[-1].redo_lsn if bases else 0  # of the first event that it needs
         self.taken = 0  # by this process
-        self.base_bytes = 0 if base is None else base.num_bytes
+        self._sizes = [base.num_bytes for base in bases]  # of the image, and of its increments
         self._before_bytes = tail_bytes  # of the tail that this process has not appended; less what a base has freed
         self._limit_bytes = limit_bytes
         self._smallest_tail_bytes, self._tail_share = smallest_tail_bytes, tail_share
@@ -72,6 +73,11 @@ class Bases:
         self._thread: threading.Thread | None = None
         self._retry_at = 0.0
         self._limit_segments()
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the rows in its bases, which a recovery loads."""
+        return sum(self._sizes)
 
     @property
     def tail_bytes(self) -> int:
@@ -97,16 +103,22 @@ class Bases:
     def take(self, now: float, tables: Sequence[Table], control: dict[str, Any]) -> None:
         """Freeze these tables, and have their image written; `control` is the rest of the state, of this moment."""
         self._retry_at = now + _RETRY_SECONDS
-        frozen: list[tuple[Table, CopyOnWriteRows]] = []
+        frozen: list[FrozenTable] = []
+        path = self._folder.new_base(control["lsn"])
+        parent = self._folder.manifest.bases[-1].name if self._folder.manifest.bases else ""
         try:
             for table in tables:
-                frozen.append((table, table.freeze()))
+                changed = table.changed_since(BASES_READER, parent)
+                frozen.append(FrozenTable(table, table.freeze(), changed))
+                table.mark(BASES_READER, path.name)
         except (OSError, MemoryError) as error:
-            for table, rows in frozen:
+            for table, rows, _ in frozen:
                 table.thaw(rows)
             _log.error("no base of the log was taken: no memory for copies of rows: %s", error)
             return
-        self._writer = BaseWriter(self._folder, self._journal, frozen, control, self._on_fatal, self._ended)
+        room = self._sizes[0] // 2 - sum(self._sizes[1:]) if 0 < len(self._sizes) <= MOST_INCREMENTS else 0
+        where = self._folder, self._journal, path
+        self._writer = BaseWriter(*where, frozen, control, self._on_fatal, self._ended, parent, room)
         self._thread = self._start(self._writer.run)
 
     def close(self, timeout: float) -> None:
@@ -121,7 +133,8 @@ class Bases:
     def _ended(self, base: ShardBase | None, before_bytes: int) -> None:
         """The base is the log's now, with `before_bytes` appended before its moment; or there is none."""
         if base is not None:
-            self.lsn, self.redo_lsn, self.base_bytes = base.lsn, base.redo_lsn, base.num_bytes
+            self.lsn, self.redo_lsn = base.lsn, base.redo_lsn
+            self._sizes = [*(self._sizes if base.parent else ()), base.num_bytes]
             self._before_bytes = -before_bytes
             self.taken += 1
             self._limit_segments()
@@ -129,7 +142,7 @@ class Bases:
         self._writer = None
 
     def _limit_segments(self) -> None:
-        """Divide the folder's limit: two images have room in it, since the next is written beside the last.
+        """Divide the folder's limit: another image has room in it, since it is written beside those that are there.
 
         Of the first the size is not known: half is kept for it.
 
@@ -140,30 +153,37 @@ class Bases:
         if self._limit_bytes is None:
             return
         smallest = segments.bytes_up_to(self.lsn) + NUM_SPARES * segments.segment_bytes
-        limit = self._limit_bytes - (2 * self.base_bytes or self._limit_bytes // 2)
+        images = sum(self._sizes) + self._sizes[0] if self._sizes else self._limit_bytes // 2
+        limit = self._limit_bytes - images
         if limit < smallest:
-            _log.warning("the log needs more than --log-bytes: %d bytes", smallest + 2 * self.base_bytes)
+            _log.warning("the log needs more than --log-bytes: %d bytes", smallest + images)
         segments.limit_bytes = max(limit, smallest)
         segments.wants_spare.set()
 
 
 class BaseWriter:
-    """Writes one base, and has the log begin with it. `ended` is told of it, or None where it failed."""
+    """Writes one base, and has the log begin with it. `ended` is told of it, or None where it failed.
+
+    It is an increment of `parent` where that takes at most `room` bytes.
+    """
 
     def __init__(
         self,
         folder: LogFolder,
         journal: Journal,
-        tables: Sequence[tuple[Table, CopyOnWriteRows]],
+        path: Path,
+        tables: Sequence[FrozenTable],
         control: dict[str, Any],
         on_fatal: Callable[[BaseException], None],
         ended: Callable[[ShardBase | None, int], None],
+        parent: str,
+        room: int,
     ) -> None:
         self._folder, self._journal, self._tables, self._control = folder, journal, tables, control
         self._on_fatal, self._tell = on_fatal, ended
         self._before_bytes = journal.appended_bytes
         self._lsn, _ = range_of(control)
-        self._path: Path = folder.new_base(self._lsn)
+        self._path, self._parent, self._room = path, parent, room
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -187,15 +207,17 @@ class BaseWriter:
         except Exception:
             _log.exception("a defect while a base of the log was taken")
         finally:
-            for table, rows in self._tables:
+            for table, rows, _ in self._tables:
                 table.thaw(rows)
             self._tell(base, self._before_bytes)
 
     def write(self) -> ShardBase:
         """Write its files; they are on the disk then. OSError, with nothing left."""
-        disk = self._folder.disk
+        disk, log = self._folder.disk, self._folder.manifest
+        is_small = sum(table.image_bytes(increment=True) for table in self._tables) <= self._room
+        parent = self._parent if self._room and is_small else ""
         try:
-            return write_base(disk, self._path, self._folder.manifest, self._control, self._tables, self._go_on)
+            return write_base(disk, self._path, log, self._control, self._tables, parent, self._go_on)
         except (OSError, _Cancelled):
             with suppress(OSError):  # what counts is the error above; on a full disk others want the room
                 remove_base(disk, self._path)
@@ -203,7 +225,8 @@ class BaseWriter:
 
     def publish(self, base: ShardBase) -> None:
         """Have the log begin with it. Its folder stays after an error: the manifest on the disk may name it."""
-        self._folder.recycle(self._journal, LogBase(self._path.name, base.lsn, base.redo_lsn))
+        before = self._folder.manifest.bases if base.parent else ()
+        self._folder.recycle(self._journal, (*before, LogBase(self._path.name, base.lsn, base.redo_lsn)))
 
     def _wait_until_safe(self) -> None:
         safe = threading.Event()

@@ -182,13 +182,13 @@ class LogFolder:
         """A folder for the image of the shard after an event: none has had its name."""
         return self.folder / f"base-{lsn:020}-{self._new_id():016x}"
 
-    def recycle(self, journal: Journal, base: LogBase) -> None:
-        """Begin the log with this base, which is on the disk, and give up the events and bases that it replaces.
+    def recycle(self, journal: Journal, bases: tuple[LogBase, ...]) -> None:
+        """Begin the log with these, an image and its increments, and give up the events and bases that they replace.
 
-        The events up to its own are safe. SyncFailed, LogLocked: the process has to end. OSError: the log begins with
-        the base or with what it began with before, and has too many files.
+        They are on the disk, and the events up to the last one's are safe. SyncFailed, LogLocked: the process has to
+        end. OSError: the log begins with them or with what it began with before, and has too many files.
         """
-        segments = journal.segments
+        segments, base = journal.segments, bases[-1]
         if not segments.is_locked:
             raise LogLocked(path=str(self.folder), holder="another process: the lock was lost")
         if not segments.syncs:  # a loss of power must not leave the log shorter than its base
@@ -197,7 +197,7 @@ class LogFolder:
                 self.disk.sync_folder(self.folder)
             except OSError as error:
                 raise SyncFailed(f"{self.folder}: {error.strerror or error}") from error
-        self.write_manifest(replace(self.manifest, first_lsn=base.redo_lsn, bases=(base,)))
+        self.write_manifest(replace(self.manifest, first_lsn=base.redo_lsn, bases=bases))
         segments.recycle(base.redo_lsn)
         self._remove_other_bases()
 

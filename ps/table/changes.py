@@ -1,8 +1,8 @@
-"""Which elements of a table have changed since an update, for pulls of what changed."""
+"""What has changed in a table: elements since an update, for pulls; rows since an image, for increments of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,29 @@ Stamps = npt.NDArray[np.uint32]
 MAX_BYTES = 2**28
 # Updates after which nobody is expected to ask any more: to watch is to read every row before and after its push.
 IDLE_UPDATES = 1000
+MOST_MARKS = 4  # images of a reader since which changes are known
 _BITS = types.Array(types.int32, 2, "C", readonly=True)
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
+
+
+class ImageMark:
+    """The slots of rows that were changed or made since an image was taken, a bit of each; and the ids removed."""
+
+    def __init__(self, name: object) -> None:
+        self.name = name
+        self.bits = np.empty(0, np.uint8)
+        self.removed: list[Ids] = []
+
+    def add(self, bits: npt.NDArray[np.uint8], removed: Sequence[Ids]) -> None:
+        """These changed, too."""
+        if bits.size > self.bits.size:
+            self.bits = np.concatenate([self.bits, np.zeros(bits.size - self.bits.size, np.uint8)])
+        np.bitwise_or(self.bits[: bits.size], bits, out=self.bits[: bits.size])
+        self.removed.extend(removed)
+
+    def removed_ids(self) -> Ids:
+        """The ids that were removed, ascending; some may be there again."""
+        return np.unique(np.concatenate([np.empty(0, np.int64), *self.removed]))
 
 
 class ChangeTracker:

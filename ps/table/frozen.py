@@ -20,6 +20,7 @@ from embershard.proto.routing import NUM_BUCKETS
 from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import frozen_kernels
 from embershard.ps.table.arena import Arena
+from embershard.ps.table.changes import ImageMark
 from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.hash_index import HEADER, NUM_FREE, NUM_ROWS, NUM_SLOTS, HashIndex
 
@@ -120,14 +121,14 @@ class CopyOnWriteRows:
             slots = slots[np.isin(slots, self._free, invert=True)]
         return slots, starts
 
-    def slots(self, step: int) -> Iterator[Slots]:
-        """The slots that have rows, in their order, at most `step` at a time."""
-        for start in range(0, self._num_slots, step):
-            slots = np.arange(start, min(start + step, self._num_slots), dtype=np.uint32)
-            if self._free.size:
-                slots = slots[np.isin(slots, self._free, invert=True)]
-            if slots.size:
-                yield slots
+    def slots(self, changed: ImageMark | None = None) -> Slots:
+        """The slots that have rows, in their order; only those that were changed since an image."""
+        if changed is None:
+            slots = np.arange(self._num_slots, dtype=np.uint32)
+        else:
+            bits = np.unpackbits(changed.bits, bitorder="little")[: self._num_slots]
+            slots = np.flatnonzero(bits).astype(np.uint32)
+        return slots[np.isin(slots, self._free, invert=True)] if self._free.size else slots
 
     def block(self, count: int) -> RowBlock:
         """Memory for so many rows."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.compiled.intrinsics import detached, first_match
+from embershard.proto.compiled.intrinsics import detached, first_match, prefetch
 from embershard.proto.compiled.jit import called, inlined
 from embershard.proto.routing import BUCKET_SHIFT, mix64
 
@@ -40,6 +40,7 @@ class HashIndex(NamedTuple):
     fill: npt.NDArray[np.uint32]  # per page: splits that led to it << 16 | cells in use
     cells: npt.NDArray[np.uint64]  # (reserved pages * 512,)
     free: npt.NDArray[np.uint32]  # the first counters[NUM_FREE] are the slots without a row
+    dirty: npt.NDArray[np.uint8]  # a bit per slot: its row is new or was changed; (0,) where nobody wants to know
     counters: npt.NDArray[np.int64]  # (6,) rows, pages, directory entries, slots, free ones of them; 1: reuse these
     fresh: npt.NDArray[np.float32]  # (num_state,) first state of a row
     bounds: npt.NDArray[np.float64]  # (3,) the initializer's numbers
@@ -59,6 +60,7 @@ HASH_INDEX = types.NamedTuple(
         types.uint32[::1],
         types.uint64[::1],
         types.uint32[::1],
+        types.uint8[::1],
         types.int64[::1],
         types.float32[::1],
         types.float64[::1],
@@ -68,7 +70,7 @@ HASH_INDEX = types.NamedTuple(
 )
 
 _U = np.uint64  # uint64 throughout: a signed index costs a test for negative ones, a mixed one becomes a float
-_0, _1, _7, _8, _16, _32 = _U(0), _U(1), _U(7), _U(8), _U(16), _U(32)
+_0, _1, _3, _7, _8, _16, _32 = _U(0), _U(1), _U(3), _U(7), _U(8), _U(16), _U(32)
 _BYTE, _HALF, _WORD = _U(0xFF), _U(0xFFFF), _U(0xFFFFFFFF)
 _CELLS, _CELL_MASK = _U(PAGE_CELLS), _U(PAGE_CELLS - 1)
 _LINE_MASK = _U(PAGE_CELLS // 8 - 1)
@@ -87,6 +89,7 @@ def open_store(store: HashIndex) -> HashIndex:
         detached(store.fill),
         detached(store.cells),
         detached(store.free),
+        detached(store.dirty),
         detached(store.counters),
         detached(store.fresh),
         detached(store.bounds),
@@ -217,6 +220,21 @@ def _split(store: HashIndex, page: np.uint64, h: np.uint64) -> bool:
 
 
 @inlined
+def mark_dirty(store: HashIndex, found: np.uint64) -> None:
+    """Note that the row of slot `found` - 1 is not what it was."""
+    if store.dirty.size:
+        slot = found - _1
+        store.dirty[slot >> _3] |= np.uint8(_1 << (slot & _7))
+
+
+@inlined
+def prefetch_dirty(store: HashIndex, found: np.uint64) -> None:
+    """Fetch what `mark_dirty` will change."""
+    if store.dirty.size:
+        prefetch(store.dirty, (found - _1) >> _3)
+
+
+@inlined
 def insert(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
     """slot + 1 of a new record with this id, which has no row yet; 0 if the index is full.
 
@@ -236,6 +254,7 @@ def insert(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
     store.counters[NUM_ROWS] += 1
     store.ids[slot * (store.stride >> _1)] = id_
     _place(store, page, (h & _WORD) << _32 | (slot + _1))
+    mark_dirty(store, slot + _1)
     return slot + _1
 
 

@@ -29,7 +29,9 @@ from embershard.ps.table.hash_index import (
     find,
     home_of,
     insert,
+    mark_dirty,
     open_store,
+    prefetch_dirty,
     probe,
 )
 from embershard.ps.table.initial_values import write_initial
@@ -180,6 +182,7 @@ def apply(
             found = probe(store, homes[i], hashes[i])
             if found:
                 _prefetch_record(store, found, used)
+                prefetch_dirty(store, found)
             else:
                 found = _create(store, ids[start + i], hashes[i])
                 if not found:
@@ -193,6 +196,7 @@ def apply(
                 found = _find_or_create(store, id_, hashes[i])
                 if not found:
                     return INDEX_FULL
+            mark_dirty(store, found)
             first = (found - _1) * store.stride + _U(HEADER)
             row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
             grad = window(gradients, _U(start + i) * store.dim, dim)
@@ -259,6 +263,7 @@ def load(store: HashIndex, ids: Ids, rows: Floats, keep_state: bool) -> int:
             found = insert(store, ids[i], h)
             if not found:
                 return INDEX_FULL
+        mark_dirty(store, found)
         first = (found - _1) * store.stride + _U(HEADER)
         for j in range(store.dim):
             store.floats[first + j] = rows[i, j]
@@ -287,6 +292,7 @@ def restore(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> int:
             found = probe(store, homes[i], hashes[i])
             if found:
                 _prefetch_record(store, found, used)
+                prefetch_dirty(store, found)
             else:
                 found = insert(store, ids[start + i], hashes[i])
                 if not found:
@@ -298,6 +304,7 @@ def restore(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> int:
                 found = _find_or_create(store, id_, hashes[i])
                 if not found:
                     return INDEX_FULL
+            mark_dirty(store, found)
             first = (found - _1) * store.stride + _U(HEADER)
             row, values = _U(start + i) * store.dim, _U(start + i) * num_state
             target, source = window(store.floats, first, np.int64(store.dim)), window(rows, row, np.int64(store.dim))

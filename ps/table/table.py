@@ -21,7 +21,7 @@ from embershard.proto.spec import Custom, TableSpec
 from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import kernels
 from embershard.ps.table.arena import Arena
-from embershard.ps.table.changes import ChangeTracker
+from embershard.ps.table.changes import MOST_MARKS, ChangeTracker, ImageMark
 from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.hash_index import (
     HEADER,
@@ -46,6 +46,7 @@ _SMALLEST_BYTES = 1 << 20  # where the system refuses more
 _GROWTH = 4
 _PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
 _PAGE_BYTES = PAGE_CELLS * 8 + 4
+_NO_BITS = np.empty(0, np.uint8)
 _NO_CLIPS = np.zeros(2)
 _NO_AGES = np.empty(0, np.float32)
 
@@ -88,6 +89,9 @@ class Table:
         self._index_key = np.uint64(secrets.randbits(64))
         self._counters = np.zeros(6, np.int64)
         self._counters[[NUM_PAGES, NUM_ENTRIES, MAY_REUSE]] = 1  # page 0 and the directory entry that leads to it
+        self._dirty: Arena | None = None  # HashIndex.dirty, once an image wants the rows that changed since another
+        self._marks: dict[str, list[ImageMark]] = {}  # by reader, the oldest first
+        self._removed: list[Ids] = []  # since the bits were looked at
         self._free: npt.NDArray[np.uint32] = np.empty(0, np.uint32)  # HashIndex.free
         self._store: HashIndex
         self._reserved_slots = 0  # that an earlier call had addresses and huge pages for
@@ -124,7 +128,8 @@ class Table:
         pages, entries = int(self._counters[NUM_PAGES]), int(self._counters[NUM_ENTRIES])
         index = pages * _PAGE_BYTES + entries * 4 + self._store.root.nbytes
         changes = 0 if self.changes is None else self.changes.nbytes
-        return self.num_slots * self._stride * 4 + self._free.nbytes + index + changes
+        bits = sum(map(len, self._marks.values()), self._dirty is not None) * _bit_bytes(self.num_slots)
+        return self.num_slots * self._stride * 4 + self._free.nbytes + index + changes + bits
 
     def growth(self, new_rows: int) -> int:
         """Bytes that so many new rows take at most, their part of the index included."""
@@ -249,9 +254,45 @@ class Table:
         self._keep_aside(ids)
         before = None if self.changes is None else self.gather(ids)
         removed = int(kernels.remove(self._store, ids))
+        if self._marks:
+            self._removed.append(ids.copy())
         self.charge()
         self._record(ids, before)
         return removed
+
+    def mark(self, reader: str, name: object) -> None:
+        """Note from here on which rows change, for a reader that takes an image of this moment by this name.
+
+        The last MOST_MARKS of a reader are kept: one image may fail, and the next goes on from the one before.
+        """
+        if self._dirty is None:
+            self._dirty = Arena(_bit_bytes(self.capacity))
+            self._store = self._store._replace(dirty=self._dirty.array(np.uint8))
+        else:
+            self._collect()
+        marks = self._marks.setdefault(reader, [])
+        marks.append(ImageMark(name))
+        del marks[:-MOST_MARKS]
+
+    def changed_since(self, reader: str, name: object) -> ImageMark | None:
+        """What has changed since a reader took the image of this name; None where it is not known."""
+        marks = self._marks.get(reader, [])
+        first = next((at for at in reversed(range(len(marks))) if marks[at].name == name), None)
+        if first is None:
+            return None
+        self._collect()
+        changed = ImageMark(name)
+        for mark in marks[first:]:
+            changed.add(mark.bits, mark.removed)
+        return changed
+
+    def _collect(self) -> None:
+        """Have all readers know what has changed until now."""
+        bits = self._store.dirty[: _bit_bytes(self.num_slots)]
+        for marks in self._marks.values():
+            marks[-1].add(bits, self._removed)
+        bits[:] = 0
+        self._removed = []
 
     def freeze(self) -> CopyOnWriteRows:
         """The rows as they are now, for one other thread to read while this one goes on, until `thaw`.
@@ -363,6 +404,8 @@ class Table:
                 readers.enter_context(one.moving())
             before = self._store
             try:
+                if self._dirty is not None:
+                    self._dirty.grow(_bit_bytes(capacity))
                 self._cells.grow(pages * PAGE_CELLS * 8)
                 self._records.grow(capacity * self._stride * 4)
             except OSError:  # the cells may have moved
@@ -391,6 +434,7 @@ class Table:
             fill=small[2 * NUM_BUCKETS + entries : 2 * NUM_BUCKETS + entries + pages],
             cells=self._cells.array(np.uint64),
             free=self._free,
+            dirty=_NO_BITS if self._dirty is None else self._dirty.array(np.uint8),
             counters=self._counters,
             fresh=self._fresh,
             bounds=bounds,
@@ -403,6 +447,10 @@ class Table:
 
     def _no_address_space(self, new_rows: int, reason: str) -> NoAddressSpace:
         return NoAddressSpace(table=self.spec.name, rows=self.num_rows, new_rows=new_rows, reason=reason)
+
+
+def _bit_bytes(slots: int) -> int:
+    return -(-slots // 8)
 
 
 def _index_size(capacity: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,15 @@ from embershard.proto.routing import Placement
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.spec import SGD, Adam
 from embershard.ps.bases import base as module
-from embershard.ps.bases.base import BASE
-from embershard.ps.journal.manifest import MANIFEST, read_manifest
+from embershard.ps.bases.base import BASE, check_bases
+from embershard.ps.bases.bases import MOST_INCREMENTS
+from embershard.ps.journal.manifest import MANIFEST, read_manifest, write_manifest
 from embershard.ps.journal.segments import SegmentName
 from embershard.ps.recovery import recover
+from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 from harness.eventually import eventually
 from harness.logs import FOLDER, ids, open_log
 from harness.random_job import RandomJob, state_of
@@ -118,8 +122,13 @@ def crash_at(disk, number):
 
 
 @pytest.mark.parametrize(("mode", "staleness"), [("log", 0), ("fsync", -1)])
-def test_a_crash_at_every_step_of_a_base_leaves_a_log_with_the_same_bits(mode, staleness):
-    """The process ends, or the machine, in turn; the state is that of a log without bases."""
+def test_a_crash_at_every_step_of_a_base_leaves_a_log_with_the_same_bits(mode, staleness, monkeypatch):
+    """The process ends, or the machine, in turn; the state is that of a log without bases.
+
+    One takes the place of the base before, the other is an increment of it.
+    """
+    if is_image := mode == "fsync":
+        monkeypatch.setattr("embershard.ps.bases.bases.MOST_INCREMENTS", 0)
 
     def written_job():
         job = LoggedJob(3, staleness, SimulatedDisk(), mode).run(6)
@@ -148,14 +157,17 @@ def test_a_crash_at_every_step_of_a_base_leaves_a_log_with_the_same_bits(mode, s
         assert again.shard.core.lsn > first_lsn
         for part in want if mode == "fsync" or not lost_power else ():
             assert got[part] == want[part], (number, ended, part)
-        assert len(bases_of(job.disk)) == 1
+        assert sorted(bases_of(job.disk)) == [base.name for base in read_manifest(job.disk, FOLDER).bases]
         if not ended:
             break
         steps.update(ended)
         again.take_base()
         assert recovered(job.disk, mode)[0].keys() == want.keys()
-    assert number > 20
-    assert {"make_folder", "pwritev", "sync", "sync_folder", "rename", "remove", "remove_folder"} <= steps
+        images = [not base.parent for base in check_bases(FOLDER, again.folder.manifest, job.disk)]
+    assert number > 10
+    assert images == ([True] if is_image else [True, False, False])
+    assert {"make_folder", "pwritev", "sync", "sync_folder", "rename"} <= steps
+    assert not is_image or {"remove", "remove_folder"} <= steps
 
 
 def test_a_base_ends_what_a_recovery_replays_and_frees_segments_and_the_base_before():
@@ -172,7 +184,7 @@ def test_a_base_ends_what_a_recovery_replays_and_frees_segments_and_the_base_bef
             one.works.pop()()
             assert one.bases.tail_bytes < 2 * SEGMENT_BYTES
             assert len(segments_of(one.disk)) < before
-            assert len(bases_of(one.disk)) == 1
+            assert len(bases_of(one.disk)) == len(read_manifest(one.disk, FOLDER).bases)
             bases.append(one.shard.status().base_lsn)
     assert len(bases) >= 3
     assert bases == sorted(set(bases))
@@ -192,6 +204,58 @@ def test_a_base_is_due_once_the_tail_is_half_of_the_state():
     assert not one.bases.due(0.0, 2 * tail + 2)
     one.bases._smallest_tail_bytes = tail
     assert not one.bases.due(0.0, 0)
+
+
+def test_a_base_is_an_increment_of_the_one_before_while_increments_are_few_and_small():
+    one = LoggedShard(SimulatedDisk()).begun()
+    one.push(30, num_ids=150)
+    kinds = []
+    for number in range(24):
+        one.push(1, num_ids=3 if number < 20 else 100)
+        one.shard.core.tables.entry("items").table.remove(np.array([number]))  # no event does so yet
+        want = state_of(one.shard.core)
+        one.take_base()
+        bases = check_bases(FOLDER, read_manifest(one.disk, FOLDER), one.disk)
+        kinds.append("".join("+" if base.parent else "|" for base in bases))
+        again = LoggedShard(one.disk.copy())
+        assert state_of(again.shard.core)["rows"] == want["rows"]
+        if number in (5, 15):  # another process goes on with the chain
+            one.disk.kill()
+            seq, one = one.seq, LoggedShard(one.disk)
+            one.seq = seq
+    assert max(map(len, kinds)) == 1 + MOST_INCREMENTS
+    assert kinds[:10] == ["|" + "+" * number for number in range(9)] + ["|"]
+    assert kinds[-1] == "|"  # more than half of the rows had changed
+    files = [base.num_bytes for base in check_bases(FOLDER, read_manifest(one.disk, FOLDER), one.disk)]
+    assert 2 * sum(files[1:]) <= files[0]
+
+
+def test_increments_without_the_image_that_they_go_on_from_are_damaged():
+    one = LoggedShard(SimulatedDisk()).begun()
+    for num_ids in (150, 3, 3):
+        one.push(1, num_ids=num_ids)
+        one.take_base()
+    log = one.folder.manifest
+    assert len(log.bases) == 3
+    for bases, orphan in ((log.bases[1:], 1), ((log.bases[0], log.bases[2]), 2)):
+        disk = one.disk.copy()
+        write_manifest(disk, FOLDER, replace(log, bases=bases))
+        assert refused(disk, errors.LogDamaged)["path"] == str(FOLDER / log.bases[orphan].name / BASE)
+    for base in log.bases:
+        disk = one.disk.copy()
+        disk.content(FOLDER / base.name / "0-0.safetensors")[-1] ^= 1
+        assert refused(disk, errors.LogDamaged)["path"] == str(FOLDER / base.name / "0-0.safetensors")
+
+
+def test_tables_that_a_restore_put_in_place_are_whole_in_the_next_base():
+    one = LoggedShard(SimulatedDisk()).begun()
+    one.push(3, num_ids=150)
+    one.take_base()
+    other = Table(table(optimizer=Adam(lr=0.1)), OptimizerRegistry().find(Adam(lr=0.1)))
+    other.apply(np.arange(5), np.ones((5, 3), np.float32))
+    one.shard._install(Contents([other], [], 7))
+    one.take_base()
+    assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
 
 
 def test_pushes_that_wait_for_their_clock_keep_their_events_and_are_gathered_again():
@@ -225,7 +289,7 @@ def with_base(**options):
 
 
 def files_of_base(disk):
-    (name,) = bases_of(disk)
+    name = max(bases_of(disk))
     return sorted(FOLDER / name / file for file in disk.list(FOLDER / name))
 
 

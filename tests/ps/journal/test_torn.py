@@ -201,7 +201,7 @@ def test_records_of_an_earlier_use_of_a_file_are_never_taken_for_new_ones():
     written = Written(SimulatedDisk(), segment_bytes=1536, new_id=ids())
     written.write([1] * 16, num_bytes=300)  # 4 in each segment
     old = [bytes(written.disk.content(path_of(name))) for name in segments(written.disk)[:2]]
-    written.log.recycle(written.journal, LogBase("b", 12, 13))
+    written.log.recycle(written.journal, (LogBase("b", 12, 13),))
     for count in range(1, 7):
         written.write([1], num_bytes=300)
         disk = written.disk.copy()
@@ -231,7 +231,7 @@ def test_the_body_of_a_record_that_holds_a_record_is_not_taken_for_one():
 def test_damage_below_what_a_base_needs_does_not_matter():
     written = Written(SimulatedDisk(), segment_bytes=4096, new_id=ids())
     written.write([1, 2, 3, 4], num_bytes=40)
-    written.log.recycle(written.journal, LogBase("b", 4, 5))
+    written.log.recycle(written.journal, (LogBase("b", 4, 5),))
     written.end()
     spots = places(written)
     name = spots[0][0]
@@ -347,7 +347,7 @@ def survive_power_losses(mode, seed):
                 written.journal.write_group()
                 if chooser.random() < 0.1:
                     lsn = written.acknowledged
-                    written.log.recycle(written.journal, LogBase(f"base-{lsn}", lsn, lsn + 1))
+                    written.log.recycle(written.journal, (LogBase(f"base-{lsn}", lsn, lsn + 1),))
         except PowerLoss:
             pass
         if written is not None:
