@@ -156,6 +156,8 @@ class SimulatedWorker:
         self.is_done = True
         while not all(worker.is_done for worker in self.sim.workers):  # one that comes again must find the others
             clock.sleep(0.05)
+        for worker in self.sim.workers:
+            worker.is_training = False  # none is killed from here on
         self.is_finished = True
         self.lost_leases += client.lost_leases
         client.close()
