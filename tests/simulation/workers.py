@@ -303,8 +303,8 @@ class SimulatedWorker:
 
     def _count(self, table: str, ids: np.ndarray, gradient: np.ndarray) -> None:
         total = self.pushed.setdefault(table, np.zeros((NUM_IDS, gradient.shape[1])))
-        if np.isfinite(gradient).all():
-            total[ids] += gradient
+        finite = np.isfinite(gradient).all(axis=1)
+        total[ids[finite]] += gradient[finite]
 
 
 def is_dense(table: TableSpec) -> bool:
