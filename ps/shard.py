@@ -573,7 +573,8 @@ class Shard:
         self._leases.renew(request.worker, request.epoch, now)
         core, clock = self.core, self.core.clock
         if request.required_clock:
-            clock.fence(request.worker, request.epoch)  # it must not wait for what is another's clock by now
+            # it must not wait for another's clock, or as a member whose join was lost with the machine's power
+            clock.member(request.worker, request.epoch)
             clock.await_closed(request.required_clock)
         reads = [core.tables.check_read(part) for part in request.tables]
         updates = clock.updates

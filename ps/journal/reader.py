@@ -251,7 +251,8 @@ class LogReader:
         if here_synced or behind_synced:
             return True, True
         # the kernel had it, or a process read it from the disk after the machine had started anew
-        return False, behind_boot == self._boot or here_boot != behind_boot
+        is_next = behind.header is not None and behind.header.previous == here.name.id
+        return False, behind_boot == self._boot or (is_next and here_boot != behind_boot)
 
     def _written(self, segment: StoredSegment) -> tuple[bool, int]:
         """Whether a segment was synced, and under which start of the machine it was written.

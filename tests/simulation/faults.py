@@ -87,6 +87,8 @@ class Faults:
         calls = self.sim.network.open_calls(shard)
         if self.left <= 0 or not (state or calls) or machine.process is None:
             return
+        if any(one.is_finished for one in self.sim.workers):
+            return
         if kind in ("stop worker", "kill worker"):
             if not any(call.worker == worker for call in calls) or not self.sim.workers[worker].is_training:
                 return

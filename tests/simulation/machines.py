@@ -37,6 +37,7 @@ class ShardMachine:
     def __init__(self, simulation: Simulation, number: int) -> None:
         self.sim, self.number = simulation, number
         self.disk = MachineDisk(simulation.world)
+        self.disk.latency = simulation.scenario.disk_latency
         self.disk.on_operation = lambda kind, name, seconds: simulation.faults.operation(number, kind, name, seconds)
         self.oracle = ShardOracle(simulation.world, number, simulation.scenario.durability)
         self.folder = Path(f"/logs/shard-{number}")

@@ -83,7 +83,12 @@ class ShardOracle:
             self.sent[token] = Sent(request, _content(request))
             self._check_content(request, token)
             before = self.sent.get((token[0], token[1], token[2] - 1))
-            if before is not None and before.state == "open" and isinstance(before.request, Push):
+            if (
+                before is not None
+                and before.state == "open"
+                and isinstance(before.request, Push)
+                and isinstance(request, Push)
+            ):
                 self.fail(f"worker {token[0]} sends push {token[2]} although push {token[2] - 1} was not answered")
         elif known.content != _content(request):
             self.fail(f"worker {token[0]} sends push {token[2]} again with other bytes")

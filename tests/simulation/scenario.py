@@ -30,6 +30,7 @@ class Scenario:
     max_message_bytes: int
     segment_bytes: int
     group_bytes: int | None
+    disk_latency: float
     lease: float
     timeout: float
     drift: float
@@ -69,6 +70,7 @@ class Scenario:
             max_message_bytes=r.choice([2**26, 2**26, 700]),
             segment_bytes=r.choice([2048, 4096, 4096, 16384]),
             group_bytes=r.choice([None, None, 1]),
+            disk_latency=r.choice([2e-4, 2e-4, 2e-3]),
             lease=r.choice([1.0, 2.0, 10.0]),
             timeout=r.choice([3.0, 6.0]),
             drift=r.choice([0.0, 0.2]),

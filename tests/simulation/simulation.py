@@ -21,6 +21,7 @@ from .workers import NUM_IDS, SimulatedWorker
 from .world import World
 
 QUIET_SECONDS = 60.0  # within which all workers finish once nothing fails any more
+LOST_SECONDS = 300.0  # the same after a loss of power in mode `log`: some waits end by their wait_timeout only
 LONGEST_SECONDS = 400.0  # with faults
 
 logging.getLogger("embershard").setLevel(logging.CRITICAL + 1)
@@ -77,9 +78,10 @@ class Simulation:
             if not world.run(lambda: over() or self.faults.left <= 0, LONGEST_SECONDS) and not world.wrong:
                 self.faults.left = 0
             self.faults.left = 0
-            if not over() and not world.wrong and not world.run(over, world.now + QUIET_SECONDS) and not world.wrong:
+            seconds = LOST_SECONDS if self.has_lost else QUIET_SECONDS
+            if not over() and not world.wrong and not world.run(over, world.now + seconds) and not world.wrong:
                 late = [worker.number for worker in self.workers if not worker.is_finished]
-                world.fail(f"workers {late} have not finished within {QUIET_SECONDS:.0f} s without faults")
+                world.fail(f"workers {late} have not finished within {seconds:.0f} s without faults")
             if not world.wrong and not self.is_given_up:
                 up = lambda: all(m.is_serving for m in self.machines)  # noqa: E731
                 if not world.run(up, world.now + 30.0) and not world.wrong:

@@ -156,6 +156,8 @@ class SimulatedWorker:
         self.is_done = True
         while not all(worker.is_done for worker in self.sim.workers):  # one that comes again must find the others
             clock.sleep(0.05)
+        for worker in self.sim.workers:
+            worker.is_training = False  # none is killed from here on
         self.is_finished = True
         self.lost_leases += client.lost_leases
         client.close()
@@ -301,8 +303,8 @@ class SimulatedWorker:
 
     def _count(self, table: str, ids: np.ndarray, gradient: np.ndarray) -> None:
         total = self.pushed.setdefault(table, np.zeros((NUM_IDS, gradient.shape[1])))
-        if np.isfinite(gradient).all():
-            total[ids] += gradient
+        finite = np.isfinite(gradient).all(axis=1)
+        total[ids[finite]] += gradient[finite]
 
 
 def is_dense(table: TableSpec) -> bool:

@@ -89,6 +89,7 @@ class Membership:
         self.terms = terms
         self.worker = worker
         self.first = 0  # the clock at which this worker joined last: pushes of earlier ones are not waited for
+        self.asked = 0  # the clock of the last join; some shards may have taken it where others did not answer
         self.lost_leases = 0
         self.members: tuple[int, ...] = ()  # as shard 0 said last, in order
         self.paused = False
@@ -265,6 +266,7 @@ class Membership:
                 staleness_aware_lr=staleness_aware_lr,
                 run=terms.run,
             )
+            self.asked = clock
             replies = [reply for reply in self._ask_all(join) if isinstance(reply, Joined)]
             if all(reply.member for reply in replies):
                 # the same first clock everywhere: no shard closes one that another still waits for

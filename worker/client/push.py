@@ -260,5 +260,5 @@ def may_be_unhandled(outcome: EmbershardError) -> bool:
 
 
 def _is_late(push: Push, outcome: EmbershardError, member: Membership | None) -> bool:
-    """Whether a push is of a clock before its worker joined again, as another thread of it may do meanwhile."""
-    return isinstance(outcome, InvalidRequest) and member is not None and push.clock < member.first
+    """Whether a push is of a clock before its worker joined again, perhaps on some shards only."""
+    return isinstance(outcome, InvalidRequest) and member is not None and push.clock < member.asked
