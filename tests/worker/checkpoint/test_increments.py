@@ -18,6 +18,7 @@ from embershard.proto.snapshot.manifest import MANIFEST, pack_manifest, pack_par
 from embershard.proto.snapshot.storage import Storage
 from embershard.ps import snapshot as shard_side
 from embershard.worker.checkpoint import snapshots as module
+from embershard.worker.checkpoint.checkpoint import SNAPSHOT, CheckpointFolder, CheckpointNotWritten
 from embershard.worker.checkpoint.snapshots import (
     MOST_INCREMENTS,
     begin_snapshot,
@@ -27,6 +28,7 @@ from embershard.worker.checkpoint.snapshots import (
     take_snapshot,
 )
 from embershard.worker.client.client import Client
+from harness.job import make_job
 from harness.raises import raises
 
 NAMES = ("items", "users", "late")
@@ -388,3 +390,79 @@ def test_a_chain_is_as_whole_in_another_folder(disk_job, tmp_path):
     shutil.rmtree(tmp_path / "full")
     job.url = str(tmp_path / "moved" / "here")
     assert job.restored().contents() == want
+
+
+class Run:
+    """Checkpoints of a job, one after the other."""
+
+    def __init__(self, url, keep=1):
+        self.job, self.folder = begun(in_memory()), CheckpointFolder(url, keep)
+        self.storage, self.step, self.best = Storage(url), 0, None
+        section = {"folder": url, "incremental": True}
+        self.of = {"job": make_job(checkpoint=section), "world_size": 1, "output": None}
+
+    def save(self, num_ids=50, *, best=False):
+        """Take one; whether it is an increment."""
+        self.step += 1
+        self.job.push(np.arange(num_ids))
+        url = self.folder.new_url(self.step)
+        self.best = url if best else self.best
+        states = {"shared": b"", "worker-0": b""}
+        self.folder.begin(states, url=url, best=self.best, step=self.step, shards=self.job.client, **self.of).wait()
+        return is_increment(url, SNAPSHOT)
+
+    def steps(self):
+        return [int(name.removeprefix("step-")) for name in sorted(self.storage.sizes("")) if name != "BEST"]
+
+
+def test_a_checkpoint_is_an_increment_of_the_one_before_and_what_one_needs_stays(monkeypatch):
+    monkeypatch.setattr(module, "MOST_INCREMENTS", 3)
+    run, kinds, left = Run(in_memory(), keep=1), [], []
+    for number in range(10):
+        kinds.append(run.save(best=number == 4))
+        left.append(run.steps())
+    assert kinds == [False, True, True, True, False, True, True, True, False, True]
+    assert left[:5] == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5]]
+    assert left[7:] == [[5, 6, 7, 8], [5, 9], [5, 9, 10]]  # 5 is the best
+    for step in left[-1]:
+        stored = open_snapshot(run.storage.at(f"step-{step:09d}"), SNAPSHOT)
+        assert len(read(stored)) == 2 * NUM_IDS
+    assert read(stored) == run.job.contents()
+
+
+def test_a_best_checkpoint_keeps_what_it_is_an_increment_of(monkeypatch):
+    monkeypatch.setattr(module, "MOST_INCREMENTS", 2)
+    run = Run(in_memory(), keep=0)  # as of a run that keeps only the best
+    seen = [(run.save(best=True), run.steps()) for _ in range(5)]
+    assert seen == [(False, [1]), (True, [1, 2]), (True, [1, 2, 3]), (False, [4]), (True, [4, 5])]
+
+
+def test_checkpoints_stay_while_it_cannot_be_read_what_they_need(monkeypatch):
+    monkeypatch.setattr(module, "MOST_INCREMENTS", 1)
+    run, read_file = Run(in_memory(), keep=2), Storage.read
+    assert [run.save() for _ in range(3)] == [False, True, False]
+
+    def hang(self, path):
+        if self.at(path).endswith(f"step-000000003/{SNAPSHOT}/{MANIFEST}") and list_snapshots(newest):
+            raise errors.SnapshotUnreadable(path=path, reason="no answer")
+        return read_file(self, path)
+
+    newest = run.storage.at("step-000000004")
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "read", hang)
+        run.save()
+    assert run.steps() == [1, 2, 3, 4]
+    run.save()
+    assert run.steps() == [3, 4, 5]
+
+
+def test_a_checkpoint_that_failed_leaves_its_changes_to_the_next(monkeypatch):
+    run = Run(in_memory())
+    run.save()
+    with monkeypatch.context() as patch:
+        fail_to_pack(patch)
+        with pytest.raises(CheckpointNotWritten):
+            run.save(num_ids=200)
+    assert run.save(num_ids=10)
+    assert run.steps() == [1, 3]
+    assert read(open_snapshot(run.storage.at("step-000000003"), SNAPSHOT)) == run.job.contents()
