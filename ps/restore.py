@@ -171,11 +171,11 @@ class SnapshotReader:
     def _read(self) -> Contents:
         if not self.request.url:
             return Contents()
-        chain = self._open().chain()
-        manifest = chain[0].manifest
+        stored = self._open()
+        manifest = stored.manifest
         contents = Contents(lineage=self.request.id, flags=manifest.shards[0].table_flags())
         for blocks in manifest.tables.values():
-            contents.tables.append(self._read_table(blocks, chain))
+            contents.tables.append(self._read_table(stored, blocks))
         self._rows = sum(table.num_rows for table in contents.tables)  # without those that newer ones replaced
         if manifest.num_shards == self._placement.num_shards:
             contents.workers.extend(manifest.shards[self._shard].workers)
@@ -197,24 +197,22 @@ class SnapshotReader:
             raise SnapshotDamaged(path=storage.at(path), reason="it is not the one that this restore began with")
         return StoredSnapshot(storage, name, unpack_manifest(data, storage.at(path)), self.request.sha256)
 
-    def _read_table(self, blocks: TableBlocks, chain: Sequence[StoredSnapshot]) -> Table:
-        from embershard.proto.snapshot.stored import table_layers
-
+    def _read_table(self, stored: StoredSnapshot, blocks: TableBlocks) -> Table:
         spec = blocks.spec
         table = Table(spec, self._optimizers.find(spec.optimizer), self._budget)
         if table.num_state != blocks.num_state:
             raise OtherOptimizer(
-                path=chain[0].url,
+                path=stored.url,
                 table=spec.name,
                 got=blocks.num_state,
                 optimizer=spec.optimizer.name,
                 want=table.num_state,
             )
-        for shard in range(len(chain[0].manifest.shards)):
-            for stored, part in reversed(table_layers(chain, shard, spec.name)):
+        for layers in stored.layers[spec.name]:
+            for one, part in reversed(layers):
                 if part.increment is not None:
                     table.remove(part.increment.removed)  # those of other shards are not here
-                self._read_rows(table, stored, part)
+                self._read_rows(table, one, part)
         return table
 
     def _read_rows(self, table: Table, stored: StoredSnapshot, blocks: TableBlocks) -> None:

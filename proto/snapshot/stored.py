@@ -6,6 +6,7 @@ import hashlib
 import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,8 +16,11 @@ from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import MANIFEST, Manifest, Parent, TableBlocks, unpack_manifest
 from embershard.proto.snapshot.storage import Storage
 
+# A shard's part of a table in snapshots, the newest first, down to one with all rows: the first row of an id counts.
+Layers = list[tuple["StoredSnapshot", TableBlocks]]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class StoredSnapshot:
     """A snapshot as it lies in its storage, in a folder of it."""
 
@@ -30,6 +34,7 @@ class StoredSnapshot:
         """The folder that the snapshot is."""
         return self.storage.at(self.folder)
 
+    @cached_property
     def chain(self) -> list[StoredSnapshot]:
         """This snapshot, the one that it is an increment of, and so on to a full one.
 
@@ -40,6 +45,19 @@ class StoredSnapshot:
             chain.append(_parent(chain[-1], parent))
         return chain
 
+    @cached_property
+    def layers(self) -> dict[str, list[Layers]]:
+        """Table -> of each shard that has it, where its rows are. SnapshotDamaged where a parent has none like it."""
+        parts = [
+            [{blocks.spec.name: blocks for blocks in part.tables} for part in one.manifest.shards] for one in self.chain
+        ]
+        found: dict[str, list[Layers]] = {}
+        for shard, tables in enumerate(parts[0]):
+            for name in tables:
+                blocks = [one[shard].get(name) for one in parts]
+                found.setdefault(name, []).append(_layers(self.chain, blocks, f"table {name!r} of shard {shard}"))
+        return found
+
     def read_table(self, table: str) -> Iterator[tuple[Ids, Floats, Floats]]:
         """(ids (n,), rows (n, dim), state (n, num_state)) of a table, a file at a time, each checked.
 
@@ -48,32 +66,23 @@ class StoredSnapshot:
         if table not in self.manifest.tables:
             known = ", ".join(sorted(self.manifest.tables)) or "none"
             raise UnknownTable(shard=self.url, table=table, known=known)
-        chain = self.chain()
-        for shard in range(self.manifest.num_shards):
-            yield from _newest_rows(table_layers(chain, shard, table))
+        for layers in self.layers[table]:
+            yield from _newest_rows(layers)
 
 
-def table_layers(chain: Sequence[StoredSnapshot], shard: int, table: str) -> list[tuple[StoredSnapshot, TableBlocks]]:
-    """A shard's part of a table in the snapshots of a chain, the newest first, as far as they count.
-
-    None of them where the shard had no such table. SnapshotDamaged where an increment goes on from nothing like it.
-    """
-    layers: list[tuple[StoredSnapshot, TableBlocks]] = []
-    for stored in chain:
-        blocks = next((one for one in stored.manifest.shards[shard].tables if one.spec.name == table), None)
-        if blocks is None and not layers:
-            return []
-        if blocks is None or _width(blocks) != _width(layers[0][1] if layers else blocks):
+def _layers(chain: Sequence[StoredSnapshot], blocks: Sequence[TableBlocks | None], what: str) -> Layers:
+    """A shard's part of a table in the snapshots of a chain, as far as they count."""
+    layers: Layers = []
+    width = None
+    for stored, one in zip(chain, blocks, strict=True):
+        if one is None or width not in (None, (one.spec.dim, one.num_state)):
             break
-        layers.append((stored, blocks))
-        if blocks.increment is None:
+        width = one.spec.dim, one.num_state
+        layers.append((stored, one))
+        if one.increment is None:
             return layers
-    reason = f"shard {shard} has no such table {table!r} in the snapshot that it is an increment of"
+    reason = f"{what} is an increment, and the snapshot before has no such table"
     raise SnapshotDamaged(path=layers[-1][0].url, reason=reason)
-
-
-def _width(blocks: TableBlocks) -> tuple[int, int]:
-    return blocks.spec.dim, blocks.num_state
 
 
 def _parent(child: StoredSnapshot, parent: Parent) -> StoredSnapshot:
@@ -99,8 +108,8 @@ def _parent(child: StoredSnapshot, parent: Parent) -> StoredSnapshot:
     return StoredSnapshot(storage, "", manifest, digest)
 
 
-def _newest_rows(layers: Sequence[tuple[StoredSnapshot, TableBlocks]]) -> Iterator[tuple[Ids, Floats, Floats]]:
-    """The rows of a shard's part of a table, of each id those of the newest layer that has it."""
+def _newest_rows(layers: Layers) -> Iterator[tuple[Ids, Floats, Floats]]:
+    """The rows of a shard's part of a table, a file at a time."""
     newer = np.empty(0, np.int64)  # ids whose rows in older layers do not count
     for stored, blocks in layers:
         own = [newer]

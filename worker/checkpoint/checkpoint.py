@@ -379,7 +379,7 @@ class CheckpointFolder:
     def _parents(self, name: str) -> list[str]:
         """The checkpoints whose snapshots that of another one goes on from. SnapshotUnreadable."""
         try:
-            chain = open_snapshot(self._storage.at(name), SNAPSHOT).chain()
+            chain = open_snapshot(self._storage.at(name), SNAPSHOT).chain
         except SnapshotUnreadable:
             raise
         except EmbershardError:  # it has none, or is of no use

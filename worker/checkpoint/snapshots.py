@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import posixpath
 import re
 import secrets
@@ -44,7 +43,7 @@ from embershard.proto.snapshot.manifest import (
     unpack_part,
 )
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot.stored import StoredSnapshot, table_layers
+from embershard.proto.snapshot.stored import StoredSnapshot
 from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 
@@ -72,7 +71,7 @@ class SnapshotInfo:
     files: int
     seconds: float
     stall_ms: float  # for how long a shard answered nobody, at most
-    parent: str = ""  # path of the snapshot that it is an increment of
+    parent: str = ""  # the folder of the snapshot that it is an increment of
 
 
 def open_snapshot(url: str, name: str = "") -> StoredSnapshot:
@@ -264,7 +263,7 @@ class RunningSnapshot:
         number = self._request.id if self._request.incremental else 0
         manifest = Manifest(self.name, time.time(), _version(), parts, extra, number, parent)
         data = pack_manifest(manifest)
-        StoredSnapshot(self._storage, self.name, manifest, "").chain()  # somebody may have removed its parent
+        chain = StoredSnapshot(self._storage, self.name, manifest, "").chain  # somebody may have removed its parent
         self._storage.replace(f"{self.name}/{MANIFEST}", data)
         self._storage.replace(LATEST, f"{self.name}\n".encode())
         if keep:
@@ -278,7 +277,7 @@ class RunningSnapshot:
             files=sum(reply.files for reply in replies),
             seconds=time.monotonic() - self._started,
             stall_ms=max(reply.stall_ms for reply in replies),
-            parent="" if parent is None else parent.path,
+            parent=chain[1].url if len(chain) > 1 else "",
         )
 
     def _part(self, shard: int, reply: Snapshotted) -> ShardPart:
@@ -407,14 +406,12 @@ def _parent_for(storage: Storage, name: str, url: str | None) -> _ParentForNext 
     """The parent of the next snapshot: the latest of the storage, or that at `url`; None where it is to be full."""
     try:
         parent = open_snapshot(storage.url if url is None else url)
-        chain = parent.chain()
-        if not parent.manifest.id or len(chain) > MOST_INCREMENTS:
+        if not parent.manifest.id or len(parent.chain) > MOST_INCREMENTS:
             return None
         full = increments = 0
-        for shard, table in itertools.product(range(parent.manifest.num_shards), parent.manifest.tables):
-            for _, blocks in table_layers(chain, shard, table):
-                size = sum(file.bytes for file in blocks.files)
-                full, increments = (full, increments + size) if blocks.increment else (full + size, increments)
+        for _, blocks in (layer for shards in parent.layers.values() for layers in shards for layer in layers):
+            size = sum(file.bytes for file in blocks.files)
+            full, increments = (full, increments + size) if blocks.increment else (full + size, increments)
     except EmbershardError:  # without a parent that can be read there is no increment
         return None
     room = MOST_SHARE - increments / max(full, 1)

@@ -31,7 +31,7 @@ def inspect(
         f"{manifest.num_shards} shards, clock {manifest.clock}, {manifest.rows:,} rows, {manifest.bytes / 1e6:,.1f} MB"
     )
     if manifest.parent is not None:
-        before = [one.url for one in stored.chain()[1:]]
+        before = [one.url for one in stored.chain[1:]]
         console.print("increment of: " + escape(", ".join(before)))
     if manifest.extra:
         console.print("extra: " + escape(", ".join(map(str, manifest.extra))))

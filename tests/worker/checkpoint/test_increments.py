@@ -13,7 +13,9 @@ import pytest
 
 from embershard.local_shards import InProcessShards
 from embershard.proto import errors, spec
+from embershard.proto.reference import mix64
 from embershard.proto.routing import make_route
+from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import MANIFEST, pack_manifest, pack_part
 from embershard.proto.snapshot.storage import Storage
 from embershard.ps import snapshot as shard_side
@@ -184,10 +186,16 @@ def test_an_increment_has_the_rows_that_changed_and_says_whose_it_is(url):
     first = job.take("one")
     job.push(np.arange(100))
     second = job.take("two")
-    assert (first.parent, second.parent, second.rows) == ("", "../one", NUM_IDS)
+    assert (first.parent, second.parent, second.rows) == ("", Storage(url).at("one"), NUM_IDS)
     assert second.bytes < first.bytes / 10
-    manifest = open_snapshot(url).manifest
+    stored = open_snapshot(url)
+    manifest = stored.manifest
     assert sum(table.rows for part in manifest.shards for table in part.tables) == 100
+    for blocks in (blocks for part in manifest.shards for blocks in part.tables):
+        for file in blocks.files:
+            ids, _, _ = read_block(stored.storage, stored.folder, file, blocks)
+            buckets = mix64(ids, blocks.spec.space_key) >> np.uint64(52)
+            assert (file.first_bucket, file.last_bucket) == (buckets.min(), buckets.max())
     assert manifest.parent.sha256 == hashlib.sha256(Storage(url).read(f"one/{MANIFEST}")).hexdigest()
     assert job.restored(3).contents() == job.contents()
     assert len(job.restored(1, "one").contents()) == NUM_IDS
