@@ -269,18 +269,20 @@ class SnapshotWriter:
         from embershard.proto.snapshot.blocks import rows_per_file
 
         table, rows, changed = frozen
-        slots, starts = rows.by_bucket(changed)
+        # an increment's rows are far apart: in the order of their slots they are read in half the time
+        slots = rows.slots(changed) if changed is not None else rows.by_bucket()[0]
         self._total -= rows.num_rows - len(slots)  # of an increment, those that are not in it
         step = rows_per_file(rows.dim, rows.num_state)
         block = rows.block(min(step, len(slots)))
         files = []
         for number, first in enumerate(range(0, len(slots), step)):
-            last = min(first + step, len(slots)) - 1
-            buckets = np.searchsorted(starts, [first, last], side="right") - 1
+            part = slots[first : first + step]
+            buckets = rows.buckets(part if changed is not None else part[[0, -1]])
+            low, high = int(buckets.min()), int(buckets.max())
             path = f"{prefix}-{number}.safetensors"
-            about = {"table": table.spec.name, "first_bucket": str(buckets[0]), "last_bucket": str(buckets[1])}
-            size, digest = self._write_file(storage, path, rows.read(slots[first : last + 1], block), about)
-            files.append(BlockFile(path, size, digest, last + 1 - first, int(buckets[0]), int(buckets[1])))
+            about = {"table": table.spec.name, "first_bucket": str(low), "last_bucket": str(high)}
+            size, digest = self._write_file(storage, path, rows.read(part, block), about)
+            files.append(BlockFile(path, size, digest, len(part), low, high))
         table.thaw(rows)
         blocks = TableBlocks(table.spec, rows.num_state, len(slots), tuple(files))
         if changed is None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import SnapshotNotWritten
@@ -124,17 +125,21 @@ class CopyOnWriteRows:
         finally:
             self._lock.release()
 
-    def by_bucket(self, changed: ImageMark | None = None) -> tuple[Slots, Ids]:
-        """(slots (n,), starts (4097,)): the slots of bucket b are slots[starts[b]:starts[b + 1]]; see `slots`."""
-        slots = self.slots(changed)
+    def by_bucket(self) -> tuple[Slots, Ids]:
+        """(slots (num_rows,), starts (4097,)): the slots of bucket b are slots[starts[b]:starts[b + 1]]."""
+        slots = self.slots()
+        ordered, starts = np.empty(len(slots), np.uint32), np.zeros(NUM_BUCKETS + 1, np.int64)
+        frozen_kernels.sort_by_bucket(self.buckets(slots), slots, ordered, starts)
+        return ordered, starts
+
+    def buckets(self, slots: Slots) -> npt.NDArray[np.uint16]:
+        """The routing's buckets of slots."""
         buckets = np.empty(len(slots), np.uint16)
         for start in range(0, len(slots), _SLICE_IDS):
             part = slice(start, start + _SLICE_IDS)
             with self._reading():
                 frozen_kernels.find_buckets(self._store, self._space_key, slots[part], buckets[part])
-        ordered, starts = np.empty(len(slots), np.uint32), np.zeros(NUM_BUCKETS + 1, np.int64)
-        frozen_kernels.sort_by_bucket(buckets, slots, ordered, starts)
-        return ordered, starts
+        return buckets
 
     def slots(self, changed: ImageMark | None = None) -> Slots:
         """The slots that have rows, in their order; only those that were changed since an image."""
