@@ -73,8 +73,9 @@ class KeptPushes:
 
     def first_seq(self, shard: int) -> int | None:
         """Of the first push that is kept for a shard."""
-        kept = self._kept[shard]
-        return kept[0].push.token.seq if kept else None
+        with self._lock:  # a reply to another thread may drop it in between
+            kept = self._kept[shard]
+            return kept[0].push.token.seq if kept else None
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
@@ -82,12 +83,14 @@ class KeptPushes:
 
     def is_full(self, shard: int, push: Push) -> bool:
         """Whether a push has to wait until some of these are safe."""
-        kept = len(self._kept[shard])
-        return kept >= KEPT_PUSHES or (kept > 0 and self._bytes[shard] + _num_bytes(push) > KEPT_BYTES)
+        with self._lock:
+            kept = len(self._kept[shard])
+            return kept >= KEPT_PUSHES or (kept > 0 and self._bytes[shard] + _num_bytes(push) > KEPT_BYTES)
 
     def unsafe(self, shards: Iterable[int]) -> list[int]:
         """Those of the shards that have answered a push which is not safe yet."""
-        return [shard for shard in shards if (kept := self._kept[shard]) and kept[0].is_answered]
+        with self._lock:
+            return [shard for shard in shards if (kept := self._kept[shard]) and kept[0].is_answered]
 
     def resend(self, shard: int, term: int, send: Callable[[Push], Reply | EmbershardError]) -> EmbershardError | None:
         """Send all that is kept to the shard's process of this term, in order; an error where that is not done.

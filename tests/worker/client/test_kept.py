@@ -150,23 +150,8 @@ def test_what_was_answered_and_is_lost_with_its_machine_is_sent_again_first_and_
         assert row(client, **clock) == -number - 1  # waits for the clock, which only what is sent again can close
     assert machine.restarts == 4
     assert [r.token.seq for r in machine.seen if isinstance(r, Push)] == [
-        1,
-        2,
-        3,
-        3,
-        4,
-        5,
-        6,
-        6,
-        7,
-        8,
-        9,
-        9,
-        10,
-        11,
-        12,
-        12,
-    ]
+        1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 10, 11, 12, 12
+    ]  # fmt: skip
     client.close()
 
 
