@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -24,8 +24,7 @@ from embershard.proto.spec import TableSpec
 from embershard.ps.journal.disk import Disk, LocalDisk
 from embershard.ps.journal.manifest import LogBase, LogManifest
 from embershard.ps.journal.reader import NO_COPY
-from embershard.ps.table.changes import ImageMark
-from embershard.ps.table.frozen import CopyOnWriteRows, RowBlock
+from embershard.ps.table.frozen import CopyOnWriteRows, FrozenTable, RowBlock
 from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.table import Table
 
@@ -90,20 +89,6 @@ class ShardBase:
     def num_rows(self) -> int:
         """Rows of all tables."""
         return sum(file.rows for table in self.tables for file in table.files)
-
-
-class FrozenTable(NamedTuple):
-    """A table, its rows at a moment, and what of them has changed since the base before; None where it is not known."""
-
-    table: Table
-    rows: CopyOnWriteRows
-    changed: ImageMark | None
-
-    def image_bytes(self, *, increment: bool) -> int:
-        """Bytes of the rows of its image."""
-        row_bytes = 8 + 4 * (self.rows.dim + self.rows.num_state)
-        known = increment and self.changed is not None
-        return row_bytes * (len(self.rows.slots(self.changed)) if known else self.rows.num_rows)
 
 
 def write_base(

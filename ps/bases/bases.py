@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from embershard.proto.errors import LogLocked
-from embershard.ps.bases.base import FrozenTable, ShardBase, range_of, write_base
+from embershard.ps.bases.base import ShardBase, range_of, write_base
 from embershard.ps.journal.folder import LogFolder, remove_base
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.manifest import LogBase
 from embershard.ps.journal.segments import NUM_SPARES, SyncFailed
+from embershard.ps.table.frozen import FrozenTable
 from embershard.ps.table.table import Table
 
 TAIL_BYTES = 256 * 2**20  # of records behind a base, below which none is taken
