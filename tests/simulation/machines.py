@@ -71,6 +71,7 @@ class ShardMachine:
             self.has_power = False
             self.disk.lose_power(self.sim.world.random)
             self.oracle.may_lose |= self.sim.scenario.durability == "log"
+            self.oracle.may_lose_early = True
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             random = self.sim.world.random
@@ -140,7 +141,7 @@ class ShardMachine:
             oracle.reply(made["request"], reply)
             if isinstance(made["request"], Pull):
                 made["rows"] = oracle.rows(made["request"])
-            made["lsn"] = len(oracle.history)
+            made["lsn"], made["reply"] = len(oracle.history), reply
             return as_bytes(reply)
 
         def done(future: object) -> None:
@@ -155,7 +156,7 @@ class ShardMachine:
                 self.oracle.fail(f"{call.kind.__name__}: {error}")
             if error is None:
                 call.expected = made.get("rows", call.expected)
-                oracle.leaves(made["request"], made["lsn"])
+                oracle.leaves(made["request"], made["reply"], made["lsn"])
             network.reply(call, future.result() if error is None else as_bytes(error))
 
         deadline = process.clock.now() + call.seconds
@@ -238,7 +239,9 @@ class ShardMachine:
 
 def _observe(log: recovery.ShardLog, event, outcome) -> int:
     lsn = _append(log, event, outcome)
-    log._clock._process.oracle.appended(lsn, event, outcome)
+    process = getattr(log._clock, "_process", None)
+    if process is not None:  # of a simulation
+        process.oracle.appended(lsn, event, outcome)
     return lsn
 
 

@@ -24,8 +24,6 @@ QUIET_SECONDS = 60.0  # within which all workers finish once nothing fails any m
 LOST_SECONDS = 300.0  # the same after a loss of power in mode `log`: some waits end by their wait_timeout only
 LONGEST_SECONDS = 400.0  # with faults
 
-logging.getLogger("embershard").setLevel(logging.CRITICAL + 1)
-
 
 @dataclass
 class Result:
@@ -67,7 +65,9 @@ class Simulation:
     def run(self) -> Result:
         """Run to the end."""
         world = self.world
-        enabled = gc.isenabled()
+        enabled, log = gc.isenabled(), logging.getLogger("embershard")
+        level = log.level
+        log.setLevel(logging.CRITICAL + 1)
         gc.disable()  # greenlets that are collected end in the middle of others
         try:
             for machine in self.machines:
@@ -91,6 +91,7 @@ class Simulation:
                 self._check_end()
         finally:
             world.end()
+            log.setLevel(level)
             if enabled:
                 gc.enable()
         return Result(
