@@ -61,11 +61,13 @@ class ShardOracle:
     may_lose_early: bool = False  # since the last recovery the machine lost power
     missing: set[Token] = field(default_factory=set)  # answered early, and lost; their senders have them
     damaged: Any = None  # (LSN, path name) that was flipped in a file
+    damaged_base: str = ""  # name of the base in which a bit was flipped
     lost: set[Token] = field(default_factory=set)  # acknowledged, and lost with the machine's power
     has_lost: bool = False  # whether anything that was answered is lost with the machine's power
     term: int = 0
     expired: int = 0
     recoveries: int = 0
+    bases: int = 0  # that recoveries began with
 
     def fail(self, what: str) -> None:
         self.world.fail(f"shard {self.shard}: {what}")
@@ -233,10 +235,11 @@ class ShardOracle:
                 self.fail("the log is gone")
             self._cut(0)
             return
-        reader, last = LogReader(disk, folder, manifest), 0
+        reader, first, last = LogReader(disk, folder, manifest), 0, 0
         try:
             for record in reader.records():
                 lsn = record.header.lsn
+                first = first or lsn
                 if lsn > len(self.history) or self.history[lsn - 1].body != bytes(record.body):
                     self.fail(f"LSN {lsn} of the log is not what was logged")
                     return
@@ -245,8 +248,14 @@ class ShardOracle:
             if self.damaged is None or error.fields["lsn"] != self.damaged[0]:
                 self.fail(f"damage where none is: {error.fields}")
             raise
+        if self.damaged is not None and self.may_lose and last < self.damaged[0]:
+            self.damaged = None  # it is behind what the kernel had not written, as far as anybody can tell
         if self.damaged is not None:
             self.fail(f"damage of LSN {self.damaged[0]} was not found: the log ends with LSN {last}")
+        needed = manifest.bases[-1].lsn if manifest.bases else 0
+        if last < needed or first > max(1, manifest.first_lsn):
+            self.fail(f"the log has LSN {first} to {last}, its base is of {needed} and needs {manifest.first_lsn}")
+        self.bases += len(manifest.bases)
         if last < self.released and not self.may_lose:
             self.fail(f"LSN {self.released} was acknowledged, the log ends with {last}")
         if last < self.released_early and not self.may_lose_early:
@@ -274,6 +283,8 @@ class ShardOracle:
         """A shard serves again."""
         if not self.history or not isinstance(self.history[-1].event, Term):
             self.fail("a recovery that is no event")
+        if self.damaged_base:
+            self.fail(f"damage of {self.damaged_base} was not found")
         self.compare(core, "after a recovery")
 
     def compare(self, core: Core, when: str) -> None:

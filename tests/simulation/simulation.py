@@ -6,11 +6,12 @@ import gc
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from embershard.proto.routing import Placement
+from embershard.ps.bases import base
 
 from .faults import Faults
 from .machines import ShardMachine
@@ -36,7 +37,7 @@ class Result:
     seconds: float  # simulated
     events: int
     recoveries: int
-    notes: Counter[str] = field(default_factory=Counter)
+    bases: int  # that recoveries began with
 
 
 class Simulation:
@@ -66,7 +67,8 @@ class Simulation:
         """Run to the end."""
         world = self.world
         enabled, log = gc.isenabled(), logging.getLogger("embershard")
-        level = log.level
+        level, rows_per_file = log.level, base.rows_per_file
+        base.rows_per_file = lambda dim, num_state: self.scenario.base_rows
         log.setLevel(logging.CRITICAL + 1)
         gc.disable()  # greenlets that are collected end in the middle of others
         try:
@@ -92,12 +94,14 @@ class Simulation:
         finally:
             world.end()
             log.setLevel(level)
+            base.rows_per_file = rows_per_file
             if enabled:
                 gc.enable()
         return Result(
             self.scenario.seed, world.wrong, self.faults.counts, world.trace, world.now,
             sum(len(machine.oracle.history) for machine in self.machines),
             sum(machine.oracle.recoveries for machine in self.machines) - len(self.machines),
+            sum(machine.oracle.bases for machine in self.machines),
         )  # fmt: skip
 
     def state(self, shard: int) -> str:
