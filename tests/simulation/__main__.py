@@ -52,7 +52,8 @@ def main() -> int:
             if len(list(seeds)) == 1:
                 print(result)
     seconds = time.process_time() - began
-    print(f"{seeds} {len(failed)} wrong; {sum(faults.values())} faults, {events} events, {recoveries} recoveries with {bases} bases, "
+    print(f"{seeds} {len(failed)} wrong; {sum(faults.values())} faults, {events} events, "
+          f"{recoveries} recoveries with {bases} bases, "
           f"{seconds:.1f} s of CPU, {60 * sum(faults.values()) / seconds:.0f} faults/min")  # fmt: skip
     return bool(failed)
 

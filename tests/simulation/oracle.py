@@ -59,6 +59,7 @@ class ShardOracle:
     released_early: int = 0  # the same of answers that only say that the process may end
     may_lose: bool = False  # since the last recovery the machine lost power in mode `log`
     may_lose_early: bool = False  # since the last recovery the machine lost power
+    logged: set[Token] = field(default_factory=set)  # that were events once
     missing: set[Token] = field(default_factory=set)  # answered early, and lost; their senders have them
     damaged: Any = None  # (LSN, path name) that was flipped in a file
     damaged_base: str = ""  # name of the base in which a bit was flipped
@@ -127,6 +128,8 @@ class ShardOracle:
                 sent.state = "early"
             if sent.state == "early" and _token(request) not in self.lsn_of:
                 self.missing.add(_token(request))  # its answer was on its way while the machine lost power
+            elif _token(request) not in self.lsn_of and self.has_lost and _token(request) in self.logged:
+                self.lost.add(_token(request))  # its answer was on its way while the machine lost power
             elif _token(request) not in self.lsn_of:
                 self.fail(f"push {_token(request)} was acknowledged and is no event")
 
@@ -169,6 +172,7 @@ class ShardOracle:
                 self.fail(f"push {token} is LSN {self.lsn_of[token]} and LSN {lsn}")
             else:
                 self.lsn_of[token] = lsn
+                self.logged.add(token)
                 self.missing.discard(token)
                 self.lost.discard(token)  # its sender still had it
                 self._check_event(lsn, event, sent)
