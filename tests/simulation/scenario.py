@@ -40,6 +40,9 @@ class Scenario:
     prefetches: bool
     faults: int
     payload_bytes: int  # that each worker brings to a rendezvous
+    base_tail: int | None  # bytes of events behind a base before the next one is taken; None: no bases
+    base_rows: int  # of a file of a base
+    log_segments: int | None  # that the folder of a log may have beside its images
 
     @classmethod
     def of(cls, seed: int, faults: int | None = None) -> Scenario:
@@ -80,4 +83,7 @@ class Scenario:
             prefetches=r.random() < 0.3,
             faults=count if faults is None else faults,
             payload_bytes=r.choice([20, 20, 400]),
+            base_tail=r.choice([None, 0, 1000, 3000]),
+            base_rows=r.choice([3, 7, 1000]),
+            log_segments=r.choice([None, None, None, 6]),
         )

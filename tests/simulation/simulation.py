@@ -6,11 +6,12 @@ import gc
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from embershard.proto.routing import Placement
+from embershard.ps.bases import base
 
 from .faults import Faults
 from .machines import ShardMachine
@@ -24,8 +25,6 @@ QUIET_SECONDS = 60.0  # within which all workers finish once nothing fails any m
 LOST_SECONDS = 300.0  # the same after a loss of power in mode `log`: some waits end by their wait_timeout only
 LONGEST_SECONDS = 400.0  # with faults
 
-logging.getLogger("embershard").setLevel(logging.CRITICAL + 1)
-
 
 @dataclass
 class Result:
@@ -38,7 +37,7 @@ class Result:
     seconds: float  # simulated
     events: int
     recoveries: int
-    notes: Counter[str] = field(default_factory=Counter)
+    bases: int  # that recoveries began with
 
 
 class Simulation:
@@ -67,7 +66,10 @@ class Simulation:
     def run(self) -> Result:
         """Run to the end."""
         world = self.world
-        enabled = gc.isenabled()
+        enabled, log = gc.isenabled(), logging.getLogger("embershard")
+        level, rows_per_file = log.level, base.rows_per_file
+        base.rows_per_file = lambda dim, num_state: self.scenario.base_rows
+        log.setLevel(logging.CRITICAL + 1)
         gc.disable()  # greenlets that are collected end in the middle of others
         try:
             for machine in self.machines:
@@ -91,12 +93,15 @@ class Simulation:
                 self._check_end()
         finally:
             world.end()
+            log.setLevel(level)
+            base.rows_per_file = rows_per_file
             if enabled:
                 gc.enable()
         return Result(
             self.scenario.seed, world.wrong, self.faults.counts, world.trace, world.now,
             sum(len(machine.oracle.history) for machine in self.machines),
             sum(machine.oracle.recoveries for machine in self.machines) - len(self.machines),
+            sum(machine.oracle.bases for machine in self.machines),
         )  # fmt: skip
 
     def state(self, shard: int) -> str:

@@ -275,10 +275,16 @@ class SimulatedWorker:
         payload = bytes([self.number]) * self.scenario.payload_bytes
         while True:
             try:
-                met = client.membership.rendezvous(name, payload)
+                # the others are past it where all leases ended, and this process began another job on the shards
+                timeout = timedelta(seconds=5) if self.incarnation > 1 and name == "begin" else None
+                met = client.membership.rendezvous(name, payload, wait_timeout=timeout)
                 self.sim.met(name, tuple(met))
                 return
             except RendezvousOver:
+                return
+            except WorkerLost:
+                if timeout is None:
+                    raise
                 return
             except MessageTooLarge:
                 if self.scenario.payload_bytes * self.scenario.workers <= self.scenario.max_message_bytes:
