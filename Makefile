@@ -18,7 +18,7 @@ GPU_HAS ?= torch numpy
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-defaults bar-models bar-models-long bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-data bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-torn bar-kill bench-log bench-restore bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-torn bar-kill bar-log bench-restore bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -212,8 +212,8 @@ bar-torn: setup  ## a shard's log cut at every byte of its last records, and 10^
 bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowledged push lost or doubled (half an hour; ARGS="--kills 50")
 	$(BIN)/python bench/bar_kill.py $(ARGS)
 
-bench-log: setup  ## what a shard's log costs: checksum, write, the hop to its thread (ARGS="--folder DIR")
-	$(BIN)/python bench/log.py $(ARGS)
+bar-log: setup  ## what a shard's log costs a step: memory against the commit before it, log and fsync against memory (15 minutes, 12 GB; ARGS=--priority)
+	$(BIN)/python bench/bar_log.py $(ARGS)
 
 bench-restore: setup  ## what restoring rows costs a table, against applying gradients to as many
 	$(BIN)/python bench/restore.py $(ARGS)
