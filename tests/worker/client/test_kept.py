@@ -312,6 +312,18 @@ def test_a_reply_that_overtakes_the_answer_of_a_push_is_not_forgotten():
     assert kept.first_seq(0) is None
 
 
+@pytest.mark.parametrize("outcome", [Pushed(True, 1, 0), errors.LeaseLost(worker=0, lease_ms=1)])
+def test_a_push_that_was_sent_again_before_its_sender_knew_its_early_answer_is_not_kept_for_ever(outcome):
+    """The shard's next process has it, or refuses it; it does not speak of it in later replies."""
+    kept, one = KeptPushes(), push(gradients([1]))
+    kept.add(0, one)
+    assert kept.resend(0, 2, lambda push: outcome) is None  # while the call waits for another shard
+    assert kept.first_seq(0) == 1
+    kept.answered(0, one)
+    assert (kept.first_seq(0), kept.unsafe([0])) == (None, [])
+    assert [error for _, _, error in kept.take_refused()] == [outcome] * isinstance(outcome, errors.LeaseLost)
+
+
 def test_close_waits_until_all_is_safe():
     machine = Machine()
     client = machine.client(staleness=None)
