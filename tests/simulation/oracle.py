@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost
 from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows
+from embershard.proto.routing import Placement
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
-from embershard.ps.events import Event, PushEvent, Term, encode_event
+from embershard.ps.events import Event, PushEvent, Settled, Term, encode_event
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.recovery import EventReader
 
 from .disk import MachineDisk
-from .model import ModelShard
+from .model import OPTIMIZERS, ModelShard
 from .network import SimulatedCall
 from .world import World
 
@@ -65,6 +67,7 @@ class ShardOracle:
     damaged_base: str = ""  # name of the base in which a bit was flipped
     lost: set[Token] = field(default_factory=set)  # acknowledged, and lost with the machine's power
     has_lost: bool = False  # whether anything that was answered is lost with the machine's power
+    settled: dict[Token, int] = field(default_factory=dict)  # LSN of the event that says so
     term: int = 0
     expired: int = 0
     recoveries: int = 0
@@ -150,6 +153,8 @@ class ShardOracle:
             if event.term <= self.term:
                 self.fail(f"term {event.term} after term {self.term}")
             self.term = event.term
+        if isinstance(event, Settled):
+            self.settled[event.worker, event.epoch, event.seq] = lsn
         rows = self._apply(lsn, event)
         if outcome.error is not None:
             rows = outcome.rows
@@ -190,6 +195,11 @@ class ShardOracle:
         gone = [token for token in self.missing if token[:2] == (worker, epoch) and token[2] < seq]
         if gone:
             self.fail(f"push {_token(request)} was taken although push {gone[0]}, answered early, did not come again")
+
+    def refuses(self, request: object) -> None:
+        """An error leaves the shard: that a push was refused for good is an event, which counts as answered."""
+        if isinstance(request, Push | Load) and request.token is not None:
+            self.released = max(self.released, self.settled.get(_token(request), 0))
 
     def reply(self, request: object, reply: object) -> None:
         """The shard has made a reply, which may leave later."""
@@ -275,6 +285,7 @@ class ShardOracle:
                     self.lost.add(token)
                 elif self.sent[token].state == "early":
                     self.missing.add(token)
+        self.settled = {token: lsn for token, lsn in self.settled.items() if lsn <= last}
         if last < len(self.history):
             del self.history[last:]
             self.model, self.lsn_of = ModelShard(), {}
@@ -290,6 +301,20 @@ class ShardOracle:
         if self.damaged_base:
             self.fail(f"damage of {self.damaged_base} was not found")
         self.compare(core, "after a recovery")
+
+    def replay(self, core: Core, placement: Placement, max_message_bytes: int) -> None:
+        """The state beside the rows is that of another core which has taken all events, from the first on."""
+        other = Core(self.shard, placement, OPTIMIZERS, max_message_bytes=max_message_bytes)
+        for lsn, logged in enumerate(self.history, start=1):
+            other.apply(EventReader()(memoryview(logged.body)))
+            if other.lsn != lsn:
+                self.fail(f"a replay: LSN {other.lsn}, not {lsn}")
+                return
+        mine, its = core.control(), other.control()
+        for name in its:
+            if msgpack.packb(mine[name]) != msgpack.packb(its[name]):
+                self.fail(f"{name} is {mine[name]}, in a replay {its[name]}")
+                return
 
     def compare(self, core: Core, when: str) -> None:
         """The whole state is that of the history."""
