@@ -18,7 +18,7 @@ GPU_HAS ?= torch numpy
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-defaults bar-models bar-models-long bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-data bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-torn bar-kill bench-log bench-restore bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-torn bar-kill bar-simulation bench-log bench-restore bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -211,6 +211,9 @@ bar-torn: setup  ## a shard's log cut at every byte of its last records, and 10^
 
 bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowledged push lost or doubled (half an hour; ARGS="--kills 50")
 	$(BIN)/python bench/bar_kill.py $(ARGS)
+
+bar-simulation: setup  ## 10^4 simulated jobs whose shards, disks, links and workers fail; planted mutants (an hour, in as many goes as it takes; ARGS="--seeds 500")
+	$(BIN)/python bench/bar_simulation.py $(ARGS)
 
 bench-log: setup  ## what a shard's log costs: checksum, write, the hop to its thread (ARGS="--folder DIR")
 	$(BIN)/python bench/log.py $(ARGS)

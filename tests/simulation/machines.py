@@ -194,6 +194,7 @@ class ShardMachine:
             if error is not None and type(error).__name__ == "InternalError":
                 self.oracle.fail(f"{call.kind.__name__}: {error}")
             if error is not None:
+                self.sim.world.covered[f"answer {type(error).__name__}"] += 1
                 oracle.refuses(made.get("request"))
             else:
                 call.expected = made.get("rows", call.expected)
@@ -267,6 +268,7 @@ class ShardMachine:
     def _fatal(self, process: Process, error: BaseException) -> None:
         if process.is_dead:
             return
+        self.sim.world.covered[f"processes ended by {type(error).__name__}"] += 1
         self.sim.world.note("fatal", self.number, type(error).__name__, error)
         if type(error).__name__ not in ("SyncFailed",):
             self.oracle.fail(f"the process ends by {type(error).__name__}: {error}")
@@ -275,6 +277,7 @@ class ShardMachine:
 
     def _restore(self, error: LogDamaged) -> None:
         """Somebody restores the file from a copy."""
+        self.sim.world.covered[f"damage found in {'a base' if self.oracle.damaged_base else 'the log'}"] += 1
         self.sim.world.note("damage", self.number, error.fields["lsn"])
         if self._to_restore is None:
             self.oracle.fail(f"damage where none is: {error.fields}")

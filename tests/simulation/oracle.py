@@ -40,9 +40,9 @@ class Sent:
 class Logged:
     """An event as the shard gave it to its log."""
 
-    kind: int
     body: bytes
     event: Event
+    failed: bool  # it ended with an error, and changed no more than that it leaves new rows
 
 
 @dataclass
@@ -123,8 +123,11 @@ class ShardOracle:
                 sent.state = "refused"
                 self.missing.discard(_token(request))
             if isinstance(outcome, MemoryLost):
+                self.world.covered["loss of power told by MemoryLost"] += 1
                 self.world.note("memory lost", self.shard, _token(request))
         elif not isinstance(outcome, Exception):
+            self.world.covered["duplicates answered"] += isinstance(outcome, Pushed) and outcome.duplicate
+            self.world.covered["pushes answered early"] += isinstance(outcome, Pushed) and outcome.early
             if not (isinstance(outcome, Pushed) and outcome.early):
                 sent.state = "acknowledged"
             elif sent.state != "acknowledged":
@@ -146,8 +149,9 @@ class ShardOracle:
             self.fail(f"LSN {lsn} after {len(self.history)}")
             return
         kind = type(event).__name__
+        self.world.covered[f"event {kind}" + (" that ends with an error" if outcome.error is not None else "")] += 1
         self.world.note("event", self.shard, lsn, kind, outcome.version, outcome.clock)
-        self.history.append(Logged(0, body, event))
+        self.history.append(Logged(body, event, outcome.error is not None))
         self.expired += kind == "Expired"
         if isinstance(event, Term):
             if event.term <= self.term:
@@ -155,7 +159,7 @@ class ShardOracle:
             self.term = event.term
         if isinstance(event, Settled):
             self.settled[event.worker, event.epoch, event.seq] = lsn
-        rows = self._apply(lsn, event)
+        rows = self._apply(lsn, self.history[-1])
         if outcome.error is not None:
             rows = outcome.rows
         for what, got, want in (
@@ -166,13 +170,16 @@ class ShardOracle:
             if got != want:
                 self.fail(f"LSN {lsn}, {kind}: {what} {got}, not {want}")
 
-    def _apply(self, lsn: int, event: Event) -> tuple[int, int]:
+    def _apply(self, lsn: int, logged: Logged) -> tuple[int, int]:
+        event = logged.event
         request = event.push if isinstance(event, PushEvent) else event
         if isinstance(request, Push | Load) and request.token is not None:
             token = _token(request)
             sent = self.sent.get(token)
             if sent is None:
                 self.fail(f"LSN {lsn} is push {token}, which nobody sent")
+            elif logged.failed:  # it may come again, where its sender was not told
+                self._check_event(lsn, event, sent)
             elif token in self.lsn_of:
                 self.fail(f"push {token} is LSN {self.lsn_of[token]} and LSN {lsn}")
             else:
@@ -215,6 +222,7 @@ class ShardOracle:
                     payload = np.empty(find_values(codec).nbytes(*want.shape), np.uint8)
                     find_values(codec).encode(want, payload, None)
                     want = payload
+                self.world.covered["tables of pulls compared"] += 1
                 if codec != DELTA and rows.tobytes() != want.tobytes():
                     self.fail(f"a pull of {part.table} shows rows that are not those of LSN {len(self.history)}")
 
@@ -244,6 +252,7 @@ class ShardOracle:
     def before_recovery(self, disk: MachineDisk, folder: Any, manifest: Any) -> None:
         """Read what survived: a prefix of the history, with all that was answered."""
         self.recoveries += 1
+        self.world.covered["recoveries"] += 1
         if manifest is None:
             if self.released:
                 self.fail("the log is gone")
@@ -270,6 +279,10 @@ class ShardOracle:
         if last < needed or first > max(1, manifest.first_lsn):
             self.fail(f"the log has LSN {first} to {last}, its base is of {needed} and needs {manifest.first_lsn}")
         self.bases += len(manifest.bases)
+        self.world.covered["recoveries from an image"] += len(manifest.bases) == 1
+        self.world.covered["recoveries from increments"] += len(manifest.bases) > 1
+        self.world.covered["recoveries of a log whose first events are removed"] += first > 1
+        self.world.covered[f"recoveries of a log that ends {reader.end.state}"] += 1
         if last < self.released and not self.may_lose:
             self.fail(f"LSN {self.released} was acknowledged, the log ends with {last}")
         if last < self.released_early and not self.may_lose_early:
@@ -290,7 +303,7 @@ class ShardOracle:
             del self.history[last:]
             self.model, self.lsn_of = ModelShard(), {}
             for lsn, logged in enumerate(self.history, start=1):
-                self._apply(lsn, logged.event)
+                self._apply(lsn, logged)
         self.released, self.released_early = min(self.released, last), min(self.released_early, last)
         self.may_lose = self.may_lose_early = False
 

@@ -40,6 +40,7 @@ class Result:
     events: int
     recoveries: int
     bases: int  # that recoveries began with
+    covered: Counter[str]  # what happened how often
 
 
 class Simulation:
@@ -105,6 +106,7 @@ class Simulation:
             sum(len(machine.oracle.history) for machine in self.machines),
             sum(machine.oracle.recoveries for machine in self.machines) - len(self.machines),
             sum(machine.oracle.bases for machine in self.machines),
+            world.covered,
         )  # fmt: skip
 
     def is_coded(self, table: str) -> bool:
@@ -173,6 +175,7 @@ class Simulation:
                 continue
             if table.initializer.kind != "constant" or table.push_codec.values == "int8":
                 continue
+            self.world.covered["tables of which pushed = applied + held"] += 1
             total = np.zeros((NUM_IDS, table.dim))
             for worker in self.workers:
                 total += worker.pushed.get(table.name, 0.0)
@@ -188,6 +191,7 @@ class Simulation:
 
     def _check_synchronous(self) -> None:
         """The weights are those of a run without faults."""
+        self.world.covered["synchronous runs compared with an undisturbed one"] += 1
         twin = Simulation(self.scenario.seed, 0)
         result = twin.run()
         if result.wrong:

@@ -110,6 +110,7 @@ class SimulatedWorker:
     def _give_up(self, error: EmbershardError) -> None:
         """The program ends by an error; it is started again."""
         assert self.process is not None
+        self.sim.world.covered[f"worker ends by {type(error).__name__}"] += 1
         self.sim.world.note("worker ends", self.number, type(error).__name__)
         self.is_training = self.is_exact = self.is_done = False
         if self.client is not None:
