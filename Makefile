@@ -218,6 +218,9 @@ bar-undisturbed: setup  ## a training job whose shards are killed ten times lear
 bar-soak: setup  ## half an hour of kills, stops, cuts, full disks and losses of power: nothing is lost, nothing grows (ARGS="--minutes 5"; root)
 	$(BIN)/python bench/bar_soak.py $(ARGS)
 
+bar-simulation: setup  ## 10^4 simulated jobs whose shards, disks, links and workers fail; planted mutants (an hour, in as many goes as it takes; ARGS="--seeds 500")
+	$(BIN)/python bench/bar_simulation.py $(ARGS)
+
 bench-restore: setup  ## what restoring rows costs a table, against applying gradients to as many
 	$(BIN)/python bench/restore.py $(ARGS)
 

@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.proto.errors import EmbershardError, LogDamaged
-from embershard.proto.messages import Pull
+from embershard.proto.messages import (
+    Compress,
+    Declare,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Join,
+    Leave,
+    Load,
+    Pull,
+    Push,
+    Rendezvous,
+    TakeSplit,
+)
 from embershard.proto.routing import Placement
 from embershard.ps import recovery
 from embershard.ps.apply_thread import ApplyThread
@@ -18,9 +31,9 @@ from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.journal.segments import SyncFailed
 from embershard.ps.shard import Shard
-from embershard.ps.table.optimizers import OptimizerRegistry
 
 from .disk import MachineDisk
+from .model import OPTIMIZERS
 from .network import SimulatedCall, as_bytes
 from .oracle import ShardOracle
 from .world import Process
@@ -28,7 +41,12 @@ from .world import Process
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-OPTIMIZERS = OptimizerRegistry()
+
+# kind of an open request -> the state that a fault finds
+WAITS = {
+    Push: "push", Pull: "pull", Load: "load", Declare: "declare", Join: "join", Leave: "leave", Heartbeat: "heartbeat",
+    Hello: "hello", Rendezvous: "rendezvous", TakeSplit: "split", GetStatus: "hello", Compress: "declare",
+}  # fmt: skip
 
 
 class ShardMachine:
@@ -48,6 +66,18 @@ class ShardMachine:
         self.has_power, self.is_serving = True, False
         self._waiting: list[SimulatedCall] = []  # calls that this process has
         self._to_restore: tuple[Path, int, int] | None = None  # path, offset, byte
+
+    @property
+    def states(self) -> set[str]:
+        """What it does now."""
+        states = {WAITS[call.kind] for call in self.sim.network.open_calls(self.number)}
+        states.add("serving" if self.is_serving else "recovering")
+        states |= set(self.disk.under_way)
+        if self.log is not None and self.log.bases.writing:
+            states.add("base")
+        if self.shard is not None and self.shard.core.clock.pending:
+            states.add("gathered")
+        return states
 
     def start(self) -> None:
         """Start a process."""
@@ -163,7 +193,10 @@ class ShardMachine:
             error = future.exception()
             if error is not None and type(error).__name__ == "InternalError":
                 self.oracle.fail(f"{call.kind.__name__}: {error}")
-            if error is None:
+            if error is not None:
+                self.sim.world.covered[f"answer {type(error).__name__}"] += 1
+                oracle.refuses(made.get("request"))
+            else:
                 call.expected = made.get("rows", call.expected)
                 oracle.leaves(made["request"], made["reply"], made["lsn"])
             network.reply(call, future.result() if error is None else as_bytes(error))
@@ -235,6 +268,7 @@ class ShardMachine:
     def _fatal(self, process: Process, error: BaseException) -> None:
         if process.is_dead:
             return
+        self.sim.world.covered[f"processes ended by {type(error).__name__}"] += 1
         self.sim.world.note("fatal", self.number, type(error).__name__, error)
         if type(error).__name__ not in ("SyncFailed",):
             self.oracle.fail(f"the process ends by {type(error).__name__}: {error}")
@@ -243,6 +277,7 @@ class ShardMachine:
 
     def _restore(self, error: LogDamaged) -> None:
         """Somebody restores the file from a copy."""
+        self.sim.world.covered[f"damage found in {'a base' if self.oracle.damaged_base else 'the log'}"] += 1
         self.sim.world.note("damage", self.number, error.fields["lsn"])
         if self._to_restore is None:
             self.oracle.fail(f"damage where none is: {error.fields}")

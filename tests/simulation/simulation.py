@@ -12,6 +12,7 @@ import numpy as np
 
 from embershard.proto.routing import Placement
 from embershard.ps.bases import base
+from embershard.worker.client import kept
 
 from .faults import Faults
 from .machines import ShardMachine
@@ -32,12 +33,14 @@ class Result:
 
     seed: int
     wrong: list[str]
-    faults: Counter[tuple[str, str]]
+    faults: Counter[str]  # by kind
+    states: Counter[tuple[str, str]]  # faults by kind and what they found
     trace: str
     seconds: float  # simulated
     events: int
     recoveries: int
     bases: int  # that recoveries began with
+    covered: Counter[str]  # what happened how often
 
 
 class Simulation:
@@ -67,7 +70,8 @@ class Simulation:
         """Run to the end."""
         world = self.world
         enabled, log = gc.isenabled(), logging.getLogger("embershard")
-        level, rows_per_file = log.level, base.rows_per_file
+        level, rows_per_file, kept_pushes = log.level, base.rows_per_file, kept.KEPT_PUSHES
+        kept.KEPT_PUSHES = self.scenario.kept_pushes
         base.rows_per_file = lambda dim, num_state: self.scenario.base_rows
         log.setLevel(logging.CRITICAL + 1)
         gc.disable()  # greenlets that are collected end in the middle of others
@@ -94,19 +98,16 @@ class Simulation:
         finally:
             world.end()
             log.setLevel(level)
-            base.rows_per_file = rows_per_file
+            base.rows_per_file, kept.KEPT_PUSHES = rows_per_file, kept_pushes
             if enabled:
                 gc.enable()
         return Result(
-            self.scenario.seed, world.wrong, self.faults.counts, world.trace, world.now,
+            self.scenario.seed, world.wrong, self.faults.counts, self.faults.states, world.trace, world.now,
             sum(len(machine.oracle.history) for machine in self.machines),
             sum(machine.oracle.recoveries for machine in self.machines) - len(self.machines),
             sum(machine.oracle.bases for machine in self.machines),
+            world.covered,
         )  # fmt: skip
-
-    def state(self, shard: int) -> str:
-        """What a shard's disk does."""
-        return self.machines[shard].disk.state()
 
     def is_coded(self, table: str) -> bool:
         """Whether a table's gradients travel by a codec."""
@@ -143,6 +144,7 @@ class Simulation:
             oracle = machine.oracle
             assert machine.shard is not None
             oracle.compare(machine.shard.core, "at the end")
+            oracle.replay(machine.shard.core, self.placement, self.scenario.max_message_bytes)
             for token, sent in oracle.sent.items():
                 if sent.state == "acknowledged" and token not in oracle.lsn_of and token not in oracle.lost:
                     self.world.fail(f"shard {oracle.shard}: push {token} was acknowledged and is not in the log")
@@ -173,6 +175,7 @@ class Simulation:
                 continue
             if table.initializer.kind != "constant" or table.push_codec.values == "int8":
                 continue
+            self.world.covered["tables of which pushed = applied + held"] += 1
             total = np.zeros((NUM_IDS, table.dim))
             for worker in self.workers:
                 total += worker.pushed.get(table.name, 0.0)
@@ -188,6 +191,7 @@ class Simulation:
 
     def _check_synchronous(self) -> None:
         """The weights are those of a run without faults."""
+        self.world.covered["synchronous runs compared with an undisturbed one"] += 1
         twin = Simulation(self.scenario.seed, 0)
         result = twin.run()
         if result.wrong:

@@ -32,12 +32,14 @@ def test_a_seed_repeats_itself():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_nothing_is_lost_in_500_seeds():
     for seed in range(500):
         check(seed)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", mutants.names())
 def test_a_mutant_is_caught(name):
     command = [sys.executable, "-m", "simulation", f"0:{SEEDS_FOR_MUTANTS}", "--mutant", name]
