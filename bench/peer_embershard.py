@@ -75,56 +75,70 @@ def make_meter(a: argparse.Namespace) -> Any:
     while not all(file.exists() and file.read_text() for file in files):
         time.sleep(0.01)
     pids = shards + [int(file.read_text()) for file in files]
-    return C.Throughput(a, lambda: pids, lambda: shards)
+    return C.Meter(a, lambda: pids, lambda: shards)
 
 
 def milliseconds(*times: float) -> list[float]:
     return [1000 * (stop - start) for start, stop in pairwise(times)]
 
 
+class PullPush:
+    """A step of W-PS: pull and push, Adagrad on the shards, which have `num_rows` rows before the first."""
+
+    def __init__(self, session: Any, num_rows: int = C.PS_N) -> None:
+        import numpy as np
+
+        import embershard as es
+
+        def values() -> Iterator[tuple[Any, Any]]:
+            draw = np.random.default_rng(0)
+            for start in range(0, num_rows, PORTION):
+                ids = np.arange(start, min(start + PORTION, num_rows))
+                yield ids, (draw.random((len(ids), C.PS_DIM), np.float32) - np.float32(0.5)) * np.float32(0.1)
+
+        table = session.table(es.TableSpec(name="rows", dim=C.PS_DIM, optimizer=es.Adagrad(lr=C.PS_LR)), values)
+        self._name, self._key, self._client = table.spec.name, table.spec.space_key, session.client
+        self._gradients = C.ps_grad()
+        self._out = np.zeros((C.PS_DRAW, C.PS_DIM), np.float32)
+
+    def __call__(self, step: int, ids: Any) -> tuple[int, list[float]]:
+        """The number of unique ids, and milliseconds of the route, the pull and the push."""
+        from embershard.proto.routing import make_route
+
+        t0 = time.time()
+        route = make_route(ids, self._key, self._client.placement)
+        unique = len(route.ids)
+        t1 = time.time()
+        self._client.pull([(self._name, route)], [self._out[:unique]], keep=True)
+        t2 = time.time()
+        self._client.push([(self._name, route, self._gradients[:unique])], clock=step)
+        return unique, milliseconds(t0, t1, t2, time.time())
+
+
 def train_ps(a: argparse.Namespace) -> None:
     """Pull and push, Adagrad on the shards."""
-    import numpy as np
-
     import embershard as es
-    from embershard.proto.routing import make_route
     from embershard.proto.timing import begin_step, end_step
 
-    def values() -> Iterator[tuple[Any, Any]]:
-        draw = np.random.default_rng(0)
-        for start in range(0, C.PS_N, PORTION):
-            ids = np.arange(start, min(start + PORTION, C.PS_N))
-            yield ids, (draw.random((len(ids), C.PS_DIM), np.float32) - np.float32(0.5)) * np.float32(0.1)
-
     with es.connect(a.addresses) as session:
-        table = session.table(es.TableSpec(name="rows", dim=C.PS_DIM, optimizer=es.Adagrad(lr=C.PS_LR)), values)
-        name, key, client = table.spec.name, table.spec.space_key, session.client
-        gradients = C.ps_grad()
-        out = np.zeros((C.PS_DRAW, C.PS_DIM), np.float32)
+        pull_push = PullPush(session)
         meter = make_meter(a)
         begin_step()
         for step, ids in enumerate(C.ps_ids(a.steps)):
             meter.begin_step(step)
-            t0 = time.time()
-            route = make_route(ids, key, client.placement)
-            unique = len(route.ids)
-            t1 = time.time()
-            client.pull([(name, route)], [out[:unique]], keep=True)
-            t2 = time.time()
-            client.push([(name, route, gradients[:unique])], clock=step)
-            meter.end_step(step, unique, parts=milliseconds(t0, t1, t2, time.time()))
+            unique, parts = pull_push(step, ids)
+            meter.end_step(step, unique, parts=parts)
             end_step()
         meter.finish()
 
 
-def train_dlrm(a: argparse.Namespace) -> None:
-    """The training loop that a user writes."""
+def make_dlrm(a: argparse.Namespace, session: Any, device: str = "cpu") -> Any:
+    """The model of W-DLRM on the session's shards; with rows on `meta`, a shard makes each when it is first pushed."""
     import torch
-    from dlrm_torch import Dense, loss_fn
+    from dlrm_torch import Dense
     from torch import nn
 
     import embershard as es
-    from embershard.proto.timing import begin_step, end_step
     from embershard.worker.device import keep_freed_memory
     from embershard.worker.nn.onednn import use_onednn
 
@@ -132,7 +146,7 @@ def train_dlrm(a: argparse.Namespace) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net = Dense()  # first, and then the rows: the order in which inproc.py draws them
-            rows = torch.empty(C.TOTAL, C.DIM).uniform_(-C.EMB_INIT, C.EMB_INIT)
+            rows = torch.empty(C.TOTAL, C.DIM, device=device).uniform_(-C.EMB_INIT, C.EMB_INIT)
             self.embedding = nn.Embedding(C.TOTAL, C.DIM, _weight=rows)
 
         def embedding_inputs(self, ids: torch.Tensor, dense: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -143,13 +157,32 @@ def train_dlrm(a: argparse.Namespace) -> None:
 
     if a.malloc == "keep":
         keep_freed_memory()
-    tensors = ((batch[2], batch[0], batch[3]) for batch in C.dlrm_batches(a.steps, a.rank))
-    batches = [tuple(map(torch.from_numpy, arrays)) for arrays in tensors]
+    sgd = es.SGD(lr=C.DENSE_LR)
+    initializer = es.Normal(std=C.EMB_INIT)  # of rows on `meta`
+    model = es.wrap(DLRM(), session, optimizer=es.Adagrad(lr=C.EMB_LR), dense_optimizer=sgd, initializer=initializer)
+    if a.linear == "onednn":
+        use_onednn(model)
+    return model
+
+
+def dlrm_batches(a: argparse.Namespace, count: int) -> list[Any]:
+    """Ids, dense values and labels of every batch, as tensors."""
+    import torch
+
+    tensors = ((batch[2], batch[0], batch[3]) for batch in C.dlrm_batches(count, a.rank))
+    return [tuple(map(torch.from_numpy, arrays)) for arrays in tensors]
+
+
+def train_dlrm(a: argparse.Namespace) -> None:
+    """The training loop that a user writes."""
+    from dlrm_torch import loss_fn
+
+    import embershard as es
+    from embershard.proto.timing import begin_step, end_step
+
+    batches = dlrm_batches(a, a.steps)
     with es.connect(a.addresses, worker=a.rank) as session:
-        sgd = es.SGD(lr=C.DENSE_LR)
-        model = es.wrap(DLRM(), session, optimizer=es.Adagrad(lr=C.EMB_LR), dense_optimizer=sgd)
-        if a.linear == "onednn":
-            use_onednn(model)
+        model = make_dlrm(a, session)
         meter = make_meter(a)
         loop: Iterable[Any] = batches if a.staleness < 0 else session.prefetch(batches, staleness=a.staleness)
         loop = iter(loop)

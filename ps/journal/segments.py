@@ -99,6 +99,9 @@ class SegmentWriter:
         self._spares_lock = clock.lock()  # of what makes spares
         self._previous = previous
         self._spares: deque[Path] = deque()
+        # At a time, by a base. So many more spares are kept: as many are needed before the next base, and to fill
+        # others with zeros costs more than to write a record.
+        self._most_freed = 0
         self._file: DiskFile | None = None
         self._name = SegmentName(0, 0)
         self._size = self._end = 0
@@ -238,9 +241,13 @@ class SegmentWriter:
         with self._names_lock:
             keep = max(0, sum(name.first_lsn <= redo_lsn for name in self._names) - 1)
             done = self._names[:keep]
+        self._most_freed = max(self._most_freed, len(done))
+        most = NUM_SPARES + self._most_freed
         for name in done:
             path = self.folder / str(name)
-            if len(self._spares) < NUM_SPARES and self._size_of(path) == self._segment_bytes:
+            if self.limit_bytes is not None and self.file_bytes > self.limit_bytes:
+                most = NUM_SPARES
+            if len(self._spares) < most and self._size_of(path) == self._segment_bytes:
                 spare = self._spare_path()
                 self._disk.rename(path, spare)
                 self._spares.append(spare)

@@ -212,14 +212,41 @@ def test_segments_below_a_base_become_spares_and_what_was_in_them_is_not_read_ag
     written.write([5] * 12, num_bytes=300)
     count = written.journal.segments.num_segments
     written.log.recycle(written.journal, (LogBase("base-40", 40, 38),))
-    assert written.journal.segments.num_segments < count
-    assert sum(map(is_spare, disk.list(FOLDER))) == NUM_SPARES
+    freed = count - written.journal.segments.num_segments
+    assert sum(map(is_spare, disk.list(FOLDER))) == freed > NUM_SPARES
     written.write([4] * 4, num_bytes=300)  # over old records of the same size
     records, end = read_after(written), read(disk)[1]
     assert records == written.appended[records[0][0] - 1 :]
     assert records[0][0] <= 38
     assert end.state == "clean"
     assert b"EMBL" in disk.content(FOLDER / str(end.position.segment))[end.position.offset :]
+
+
+def test_a_log_whose_bases_free_segments_as_fast_as_it_fills_them_makes_none():
+    written = Written(disk := SimulatedDisk())
+    segments = written.journal.segments
+    made = []
+    for number in range(8):
+        written.write([4] * 4, num_bytes=300)
+        disk.operations.clear()
+        while segments.prepare_spare():  # as the thread that makes files does at once
+            pass
+        made.append(disk.operations.count("pwritev"))
+        lsn = written.journal.safe.lsn
+        written.log.recycle(written.journal, (LogBase(f"base-{number}", lsn, lsn),))
+    assert made[0] > 0
+    assert made[3:] == [0] * 5
+
+
+def test_under_a_limit_a_base_leaves_the_room_of_its_segments_to_images():
+    written = Written(disk := SimulatedDisk())
+    segments = written.journal.segments
+    written.write([4] * 12, num_bytes=300)
+    while segments.prepare_spare():
+        pass
+    segments.limit_bytes = segments.file_bytes - 1
+    written.log.recycle(written.journal, (LogBase("base-40", 40, 40),))
+    assert sum(map(is_spare, disk.list(FOLDER))) == NUM_SPARES
 
 
 # With threads, on the disk of this machine
