@@ -159,6 +159,7 @@ class SimulatedWorker:
             client.join(terms)
             self._meet(client, "begin")
         self._steps(client)
+        self._flush(client)  # a clock does not wait for one that has paused
         if client.membership is not None:
             client.membership.pause()
             self._meet(client, "end")
