@@ -9,8 +9,8 @@ A file of mutants/ says in its first line what is wrong, then has hunks:
     what takes its place
     >>>>>>>
 
-`install` has this process import the package so changed; the files stay as they are. A first line may name the seed that
-found a fault which is mended, as "seed 227": it catches the mutant.
+`install` has this process import the package so changed; the files stay as they are. A first line may name the seed
+that found a fault which is mended, as "seed 227": it catches the mutant.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 
-from .network import SimulatedCall, SimulatedTransport
-from .world import Process
+from .machinery.network import SimulatedCall, SimulatedTransport
+from .machinery.world import Process
 
 if TYPE_CHECKING:
     from .simulation import Simulation
