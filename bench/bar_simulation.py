@@ -42,7 +42,7 @@ def sha256_of_code() -> str:
     found = hashlib.sha256()
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".patch"):
+            if path.suffix == ".py":
                 found.update(path.read_bytes())
     return found.hexdigest()
 
@@ -95,10 +95,12 @@ def run_seeds(progress: Progress, end: int) -> None:
 
 def run_mutants(progress: Progress, names: list[str], seeds: int) -> None:
     """The first seed that catches each mutant; -1 where none does."""
+    from simulation import mutants
+
     for name in names:
         if progress.state["mutants"].get(name, -1) >= 0:
             continue
-        command = [sys.executable, "-m", "simulation", f"0:{seeds}", "--mutant", name]
+        command = [sys.executable, "-m", "simulation", mutants.seeds(name, seeds), "--mutant", name]
         done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
         caught = re.search(r"^python -m simulation (\d+) --mutant", done.stdout, re.MULTILINE)
         progress.state["mutants"][name] = int(caught[1]) if caught else -1

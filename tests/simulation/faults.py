@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from .machinery.network import SimulatedCall
 from .machines import WAITS
-from .network import SimulatedCall
 
 if TYPE_CHECKING:
     from .simulation import Simulation

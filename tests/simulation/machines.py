@@ -32,11 +32,11 @@ from embershard.ps.journal.reader import LogReader
 from embershard.ps.journal.segments import SyncFailed
 from embershard.ps.shard import Shard
 
-from .disk import MachineDisk
-from .model import OPTIMIZERS
-from .network import SimulatedCall, as_bytes
-from .oracle import ShardOracle
-from .world import Process
+from .machinery.disk import MachineDisk
+from .machinery.network import SimulatedCall, as_bytes
+from .machinery.world import Process
+from .oracles.model import OPTIMIZERS
+from .oracles.oracle import ShardOracle
 
 if TYPE_CHECKING:
     from .simulation import Simulation

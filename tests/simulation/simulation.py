@@ -15,12 +15,12 @@ from embershard.ps.bases import base
 from embershard.worker.client import kept
 
 from .faults import Faults
+from .machinery.network import Network, SimulatedCall
+from .machinery.world import World
 from .machines import ShardMachine
-from .network import Network, SimulatedCall
-from .oracle import plain_rows
+from .oracles.oracle import plain_rows
 from .scenario import Scenario
 from .workers import NUM_IDS, SimulatedWorker
-from .world import World
 
 QUIET_SECONDS = 60.0  # within which all workers finish once nothing fails any more
 LOST_SECONDS = 300.0  # the same after a loss of power in mode `log`: some waits end by their wait_timeout only

@@ -29,8 +29,8 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 
-from .network import SimulatedCall, SimulatedTransport
-from .world import Process
+from .machinery.network import SimulatedCall, SimulatedTransport
+from .machinery.world import Process
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -159,6 +159,7 @@ class SimulatedWorker:
             client.join(terms)
             self._meet(client, "begin")
         self._steps(client)
+        self._flush(client)  # a clock does not wait for one that has paused
         if client.membership is not None:
             client.membership.pause()
             self._meet(client, "end")

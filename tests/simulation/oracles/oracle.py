@@ -18,10 +18,10 @@ from embershard.ps.events import Event, PushEvent, Settled, Term, encode_event
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.recovery import EventReader
 
-from .disk import MachineDisk
+from ..machinery.disk import MachineDisk
+from ..machinery.network import SimulatedCall
+from ..machinery.world import World
 from .model import OPTIMIZERS, ModelShard
-from .network import SimulatedCall
-from .world import World
 
 READS = (Pull, Heartbeat, Hello, GetStatus)
 Token = tuple[int, int, int]  # worker, epoch, seq
