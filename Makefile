@@ -18,7 +18,7 @@ GPU_HAS ?= torch numpy
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-defaults bar-models bar-models-long bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-data bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-torn bar-kill bar-undisturbed bar-soak bench-log bench-restore bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-torn bar-kill bar-recovery bar-undisturbed bar-soak bench-log bench-restore bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -211,6 +211,9 @@ bar-torn: setup  ## a shard's log cut at every byte of its last records, and 10^
 
 bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowledged push lost or doubled (half an hour; ARGS="--kills 50")
 	$(BIN)/python bench/bar_kill.py $(ARGS)
+
+bar-recovery: setup  ## from kill -9 to serving again at 0.1, 1 and 5 GB of rows, out of the page cache (ARGS="--gb 0.1 1"; 14 GiB)
+	$(BIN)/python bench/bar_recovery.py $(ARGS)
 
 bar-undisturbed: setup  ## a training job whose shards are killed ten times learns what an undisturbed one does, one worker to the same bits (10 minutes)
 	$(BIN)/python bench/bar_undisturbed.py $(ARGS)
