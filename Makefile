@@ -212,6 +212,9 @@ bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowled
 bar-log: setup  ## what a shard's log costs a step: memory against the commit before it, log and fsync against memory (15 minutes, 12 GB; ARGS=--priority)
 	$(BIN)/python bench/bar_log.py $(ARGS)
 
+bar-recovery: setup  ## from kill -9 to serving again at 0.1, 1 and 5 GB of rows, out of the page cache (ARGS="--gb 0.1 1"; 14 GiB)
+	$(BIN)/python bench/bar_recovery.py $(ARGS)
+
 bar-undisturbed: setup  ## a training job whose shards are killed ten times learns what an undisturbed one does, one worker to the same bits (10 minutes)
 	$(BIN)/python bench/bar_undisturbed.py $(ARGS)
 

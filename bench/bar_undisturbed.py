@@ -162,9 +162,7 @@ class Kills:
     while_serving: int = 0
     lost_pids: set[int] = field(default_factory=set)
 
-    def kill_at_random(
-        self, job: Training, num_shards: int, count: int, seconds: float, chooser: random.Random
-    ) -> None:
+    def kill_at_random(self, job: Training, count: int, seconds: float, chooser: random.Random) -> None:
         """Kill shards `count` times at random moments of these seconds, which begin with the first push."""
         while job.popen.poll() is None and not all(takes_pushes(job.shard(index)) for index in range(SHARDS)):
             time.sleep(LOOK_SECONDS)

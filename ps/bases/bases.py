@@ -24,7 +24,7 @@ from embershard.ps.journal.segments import NUM_SPARES, SyncFailed
 from embershard.ps.table.frozen import FrozenTable
 from embershard.ps.table.table import Table
 
-TAIL_BYTES = 256 * 2**20  # of records behind a base, below which none is taken
+TAIL_BYTES = 64 * 2**20  # of records behind a base, below which none is taken
 TAIL_SHARE = 0.5  # of the state: a recovery reads at most so much beside it, and bases write at most twice the log
 MOST_INCREMENTS = 8  # of an image, and of at most half of its bytes in all: then another image is taken
 BASES_READER = "bases"  # of changed rows (Table.mark)
