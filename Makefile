@@ -15,10 +15,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64)
 GPU_HAS ?= torch numpy
 
-.PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-defaults bar-models bar-models-long bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-data bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
-        bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        docs bar-docs bar-serve bar-codecs bar-codec-quality bar-conservation bar-torn bar-kill bar-log bench-restore bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(MAKEFILE_LIST))
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -214,6 +211,18 @@ bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowled
 
 bar-log: setup  ## what a shard's log costs a step: memory against the commit before it, log and fsync against memory (15 minutes, 12 GB; ARGS=--priority)
 	$(BIN)/python bench/bar_log.py $(ARGS)
+
+bar-recovery: setup  ## from kill -9 to serving again at 0.1, 1 and 5 GB of rows, out of the page cache (ARGS="--gb 0.1 1"; 14 GiB)
+	$(BIN)/python bench/bar_recovery.py $(ARGS)
+
+bar-undisturbed: setup  ## a training job whose shards are killed ten times learns what an undisturbed one does, one worker to the same bits (10 minutes)
+	$(BIN)/python bench/bar_undisturbed.py $(ARGS)
+
+bar-soak: setup  ## half an hour of kills, stops, cuts, full disks and losses of power: nothing is lost, nothing grows (ARGS="--minutes 5"; root)
+	$(BIN)/python bench/bar_soak.py $(ARGS)
+
+bar-simulation: setup  ## 10^4 simulated jobs whose shards, disks, links and workers fail; planted mutants (an hour, in as many goes as it takes; ARGS="--seeds 500")
+	$(BIN)/python bench/bar_simulation.py $(ARGS)
 
 bench-restore: setup  ## what restoring rows costs a table, against applying gradients to as many
 	$(BIN)/python bench/restore.py $(ARGS)

@@ -38,7 +38,8 @@ from embershard.proto.errors import EmbershardError
 from embershard.proto.reference import mix64
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot.blocks import read_block
-from embershard.worker.checkpoint.snapshots import SnapshotInfo, StoredSnapshot, begin_snapshot, list_snapshots
+from embershard.proto.snapshot.stored import StoredSnapshot
+from embershard.worker.checkpoint.snapshots import SnapshotInfo, begin_snapshot, list_snapshots
 from embershard.worker.client.client import Client
 from timing import finish, machine, print_table
 

@@ -2,18 +2,18 @@
 
 kill        kill -9 of a shard, at whatever it does: serving, starting, recovering
 stop        SIGSTOP, and SIGCONT after a while
+lose_power  the disk (chaos_disk.py) keeps what was synced, all shards are killed, and the machine starts anew
 cut         a link (faulty_link.py) whose connections break, and that takes none for a while
-SmallDisk   a tmpfs of its own that can be filled up; mounting one takes root
-Power       what a disk has after a loss of power (chaos_disk.py)
+
+Full disks are in chaos_disk.py.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
-import subprocess
+import socket
 import threading
 import time
 from collections import Counter
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 import embershard as es
+from chaos_disk import PowerDisk
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
@@ -84,39 +85,55 @@ def stop(shards: LocalShards, index: int, seconds: float) -> bool:
     return False
 
 
-class SmallDisk:
-    """A file system of its own in memory, which `fill` leaves without a free byte until `free`."""
+class Machine:
+    """Shards with a log on a disk, which all lose power at once and start again at the same addresses."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._filler = folder / "filler"
+    def __init__(self, num_shards: int, disk: PowerDisk, durability: str) -> None:
+        self._num_shards, self._disk, self._durability = num_shards, disk, durability
+        self._base_port = free_ports(num_shards)
+        self.log_dir = disk.folder / "logs"
+        self.shards = self._started()
 
-    def fill(self) -> None:
-        with suppress(OSError), self._filler.open("wb") as file:
-            while True:
-                file.write(bytes(2**20))
-                file.flush()
+    def lose_power(self) -> None:
+        """Take the power of the disk, kill all shards, and start the machine and them again."""
+        self._disk.cut()
+        ending = threading.Thread(target=self.shards.close)  # it starts none again from here on
+        ending.start()
+        while ending.is_alive():
+            for index in range(self._num_shards):
+                kill(self.shards, index)
+            ending.join(0.1)
+        self._disk.restore()
+        self.shards = self._started()
 
-    def free(self) -> None:
-        self._filler.unlink(missing_ok=True)
+    def close(self) -> None:
+        """End all shards."""
+        self.shards.close()
+
+    def _started(self) -> LocalShards:
+        shards = LocalShards(
+            self._num_shards,
+            base_port=self._base_port,
+            restart=AGAIN,
+            durability=self._durability,
+            log_dir=self.log_dir,
+            report=lambda line: None,
+        )
+        return shards.__enter__()
 
 
-@contextmanager
-def small_disk(folder: Path, num_bytes: int) -> Iterator[SmallDisk | None]:
-    """A tmpfs of this size at a folder; None where this process must not mount one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "embershard-chaos", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(words, capture_output=True, check=False).returncode:
-        yield None
-        return
-    try:
-        yield SmallDisk(folder)
-    finally:
-        for _ in range(20):  # a shard that was just killed may hold it
-            if subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode == 0:
-                break
-            time.sleep(0.2)
-        shutil.rmtree(folder, ignore_errors=True)
+def free_ports(count: int) -> int:
+    """The first of some ports in a row that nobody uses now."""
+    chooser = random.Random()
+    while True:
+        first = chooser.randrange(20_000, 32_000)  # below those that Linux gives to connections
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(closing(socket.socket())).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
 
 
 class Pusher(threading.Thread):
@@ -125,13 +142,16 @@ class Pusher(threading.Thread):
     In a synchronous job the workers share ids: the order in which they come does not matter then.
     """
 
+    specs: Sequence[es.TableSpec] = SPECS
+    num_ids = WORKERS * IDS
+
     def __init__(self, client: Client, mode: str) -> None:
         super().__init__(daemon=True)
         self.client, self.clocked = client, bool(MODES[mode])
         self.first = 0 if mode == "synchronous" else client.worker * IDS
         self.acknowledged, self.last = 0, 10**9
         self.error: BaseException | None = None
-        for spec in SPECS:
+        for spec in self.specs:
             client.declare(spec)
 
     def run(self) -> None:
@@ -156,12 +176,12 @@ class Pusher(threading.Thread):
 class Job:
     """Workers that push to some shards, in threads of this process."""
 
-    def __init__(self, clients: Sequence[Client], mode: str) -> None:
+    def __init__(self, clients: Sequence[Client], mode: str, pusher: type[Pusher] = Pusher) -> None:
         self.mode = mode
         if MODES[mode]:
             for client in clients:
                 client.join(Terms(lease=timedelta(minutes=10), **MODES[mode]))  # type: ignore[arg-type]
-        self.pushers = [Pusher(client, mode) for client in clients]
+        self.pushers = [pusher(client, mode) for client in clients]
 
     def start(self) -> None:
         for pusher in self.pushers:
@@ -183,6 +203,13 @@ class Job:
                 raise TimeoutError(f"no worker went on for {TIMEOUT}")
             time.sleep(0.002)
 
+    def moves(self, seconds: float) -> bool:
+        """Whether any worker makes a step in this time."""
+        before = [pusher.acknowledged for pusher in self.pushers]
+        time.sleep(seconds)
+        self.check()
+        return before != [pusher.acknowledged for pusher in self.pushers]
+
     def finish(self, last: int = 0) -> tuple[int, Rows]:
         """Let the workers come to one step; it, and all rows then."""
         last = last or max(pusher.acknowledged for pusher in self.pushers) + 5
@@ -192,21 +219,22 @@ class Job:
             pusher.join(TIMEOUT.total_seconds())
         self.check()
         assert all(pusher.acknowledged == last for pusher in self.pushers)
-        client = self.pushers[0].client
-        reads = [(spec.name, make_route(np.arange(WORKERS * IDS), spec.space_key, client.placement)) for spec in SPECS]
+        one = self.pushers[0]
+        client, ids = one.client, np.arange(one.num_ids)
+        reads = [(spec.name, make_route(ids, spec.space_key, client.placement)) for spec in one.specs]
         found = client.pull(reads, clock=last if MODES[self.mode] else None)
         return last, {table: rows[route.index] for (table, route), rows in zip(reads, found, strict=True)}
 
 
 @contextmanager
-def job_on(addresses: Sequence[str], mode: str) -> Iterator[Job]:
+def job_on(addresses: Sequence[str], mode: str, pusher: type[Pusher] = Pusher) -> Iterator[Job]:
     """A job on shards, that has started; its connections end with the block."""
     with ExitStack() as stack:
         clients = [
             stack.enter_context(closing(Client.connect(addresses, worker=rank, timeout=TIMEOUT)))
             for rank in range(WORKERS)
         ]
-        job = Job(clients, mode)
+        job = Job(clients, mode, pusher)
         job.start()
         yield job
 
@@ -249,13 +277,20 @@ def log_problems(log_dir: Path, num_shards: int, steps: int, rows: Rows, seen: C
             replay(replayed.core, folder)
         finally:
             folder.close()
-        for spec in SPECS:
-            route = make_route(np.arange(WORKERS * IDS), spec.space_key, placement)
-            mine = route.ids[route.slice_of(shard)]
-            reply = replayed.handle(Pull(placement.epoch, (TableIds(spec.name, mine),)))
-            assert isinstance(reply, RowsReply)
-            if not np.array_equal(reply.tables[0], rows[spec.name][mine]):
-                problems.append(f"shard {shard}: a replay of its log makes other rows of table {spec.name}")
+        problems += other_rows(replayed, placement, SPECS, rows)
+    return problems
+
+
+def other_rows(shard: Shard, placement: Placement, specs: Sequence[es.TableSpec], rows: Rows) -> list[str]:
+    """Tables of which a shard with a replayed log has other rows than these, of ids 0, 1, ..."""
+    problems, index = [], shard.greeting.shard
+    for spec in specs:
+        route = make_route(np.arange(len(rows[spec.name])), spec.space_key, placement)
+        mine = route.ids[route.slice_of(index)]
+        reply = shard.handle(Pull(placement.epoch, (TableIds(spec.name, mine),)))
+        assert isinstance(reply, RowsReply)
+        if not np.array_equal(reply.tables[0], rows[spec.name][mine]):
+            problems.append(f"shard {index}: a replay of its log makes other rows of table {spec.name}")
     return problems
 
 

@@ -29,6 +29,17 @@ class FaultyLink:
         self._share, self._random = share, random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()  # of the connections that there are
+        self._is_cut = False
+
+    def cut(self) -> None:
+        """Break all connections, and take none until `mend`."""
+        self.happened["cut"] += 1
+        self._loop.call_soon_threadsafe(self._set_cut, True)
+
+    def mend(self) -> None:
+        """Take connections again."""
+        self._loop.call_soon_threadsafe(self._set_cut, False)
 
     @contextmanager
     def serving(self) -> Iterator[str]:
@@ -48,12 +59,23 @@ class FaultyLink:
             task.cancel()
         self._loop.call_soon(self._loop.stop)
 
+    def _set_cut(self, is_cut: bool) -> None:
+        self._is_cut = is_cut
+        if is_cut:
+            for writer in self._writers:
+                writer.transport.abort()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if self._is_cut:
+                raise ConnectionRefusedError
             there, back = await asyncio.open_connection(self._host, int(self._port))
         except OSError:
             writer.transport.abort()
             return
+        self._writers |= {writer, back}
+        if self._is_cut:
+            self._set_cut(True)
         for work in (self._requests(reader, back), self._replies(there, writer)):
             task = self._loop.create_task(self._until_broken(work, writer, back))
             self._tasks.add(task)
@@ -64,6 +86,7 @@ class FaultyLink:
             await work
         for writer in writers:
             writer.transport.abort()
+            self._writers.discard(writer)
 
     async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.readexactly(HELLO_BYTES))

@@ -475,18 +475,24 @@ class Split(_message.Message):
     def __init__(self, index: _Optional[int] = ..., returned: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("url", "name", "id", "at_clock", "step")
+    __slots__ = ("url", "name", "id", "at_clock", "step", "incremental", "parent", "max_share")
     URL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     AT_CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    INCREMENTAL_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SHARE_FIELD_NUMBER: _ClassVar[int]
     url: str
     name: str
     id: int
     at_clock: int
     step: str
-    def __init__(self, url: _Optional[str] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., at_clock: _Optional[int] = ..., step: _Optional[str] = ...) -> None: ...
+    incremental: bool
+    parent: int
+    max_share: float
+    def __init__(self, url: _Optional[str] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., at_clock: _Optional[int] = ..., step: _Optional[str] = ..., incremental: _Optional[bool] = ..., parent: _Optional[int] = ..., max_share: _Optional[float] = ...) -> None: ...
 
 class Snapshotted(_message.Message):
     __slots__ = ("state", "clock", "rows", "total_rows", "bytes", "files", "path", "sha256", "stall_ms")

@@ -130,7 +130,7 @@ def recover(
     found, num_bytes = replay(shard.core, folder, progress)
     rate.add(progress.done_bytes, progress.elapsed)
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
-    own = Bases(folder, journal, found, num_bytes, on_fatal=on_fatal, **bases)
+    own = Bases(folder, journal, found, num_bytes, on_fatal=on_fatal, clock=clock, **bases)
     log = ShardLog(journal, mode, own, rate=rate, on_fatal=on_fatal, clock=clock)
     shard.log_to(log, journal.term)
     shard.bases_to(log.bases)

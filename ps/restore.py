@@ -24,21 +24,14 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Restore, Restored
 from embershard.proto.routing import Placement
-from embershard.proto.snapshot.manifest import (
-    MANIFEST,
-    Manifest,
-    TableBlocks,
-    WorkerWindow,
-    check_name,
-    unpack_manifest,
-)
+from embershard.proto.snapshot.manifest import MANIFEST, TableBlocks, WorkerWindow, check_name, unpack_manifest
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.frozen_kernels import mark_own
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 
 if TYPE_CHECKING:
-    from embershard.proto.snapshot.storage import Storage
+    from embershard.proto.snapshot.stored import StoredSnapshot
 
 _NAMES_SHOWN = 5
 
@@ -178,21 +171,23 @@ class SnapshotReader:
     def _read(self) -> Contents:
         if not self.request.url:
             return Contents()
-        from embershard.proto.snapshot.storage import (
-            Storage,  # fsspec takes a while; a shard may live without a snapshot
-        )
-
-        storage = Storage(self.request.url)
-        manifest = self._manifest(storage)
+        stored = self._open()
+        manifest = stored.manifest
         contents = Contents(lineage=self.request.id, flags=manifest.shards[0].table_flags())
         for blocks in manifest.tables.values():
-            contents.tables.append(self._read_table(storage, blocks))
+            contents.tables.append(self._read_table(stored, blocks))
+        self._rows = sum(table.num_rows for table in contents.tables)  # without those that newer ones replaced
         if manifest.num_shards == self._placement.num_shards:
             contents.workers.extend(manifest.shards[self._shard].workers)
         return contents
 
-    def _manifest(self, storage: Storage) -> Manifest:
-        path = posixpath.join(self.request.name, MANIFEST)
+    def _open(self) -> StoredSnapshot:
+        # fsspec takes a while; a shard may live without a snapshot
+        from embershard.proto.snapshot.storage import Storage
+        from embershard.proto.snapshot.stored import StoredSnapshot
+
+        storage, name = Storage(self.request.url), self.request.name
+        path = posixpath.join(name, MANIFEST)
         try:
             data = storage.read(path)
         except FileNotFoundError:
@@ -200,35 +195,43 @@ class SnapshotReader:
             raise SnapshotUnreadable(path=storage.at(path), reason=reason) from None
         if hashlib.sha256(data).hexdigest() != self.request.sha256:
             raise SnapshotDamaged(path=storage.at(path), reason="it is not the one that this restore began with")
-        return unpack_manifest(data, storage.at(path))
+        return StoredSnapshot(storage, name, unpack_manifest(data, storage.at(path)), self.request.sha256)
 
-    def _read_table(self, storage: Storage, blocks: TableBlocks) -> Table:
-        from embershard.proto.snapshot.blocks import read_block
-
+    def _read_table(self, stored: StoredSnapshot, blocks: TableBlocks) -> Table:
         spec = blocks.spec
         table = Table(spec, self._optimizers.find(spec.optimizer), self._budget)
         if table.num_state != blocks.num_state:
             raise OtherOptimizer(
-                path=storage.at(self.request.name),
+                path=stored.url,
                 table=spec.name,
                 got=blocks.num_state,
                 optimizer=spec.optimizer.name,
                 want=table.num_state,
             )
-        buckets = self._placement.shard_of == self._shard
+        for layers in stored.layers[spec.name]:
+            for one, part in reversed(layers):
+                if part.increment is not None:
+                    table.remove(part.increment.removed)  # those of other shards are not here
+                self._read_rows(table, one, part)
+        return table
+
+    def _read_rows(self, table: Table, stored: StoredSnapshot, blocks: TableBlocks) -> None:
+        """Give a table those rows of the files that are this shard's."""
+        from embershard.proto.snapshot.blocks import read_block
+
+        space_key, buckets = np.uint64(table.spec.space_key), self._placement.shard_of == self._shard
         for file in blocks.files:
             own_buckets = buckets[file.first_bucket : file.last_bucket + 1]
             if self._cancelled.is_set() or not own_buckets.any():
                 continue
-            ids, rows, state = read_block(storage, self.request.name, file, blocks)
+            ids, rows, state = read_block(stored.storage, stored.folder, file, blocks)
             own = np.empty(len(ids), np.bool_)
-            count = mark_own(ids, np.uint64(spec.space_key), self._placement.shard_of, self._shard, own)
+            count = mark_own(ids, space_key, self._placement.shard_of, self._shard, own)
             if count < len(ids):
                 if own_buckets.all():
-                    where = storage.at(posixpath.join(self.request.name, file.path))
+                    where = f"{stored.url}/{file.path}"
                     raise SnapshotDamaged(path=where, reason="it holds ids of other buckets than the manifest says")
                 ids, rows, state = ids[own], rows[own], state[own]
             table.restore(ids, rows, state)
             self._rows += count
             self._bytes += file.bytes
-        return table

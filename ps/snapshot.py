@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +24,16 @@ from embershard.proto.errors import (
     clipped,
 )
 from embershard.proto.messages import Snapshot, Snapshotted
-from embershard.proto.snapshot.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
-from embershard.ps.table.frozen import CopyOnWriteRows, RowBlock
+from embershard.proto.snapshot.manifest import (
+    BlockFile,
+    Increment,
+    ShardPart,
+    TableBlocks,
+    WorkerWindow,
+    check_name,
+    pack_part,
+)
+from embershard.ps.table.frozen import FrozenTable, RowBlock
 from embershard.ps.table.table import Table
 
 if TYPE_CHECKING:
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 
 # A writer that has not moved for so long hangs in its storage; the next snapshot need not wait for it.
 HUNG_SECONDS = 300.0
+SNAPSHOTS_READER = "snapshots"  # of changed rows (Table.mark)
 
 _log = logging.getLogger(__name__)
 
@@ -148,14 +157,17 @@ class SnapshotWriter:
         self._rows = self._bytes = self._files = 0
         self._moved = time.monotonic()
         self._path = self._sha256 = ""
-        self._frozen: list[tuple[Table, CopyOnWriteRows]] = []
+        self._frozen: list[FrozenTable] = []
         try:
             for table in moment.tables:
-                self._frozen.append((table, table.freeze()))
+                changed = table.changed_since(SNAPSHOTS_READER, request.parent) if request.parent else None
+                self._frozen.append(FrozenTable(table, table.freeze(), changed))
+                if request.incremental:
+                    table.mark(SNAPSHOTS_READER, request.id)
         except (OSError, MemoryError) as error:
             self._thaw()
             raise SnapshotNotWritten(path=request.name, reason=f"no memory for copies of rows: {error}") from None
-        self._total = sum(rows.num_rows for _, rows in self._frozen)
+        self._total = sum(rows.num_rows for _, rows, _ in self._frozen)
         self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
         self._thread.start()
         self._stall_ms = 1000 * (time.perf_counter() - began)
@@ -220,7 +232,7 @@ class SnapshotWriter:
             self._state = "failed" if self._error is not None else "done"
 
     def _thaw(self) -> None:
-        for table, rows in self._frozen:
+        for table, rows, _ in self._frozen:
             table.thaw(rows)
 
     def _write(self) -> None:
@@ -242,32 +254,40 @@ class SnapshotWriter:
     def _write_part(self, storage: Storage, folder: str) -> None:
         moment, name = self._moment, self._request.name
         storage.make_folder(f"{name}/{folder}")
-        tables = tuple(
-            self._write_table(storage, f"{folder}/{number}", table, rows)
-            for number, (table, rows) in enumerate(self._frozen)
-        )
+        full, less = (sum(table.image_bytes(increment=known) for table in self._frozen) for known in (False, True))
+        frozen = self._frozen
+        if less > self._request.max_share * full:
+            frozen = [table._replace(changed=None) for table in frozen]
+        tables = tuple(self._write_table(storage, f"{folder}/{number}", one) for number, one in enumerate(frozen))
         place = moment.shard, moment.num_shards, moment.placement_epoch, moment.clock
         part = pack_part(ShardPart(*place, moment.workers, tables, moment.control))
         path = f"{folder}/part.msgpack"
         storage.replace(f"{name}/{path}", part)
         self._path, self._sha256 = path, hashlib.sha256(part).hexdigest()
 
-    def _write_table(self, storage: Storage, prefix: str, table: Table, rows: CopyOnWriteRows) -> TableBlocks:
+    def _write_table(self, storage: Storage, prefix: str, frozen: FrozenTable) -> TableBlocks:
         from embershard.proto.snapshot.blocks import rows_per_file
 
-        slots, starts = rows.by_bucket()
+        table, rows, changed = frozen
+        # an increment's rows are far apart: in the order of their slots they are read in half the time
+        slots = rows.slots(changed) if changed is not None else rows.by_bucket()[0]
+        self._total -= rows.num_rows - len(slots)  # of an increment, those that are not in it
         step = rows_per_file(rows.dim, rows.num_state)
-        block = rows.block(min(step, rows.num_rows))
+        block = rows.block(min(step, len(slots)))
         files = []
-        for number, first in enumerate(range(0, rows.num_rows, step)):
-            last = min(first + step, rows.num_rows) - 1
-            buckets = np.searchsorted(starts, [first, last], side="right") - 1
+        for number, first in enumerate(range(0, len(slots), step)):
+            part = slots[first : first + step]
+            buckets = rows.buckets(part if changed is not None else part[[0, -1]])
+            low, high = int(buckets.min()), int(buckets.max())
             path = f"{prefix}-{number}.safetensors"
-            about = {"table": table.spec.name, "first_bucket": str(buckets[0]), "last_bucket": str(buckets[1])}
-            size, digest = self._write_file(storage, path, rows.read(slots[first : last + 1], block), about)
-            files.append(BlockFile(path, size, digest, last + 1 - first, int(buckets[0]), int(buckets[1])))
+            about = {"table": table.spec.name, "first_bucket": str(low), "last_bucket": str(high)}
+            size, digest = self._write_file(storage, path, rows.read(part, block), about)
+            files.append(BlockFile(path, size, digest, len(part), low, high))
         table.thaw(rows)
-        return TableBlocks(table.spec, rows.num_state, rows.num_rows, tuple(files))
+        blocks = TableBlocks(table.spec, rows.num_state, len(slots), tuple(files))
+        if changed is None:
+            return blocks
+        return replace(blocks, increment=Increment(rows.num_rows, changed.removed_ids()))
 
     def _write_file(self, storage: Storage, path: str, block: RowBlock, about: dict[str, str]) -> tuple[int, str]:
         """Bytes and sha256 of a file of these rows."""

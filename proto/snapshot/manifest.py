@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
+
+from embershard.proto.arrays import Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.routing import NUM_BUCKETS
@@ -20,12 +23,14 @@ from embershard.proto.snapshot.sealed import SealedFormat
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
 
 FORMAT = "embershard snapshot"
-VERSION = 2  # a manifest whose parts have no `control` is written as version 1, which older readers know
+VERSION = 3  # what an older one can say is written as that: 2 without increments, 1 without the parts' `control`
 MANIFEST = "manifest.msgpack"
 LATEST = "LATEST"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _FILE = re.compile(r"shard-[0-9]{1,5}-[0-9a-f]{16}/[0-9]{1,6}-[0-9]{1,9}\.safetensors")  # no path leads elsewhere
+# in the same folder; or in one beside it, as those of checkpoints are
+_PARENT = re.compile(rf"\.\./{_NAME.pattern}|\.\./\.\./{_NAME.pattern}/{_NAME.pattern}")
 _SEALED = SealedFormat(
     FORMAT, VERSION, lambda where, reason: SnapshotDamaged(path=where, reason=reason), SnapshotTooNew
 )
@@ -45,13 +50,35 @@ class BlockFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Increment:
+    """What a shard's part of a table goes on from: its rows in the parent, without those of the `removed` ids."""
+
+    total_rows: int  # those of the parent included
+    removed: Ids = field(compare=False)  # (N,) int64, ascending; some may be in the files again
+
+
+@dataclass(frozen=True, slots=True)
 class TableBlocks:
     """One shard's part of a table; a row has dim weights and num_state floats of optimizer state."""
 
     spec: TableSpec
     num_state: int
-    rows: int
+    rows: int  # in its files
     files: tuple[BlockFile, ...]
+    increment: Increment | None = None
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of the table, those of the parents' files included."""
+        return self.rows if self.increment is None else self.increment.total_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The snapshot that another one is an increment of."""
+
+    path: str  # from the other's folder
+    sha256: str  # of its manifest, hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +131,8 @@ class Manifest:
     package: str  # version of embershard that wrote it
     shards: tuple[ShardPart, ...]  # by index
     extra: Mapping[str, object] = field(default_factory=dict)
+    id: int = 0  # by which shards know what changed since; 0 where they do not
+    parent: Parent | None = None  # where tables of shards are increments
 
     @property
     def num_shards(self) -> int:
@@ -126,8 +155,8 @@ class Manifest:
 
     @property
     def rows(self) -> int:
-        """The number of rows of all tables."""
-        return sum(table.rows for table in self.tables.values())
+        """The number of rows of all tables, those of the parents' files included."""
+        return sum(table.total_rows for part in self.shards for table in part.tables)
 
     @property
     def bytes(self) -> int:
@@ -140,6 +169,11 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or name == LATEST:
         raise BadSnapshotName(name=name, what="a snapshot's name", reason="write letters, digits and _ . -")
     return name
+
+
+def is_parent_path(path: str) -> bool:
+    """Whether a path leads from a snapshot to one in the same folder, or in one beside that."""
+    return _PARENT.fullmatch(path) is not None
 
 
 def pack_part(part: ShardPart) -> bytes:
@@ -161,6 +195,10 @@ def pack_manifest(manifest: Manifest) -> bytes:
         "shards": [_plain_part(part) for part in manifest.shards],
         "extra": dict(manifest.extra),
     }
+    if manifest.id:
+        plain["id"] = manifest.id
+    if manifest.parent is not None:
+        plain["parent"] = _shallow(manifest.parent)
     try:
         return _seal(plain, _version_of(*manifest.shards))
     except (TypeError, ValueError, OverflowError) as error:
@@ -177,8 +215,16 @@ def unpack_manifest(data: bytes, where: str) -> Manifest:
         raise fields.wrong("shards", f"they are not parts of {len(shards)} shards")
     extra = cast(dict[str, object], fields.get("extra", dict))
     manifest = Manifest(
-        fields.get("name", str), fields.get("created", float), fields.get("package", str), shards, extra
+        fields.get("name", str),
+        fields.get("created", float),
+        fields.get("package", str),
+        shards,
+        extra,
+        fields.get("id", int) if "id" in fields else 0,
+        _parent(fields.map("parent")) if "parent" in fields else None,
     )
+    if manifest.parent is None and any(table.increment for part in shards for table in part.tables):
+        raise fields.wrong("parent", "tables are increments of one, and it names none")
     for part in shards:
         for table in part.tables:
             if difference := manifest.tables[table.spec.name].spec.difference(table.spec):
@@ -187,23 +233,37 @@ def unpack_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _joined(one: TableBlocks, other: TableBlocks) -> TableBlocks:
-    return dataclasses.replace(one, rows=one.rows + other.rows, files=one.files + other.files)
+    rows, files = one.rows + other.rows, one.files + other.files
+    increment = None
+    if one.increment or other.increment:
+        removed = [part.increment.removed for part in (one, other) if part.increment]
+        increment = Increment(one.total_rows + other.total_rows, np.concatenate(removed))
+    return dataclasses.replace(one, rows=rows, files=files, increment=increment)
 
 
 def _version_of(*parts: ShardPart) -> int:
-    return VERSION if any(part.control is not None for part in parts) else 1
+    if any(table.increment for part in parts for table in part.tables):
+        return 3
+    return 2 if any(part.control is not None for part in parts) else 1
 
 
 def _plain_part(part: ShardPart) -> dict[str, object]:
     tables = [{**_shallow(table), "spec": plain_spec(table.spec),
                "files": [_shallow(file) for file in table.files]} for table in part.tables]  # fmt: skip
+    for plain_table, table in zip(tables, part.tables, strict=True):
+        if table.increment is None:
+            del plain_table["increment"]
+        else:
+            plain_table["increment"] = {
+                "total_rows": table.increment.total_rows, "removed": table.increment.removed.tobytes()
+            }  # fmt: skip
     plain = {**_shallow(part), "workers": [_shallow(window) for window in part.workers], "tables": tables}
     if part.control is None:
         del plain["control"]
     return plain
 
 
-def _shallow(one: ShardPart | TableBlocks | BlockFile | WorkerWindow) -> dict[str, object]:
+def _shallow(one: ShardPart | TableBlocks | BlockFile | WorkerWindow | Parent) -> dict[str, object]:
     return {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
 
 
@@ -240,10 +300,25 @@ def _window(fields: _Fields) -> WorkerWindow:
 
 def _table(fields: _Fields) -> TableBlocks:
     files = tuple(_file(file) for file in fields.maps("files"))
-    table = TableBlocks(read_spec(fields), fields.get("num_state", int), fields.get("rows", int), files)
+    increment = _increment(fields.map("increment")) if "increment" in fields else None
+    table = TableBlocks(read_spec(fields), fields.get("num_state", int), fields.get("rows", int), files, increment)
     if sum(file.rows for file in files) != table.rows:
         raise fields.wrong("rows", f"table {table.spec.name!r} has {table.rows}, its files have another number")
     return table
+
+
+def _increment(fields: _Fields) -> Increment:
+    removed = fields.get("removed", bytes)
+    if len(removed) % 8:
+        raise fields.wrong("removed", f"{len(removed)} bytes are no ids")
+    return Increment(fields.get("total_rows", int), np.frombuffer(removed, np.int64))
+
+
+def _parent(fields: _Fields) -> Parent:
+    parent = Parent(fields.get("path", str), fields.get("sha256", str))
+    if not is_parent_path(parent.path):
+        raise fields.wrong("path", f"{parent.path[:100]!r} is no path to another snapshot")
+    return parent
 
 
 def _file(fields: _Fields) -> BlockFile:

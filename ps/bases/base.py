@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -24,8 +24,7 @@ from embershard.proto.spec import TableSpec
 from embershard.ps.journal.disk import Disk, LocalDisk
 from embershard.ps.journal.manifest import LogBase, LogManifest
 from embershard.ps.journal.reader import NO_COPY
-from embershard.ps.table.changes import ImageMark
-from embershard.ps.table.frozen import CopyOnWriteRows, RowBlock
+from embershard.ps.table.frozen import CopyOnWriteRows, FrozenTable, RowBlock
 from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.table import Table
 
@@ -92,20 +91,6 @@ class ShardBase:
         return sum(file.rows for table in self.tables for file in table.files)
 
 
-class FrozenTable(NamedTuple):
-    """A table, its rows at a moment, and what of them has changed since the base before; None where it is not known."""
-
-    table: Table
-    rows: CopyOnWriteRows
-    changed: ImageMark | None
-
-    def image_bytes(self, *, increment: bool) -> int:
-        """Bytes of the rows of its image."""
-        row_bytes = 8 + 4 * (self.rows.dim + self.rows.num_state)
-        known = increment and self.changed is not None
-        return row_bytes * (len(self.rows.slots(self.changed)) if known else self.rows.num_rows)
-
-
 def write_base(
     disk: Disk,
     path: Path,
@@ -167,9 +152,10 @@ def read_base(disk: Disk, path: Path, log: LogManifest, named: LogBase) -> Shard
 
 
 def blocks_of(disk: Disk, path: Path, base: ShardBase, table: TableImage) -> Iterator[RowBlock]:
-    """The rows of a table of a base, file by file. LogDamaged."""
+    """The rows of a table of a base, file by file, each until the next is taken. LogDamaged."""
+    buffer = bytearray(max((file.bytes for file in table.files), default=0))  # new memory for each costs half of a read
     for file in table.files:
-        yield _read_rows(disk, path / file.name, file, table, base.lsn)
+        yield _read_rows(disk, path / file.name, file, table, base.lsn, memoryview(buffer)[: file.bytes])
 
 
 def check_bases(folder: Path, log: LogManifest, disk: Disk | None = None) -> list[ShardBase]:
@@ -253,18 +239,21 @@ def _checksums(data: memoryview) -> tuple[int, ...]:
     return tuple(xxh3_64_intdigest(data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES))
 
 
-def _read_rows(disk: Disk, path: Path, file: RowFile, table: TableImage, lsn: int) -> RowBlock:
+def _read_rows(disk: Disk, path: Path, file: RowFile, table: TableImage, lsn: int, data: memoryview) -> RowBlock:
+    """The rows of a file, which takes all of `data`."""
     try:
-        data = memoryview(_read_file(disk, path, file.bytes + 1))
+        opened = disk.open(path)
     except FileNotFoundError:
         raise _damaged_at(str(path), 0, lsn, "the file is missing") from None
-    if len(data) != file.bytes:
-        reason = f"it has {len(data) if len(data) < file.bytes else 'more'} bytes, not {file.bytes}"
-        raise _damaged_at(str(path), min(len(data), file.bytes), lsn, reason)
-    for number, (got, want) in enumerate(zip(_checksums(data), file.checksums, strict=True)):
-        if got != want:
-            reason = f"the checksum of {PIECE_BYTES} bytes is {got:016x}, not {want:016x}"
-            raise _damaged_at(str(path), number * PIECE_BYTES, lsn, reason)
+    with closing(opened):
+        if (size := opened.size()) != file.bytes:
+            raise _damaged_at(str(path), min(size, file.bytes), lsn, f"it has {size} bytes, not {file.bytes}")
+        for at, want in zip(range(0, file.bytes, PIECE_BYTES), file.checksums, strict=True):
+            piece = opened.pread(min(PIECE_BYTES, file.bytes - at), at)
+            if (got := xxh3_64_intdigest(piece)) != want:
+                reason = f"the checksum of {PIECE_BYTES} bytes is {got:016x}, not {want:016x}"
+                raise _damaged_at(str(path), at, lsn, reason)
+            data[at : at + len(piece)] = piece
     dim, num_state, at = table.spec.dim, table.num_state, _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     if at + file.rows * (8 + 4 * (dim + num_state)) != len(data):
         raise _damaged_at(str(path), at, lsn, f"{file.rows} rows do not take {len(data) - at} bytes")

@@ -9,21 +9,22 @@ A table may have two frozen readers, so a job's snapshot never waits for a base,
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from embershard.proto.clock import SYSTEM_CLOCK, ClockThread, SystemClock
 from embershard.proto.errors import LogLocked
-from embershard.ps.bases.base import FrozenTable, ShardBase, range_of, write_base
+from embershard.ps.bases.base import ShardBase, range_of, write_base
 from embershard.ps.journal.folder import LogFolder, remove_base
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.manifest import LogBase
 from embershard.ps.journal.segments import NUM_SPARES, SyncFailed
+from embershard.ps.table.frozen import FrozenTable
 from embershard.ps.table.table import Table
 
-TAIL_BYTES = 256 * 2**20  # of records behind a base, below which none is taken
+TAIL_BYTES = 64 * 2**20  # of records behind a base, below which none is taken
 TAIL_SHARE = 0.5  # of the state: a recovery reads at most so much beside it, and bases write at most twice the log
 MOST_INCREMENTS = 8  # of an image, and of at most half of its bytes in all: then another image is taken
 BASES_READER = "bases"  # of changed rows (Table.mark)
@@ -31,12 +32,6 @@ _RETRY_SECONDS = 5.0  # after a base that could not be taken
 _SAFE_SECONDS = 0.5  # between looks whether it was cancelled, while the log is not safe up to a base
 
 _log = logging.getLogger(__name__)
-
-
-def _start(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, name="base", daemon=True)
-    thread.start()
-    return thread
 
 
 class Bases:
@@ -58,7 +53,8 @@ class Bases:
         limit_bytes: int | None = None,
         smallest_tail_bytes: int = TAIL_BYTES,
         tail_share: float = TAIL_SHARE,
-        start: Callable[[Callable[[], None]], threading.Thread | None] = _start,
+        start: Callable[[Callable[[], None]], ClockThread | None] | None = None,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self._folder, self._journal = folder, journal
         self.lsn = bases[-1].lsn if bases else 0  # of the last base
@@ -68,9 +64,10 @@ class Bases:
         self._before_bytes = tail_bytes  # of the tail that this process has not appended; less what a base has freed
         self._limit_bytes = limit_bytes
         self._smallest_tail_bytes, self._tail_share = smallest_tail_bytes, tail_share
-        self._start, self._on_fatal = start, on_fatal
+        self._start = start or (lambda work: clock.spawn("base", work))
+        self._on_fatal, self._clock = on_fatal, clock
         self._writer: BaseWriter | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: ClockThread | None = None
         self._retry_at = 0.0
         self._limit_segments()
 
@@ -118,7 +115,7 @@ class Bases:
             return
         room = self._sizes[0] // 2 - sum(self._sizes[1:]) if 0 < len(self._sizes) <= MOST_INCREMENTS else 0
         where = self._folder, self._journal, path
-        self._writer = BaseWriter(*where, frozen, control, self._on_fatal, self._ended, parent, room)
+        self._writer = BaseWriter(*where, frozen, control, self._on_fatal, self._ended, parent, room, self._clock)
         self._thread = self._start(self._writer.run)
 
     def close(self, timeout: float) -> None:
@@ -178,13 +175,14 @@ class BaseWriter:
         ended: Callable[[ShardBase | None, int], None],
         parent: str,
         room: int,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self._folder, self._journal, self._tables, self._control = folder, journal, tables, control
         self._on_fatal, self._tell = on_fatal, ended
         self._before_bytes = journal.appended_bytes
         self._lsn, _ = range_of(control)
         self._path, self._parent, self._room = path, parent, room
-        self._cancelled = threading.Event()
+        self._clock, self._cancelled = clock, clock.event()
 
     def cancel(self) -> None:
         """Write no more; nobody is told of it."""
@@ -229,7 +227,7 @@ class BaseWriter:
         self._folder.recycle(self._journal, (*before, LogBase(self._path.name, base.lsn, base.redo_lsn)))
 
     def _wait_until_safe(self) -> None:
-        safe = threading.Event()
+        safe = self._clock.event()
         self._journal.when_safe(self._lsn, safe.set)
         while not safe.wait(_SAFE_SECONDS):
             self._go_on()

@@ -110,13 +110,15 @@ class Dedup:
             raise StaleWorker(worker=worker, got=epoch, want=window.epoch, by="")
 
     def settle(self, worker: int, epoch: int, seq: int) -> bool:
-        """Note that push `seq` was refused, from which its incarnation is known; whether that is new.
+        """Note that push `seq` was refused, from which its incarnation is known; whether any of that is new.
 
-        The worker counts on, so that a later push says that this one needs no reply any more.
+        The worker counts on, so that a later push says that this one needs no reply any more. 0: its first was put off.
         """
+        if self.knows(worker, epoch, seq):
+            return False
         window = self._window(worker, epoch)
-        known, window.settled = window.settled, max(window.settled, seq)
-        return seq > known
+        window.settled = max(window.settled, seq)
+        return True
 
     def knows(self, worker: int, epoch: int, seq: int) -> bool:
         """Whether push `seq`, or a later one, of this incarnation was applied or refused."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import SnapshotNotWritten
@@ -24,9 +25,12 @@ from embershard.ps.table.changes import ImageMark
 from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.hash_index import HEADER, NUM_FREE, NUM_ROWS, NUM_SLOTS, HashIndex
 
+if TYPE_CHECKING:
+    from embershard.ps.table.table import Table
+
 _SLICE_BYTES = 2**19  # of records read under the lock: for about as long as a small push takes
 _FEW = 2**18  # floats that need no mapping of their own
-_SLOT_BYTES = 10  # per row: where its copy is, its bucket, and its place in the buckets' order
+_SLOT_BYTES = 14  # per row: where its copy is, its bucket, its slot, and that in the buckets' order
 _SLICE_IDS = 2**15  # ids looked at under the lock: as many rows far apart
 
 
@@ -36,6 +40,20 @@ class RowBlock(NamedTuple):
     ids: Ids  # (n,)
     rows: Floats  # (n, dim)
     state: Floats  # (n, num_state)
+
+
+class FrozenTable(NamedTuple):
+    """A table, its rows at a moment, and what of them has changed since an image before; None where it is not known."""
+
+    table: Table
+    rows: CopyOnWriteRows
+    changed: ImageMark | None
+
+    def image_bytes(self, *, increment: bool) -> int:
+        """Bytes of the rows of its image."""
+        row_bytes = 8 + 4 * (self.rows.dim + self.rows.num_state)
+        known = increment and self.changed is not None
+        return row_bytes * (len(self.rows.slots(self.changed)) if known else self.rows.num_rows)
 
 
 class CopyOnWriteRows:
@@ -109,17 +127,19 @@ class CopyOnWriteRows:
 
     def by_bucket(self) -> tuple[Slots, Ids]:
         """(slots (num_rows,), starts (4097,)): the slots of bucket b are slots[starts[b]:starts[b + 1]]."""
-        buckets = np.empty(self._num_slots, np.uint16)
-        for start in range(0, self._num_slots, _SLICE_IDS):
+        slots = self.slots()
+        ordered, starts = np.empty(len(slots), np.uint32), np.zeros(NUM_BUCKETS + 1, np.int64)
+        frozen_kernels.sort_by_bucket(self.buckets(slots), slots, ordered, starts)
+        return ordered, starts
+
+    def buckets(self, slots: Slots) -> npt.NDArray[np.uint16]:
+        """The routing's buckets of slots."""
+        buckets = np.empty(len(slots), np.uint16)
+        for start in range(0, len(slots), _SLICE_IDS):
+            part = slice(start, start + _SLICE_IDS)
             with self._reading():
-                part = buckets[start : start + _SLICE_IDS]
-                frozen_kernels.find_buckets(self._store, self._space_key, start, part)
-        slots, starts = np.empty(self._num_slots, np.uint32), np.zeros(NUM_BUCKETS + 1, np.int64)
-        frozen_kernels.sort_by_bucket(buckets, slots, starts)
-        if self._free.size:
-            starts[1:] -= np.cumsum(np.bincount(buckets[self._free], minlength=NUM_BUCKETS))
-            slots = slots[np.isin(slots, self._free, invert=True)]
-        return slots, starts
+                frozen_kernels.find_buckets(self._store, self._space_key, slots[part], buckets[part])
+        return buckets
 
     def slots(self, changed: ImageMark | None = None) -> Slots:
         """The slots that have rows, in their order; only those that were changed since an image."""

@@ -102,29 +102,29 @@ def read_records(
             places[slot] = READ
 
 
-@compiled(types.void(HASH_INDEX, types.uint64, types.int64, types.uint16[::1]), *_PARTS)
-def find_buckets(store: HashIndex, space_key: np.uint64, first: int, buckets: npt.NDArray[np.uint16]) -> None:
-    """Fill in the routing's buckets of the slots from `first` on, as many as there is room for."""
-    store = open_store(store)
+@compiled(types.void(HASH_INDEX, types.uint64, _SLOTS, types.uint16[::1]), *_PARTS)
+def find_buckets(store: HashIndex, space_key: np.uint64, slots: Slots, buckets: npt.NDArray[np.uint16]) -> None:
+    """Fill in the routing's buckets of slots."""
+    store, slots = open_store(store), detached(slots)
     for i in range(buckets.size):
-        id_ = store.ids[_U(first + i) * (store.stride >> _1)]
+        id_ = store.ids[_U(slots[i]) * (store.stride >> _1)]
         buckets[i] = mix64(_U(id_), space_key) >> _U(BUCKET_SHIFT)
 
 
-@compiled(types.void(types.uint16[::1], types.uint32[::1], types.int64[::1]))
-def sort_by_bucket(buckets: npt.NDArray[np.uint16], slots: Slots, starts: Ids) -> None:
-    """Sort the slots 0 .. slots.size - 1 by their buckets, in order within one; those of bucket b begin at starts[b].
+@compiled(types.void(types.uint16[::1], _SLOTS, types.uint32[::1], types.int64[::1]))
+def sort_by_bucket(buckets: npt.NDArray[np.uint16], slots: Slots, out: Slots, starts: Ids) -> None:
+    """Sort slots by their buckets into `out`, in order within one; those of bucket b begin at out[starts[b]].
 
     starts: (NUM_BUCKETS + 1,) zeros.
     """
-    for slot in range(slots.size):
-        starts[_U(buckets[slot]) + _1] += 1
+    for i in range(slots.size):
+        starts[_U(buckets[i]) + _1] += 1
     for b in range(NUM_BUCKETS):
         starts[b + 1] += starts[b]
     fill = starts[:NUM_BUCKETS].copy()
-    for slot in range(slots.size):
-        bucket = _U(buckets[slot])
-        slots[_U(fill[bucket])] = slot
+    for i in range(slots.size):
+        bucket = _U(buckets[i])
+        out[_U(fill[bucket])] = slots[i]
         fill[bucket] += 1
 
 

@@ -14,10 +14,11 @@ from report_cases import JOB
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.cli import evaluate, main, sizes, train, up
+from embershard.cli import evaluate, main, train, up
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
+from embershard.doctor import machine
 from embershard.proto.errors import CannotWrite, ShardUnavailable, UnknownTable
 from embershard.ps.memory import physical_memory
 from embershard.worker.client import connections
@@ -127,5 +128,5 @@ def test_what_is_no_size_is_refused(text):
 
 @pytest.mark.parametrize("limit", [2**28, 2**62, None])
 def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(monkeypatch, limit):
-    monkeypatch.setattr(sizes, "smallest_memory_limit", lambda: limit)
+    monkeypatch.setattr(machine, "smallest_memory_limit", lambda: limit)
     assert memory_bytes("40%") == int(40 * 0.01 * min(limit or physical_memory(), physical_memory()))

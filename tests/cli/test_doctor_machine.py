@@ -311,3 +311,5 @@ def test_checkpoints_need_space_for_what_the_tables_hold(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=16 * GIB))
     about = replace(job(tmp_path, f"checkpoint.folder={tmp_path}"), probes=[FULL])
     finds(folders.checkpoint_folder, about, FAIL, "16.0 GiB free, 32.0 GiB wanted")
+    of_job = job(tmp_path, f"checkpoint.folder={tmp_path}", "checkpoint.incremental=true")
+    finds(folders.checkpoint_folder, replace(of_job, probes=[FULL]), FAIL, "16.0 GiB free, 44.0 GiB wanted")

@@ -96,12 +96,14 @@ def client(shards):
 def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(shards, client, tmp_path):
     folder = str(tmp_path / "snaps")
     with pushing(shards):
-        said = run("snapshot", folder, "--ps", ",".join(shards.addresses), "--name", "one")
+        said = run("snapshot", folder, "--ps", ",".join(shards.addresses), "--name", "one", "--incremental")
         assert said.startswith(f"{folder}/one: 200,000 rows")
         by_grpc = ",".join(f"grpc://{address}" for address in shards.addresses)
-        run("snapshot", folder, "--ps", by_grpc, "--name", "two", "--keep", "1")
+        said = run("snapshot", folder, "--ps", by_grpc, "--name", "two", "--keep", "1", "--incremental")
+        assert said.startswith(f"{folder}/two: an increment of one, 200,000 rows")
     said = run("inspect", folder, "--verify")
-    assert "snapshots: two\n" in said
+    assert "snapshots: one, two\n" in said
+    assert f"increment of: {folder}/one" in said.replace("\n", "")
     assert "items adagrad    16    16 200,000" in said
     with LocalShards(1) as others:
         (where,) = others.addresses

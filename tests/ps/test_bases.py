@@ -16,10 +16,12 @@ import pytest
 from embershard.proto import errors
 from embershard.proto.messages import Declare, Join, Snapshot
 from embershard.proto.routing import Placement
+from embershard.proto.snapshot.blocks import read_block
+from embershard.proto.snapshot.manifest import unpack_part
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.spec import SGD, Adam
 from embershard.ps.bases import base as module
-from embershard.ps.bases.base import BASE, check_bases
+from embershard.ps.bases.base import BASE, check_bases, read_bases
 from embershard.ps.bases.bases import MOST_INCREMENTS
 from embershard.ps.journal.manifest import MANIFEST, read_manifest, write_manifest
 from embershard.ps.journal.segments import SegmentName
@@ -228,6 +230,57 @@ def test_a_base_is_an_increment_of_the_one_before_while_increments_are_few_and_s
     assert kinds[-1] == "|"  # more than half of the rows had changed
     files = [base.num_bytes for base in check_bases(FOLDER, read_manifest(one.disk, FOLDER), one.disk)]
     assert 2 * sum(files[1:]) <= files[0]
+
+
+def rows_by_id(blocks):
+    return {
+        id_: [row.tobytes() for row in rows]
+        for ids, *arrays in blocks
+        for id_, *rows in zip(ids.tolist(), *arrays, strict=True)
+    }
+
+
+def test_bases_and_a_jobs_snapshots_each_know_what_changed_since_their_own_and_a_restart_forgets_the_jobs(tmp_path):
+    url, written = str(tmp_path), {}
+
+    def snapshot(number, parent=0):
+        """Take one; the rows that it has in its files, and whether these are all."""
+        request = partial(Snapshot, url=url, name=f"s{number}", id=number, incremental=True, parent=parent, max_share=1)
+        one.shard.handle(request(step="begin"))
+        assert eventually(lambda: one.shard.handle(request(step="watch")).state == "done")
+        reply = one.shard.handle(request(step="watch"))
+        (blocks,) = unpack_part((tmp_path / f"s{number}" / reply.path).read_bytes(), "part").tables
+        new = rows_by_id(read_block(Storage(url), f"s{number}", file, blocks) for file in blocks.files)
+        written[number] = {**written[parent], **new} if blocks.increment else new
+        assert written[number] == rows_by_id(one.shard.core.tables.entry("items").table.scan())
+        return len(new), blocks.increment is None
+
+    one = LoggedShard(SimulatedDisk()).begun()
+    one.push(30, num_ids=150)
+    assert snapshot(1) == (200, True)
+    one.take_base()
+    one.push(1, num_ids=7)
+    one.take_base()
+    one.push(1, num_ids=5)
+    one.begin_base()  # is written later
+    one.push(1, num_ids=3)
+    count, is_full = snapshot(2, parent=1)
+    assert not is_full
+    assert count <= 7 + 5 + 3
+    one.write()
+    one.works.pop()()
+    one.push(1, num_ids=3)
+    assert snapshot(3, parent=2) == (3, False)
+    one.take_base()
+    chain = read_bases(one.disk, FOLDER, one.folder.manifest)
+    assert [bool(base.parent) for base in chain] == [False, True, True, True]
+    want, again = recovered(one.disk)
+    assert want["rows"] == state_of(one.shard.core)["rows"]
+    again.seq, one = one.seq, again
+    one.push(1, num_ids=3)
+    assert snapshot(4, parent=3) == (200, True)  # nobody knows here what changed before the restart
+    one.push(1, num_ids=3)
+    assert snapshot(5, parent=4) == (3, False)
 
 
 def test_increments_without_the_image_that_they_go_on_from_are_damaged():

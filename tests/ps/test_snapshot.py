@@ -234,7 +234,7 @@ def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp
     writer = shard._snapshots._writer
     assert [shard.handle(request(step="cancel")).state for _ in range(2)] == ["cancelling"] * 2
     push(shard, 2)
-    assert [rows.num_kept for _, rows in writer._frozen] == [0, 0]
+    assert [rows.num_kept for _, rows, _ in writer._frozen] == [0, 0]
     go.set()
     writer._thread.join(30)
     assert shard.handle(request(step="cancel")).state == "cancelled"  # no file is open

@@ -23,7 +23,8 @@ def main() -> int:
     from .simulation import Simulation
 
     first, _, end = args.seeds.partition(":")
-    began, faults, events, recoveries, failed = time.monotonic(), Counter(), 0, 0, []
+    bases = 0
+    began, faults, events, recoveries, failed = time.process_time(), Counter(), 0, 0, []
     seeds = range(int(first), int(end)) if end else [int(first)]
     for seed in seeds:
         simulation = Simulation(seed, lines=args.trace)
@@ -47,12 +48,13 @@ def main() -> int:
                 break
         if result is not None:
             faults += result.faults
-            events, recoveries = events + result.events, recoveries + result.recoveries
+            events, recoveries, bases = events + result.events, recoveries + result.recoveries, bases + result.bases
             if len(list(seeds)) == 1:
                 print(result)
-    seconds = time.monotonic() - began
-    print(f"{seeds} {len(failed)} wrong; {sum(faults.values())} faults, {events} events, {recoveries} recoveries, "
-          f"{seconds:.1f} s, {60 * sum(faults.values()) / seconds:.0f} faults/min")  # fmt: skip
+    seconds = time.process_time() - began
+    print(f"{seeds} {len(failed)} wrong; {sum(faults.values())} faults, {events} events, "
+          f"{recoveries} recoveries with {bases} bases, "
+          f"{seconds:.1f} s of CPU, {60 * sum(faults.values()) / seconds:.0f} faults/min")  # fmt: skip
     return bool(failed)
 
 

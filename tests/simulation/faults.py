@@ -6,7 +6,8 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from .network import SimulatedCall
+from .machinery.network import SimulatedCall
+from .machines import WAITS
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -15,19 +16,23 @@ LINK = ["drop", "repeat", "delay", "reorder", "cut"]
 PROCESS = ["kill shard", "power loss", "stop shard", "stop worker", "kill worker", "flip"]
 DISK = {"write": ["disk full", "eio", "slow disk"], "sync": ["failed sync", "slow disk"]}
 KINDS = [*LINK, *PROCESS, "disk full", "eio", "failed sync", "slow disk"]
-STATES = ["request", "write", "sync"]
-# what a kind cannot hit
-IMPOSSIBLE = {("disk full", "request"), ("disk full", "sync"), ("eio", "request"), ("eio", "sync"),
-              ("failed sync", "request"), ("failed sync", "write"), ("slow disk", "request")}  # fmt: skip
+STATES = ["serving", "recovering", "write", "sync", "base", "gathered", "push", "pull", "load", "declare", "join",
+          "leave", "heartbeat", "hello", "rendezvous", "split"]  # fmt: skip
+IMPOSSIBLE = {("flip", "recovering")}  # what a kind does not come in: a flip is made in a log that was read
 
 
 class Faults:
-    """The faults of one simulation; `counts` has those that hit something, by kind and state."""
+    """The faults of one simulation: `counts` by kind, `states` also by what the shard did.
+
+    A fault hits a request that is not answered, or a write or a sync of a shard's disk; one that hits nothing does not
+    happen. It counts in each state in which the shard is then, and by each kind of request that is open there.
+    """
 
     def __init__(self, simulation: Simulation, count: int) -> None:
         self.sim, self.left = simulation, count
         self.random = random.Random(f"faults {simulation.scenario.seed}")
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.states: Counter[tuple[str, str]] = Counter()
         self.quiet_until = 0.0
 
     def _wanted(self, probability: float) -> bool:
@@ -35,11 +40,12 @@ class Faults:
             return False
         return self.sim.world.now >= self.quiet_until
 
-    def _count(self, kind: str, state: str) -> None:
+    def _count(self, kind: str, states: set[str]) -> None:
         self.left -= 1
         self.quiet_until = self.sim.world.now + self.random.choice([0.0, 0.0, 0.001, 0.02])
-        self.counts[kind, state] += 1
-        self.sim.world.note("fault", kind, state)
+        self.counts[kind] += 1
+        self.states.update((kind, state) for state in states)
+        self.sim.world.note("fault", kind, *sorted(states))
 
     def message(self, call: SimulatedCall, direction: str) -> str:
         """What becomes of a message; it may also be the moment at which a process fails."""
@@ -52,7 +58,7 @@ class Faults:
             self.sim.world.at(seconds, lambda: self.process(kind, shard, worker))
             return ""
         kind = self.random.choice(LINK)
-        self._count(kind, self.sim.state(call.shard) or "request")
+        self._count(kind, self.sim.machines[call.shard].states | {WAITS[call.kind]})
         if kind == "cut":
             until = self.sim.world.now + self.random.choice([0.05, 0.5, 2.0])
             self.sim.network.cuts[call.worker, call.shard, direction] = until
@@ -66,7 +72,7 @@ class Faults:
         machine = self.sim.machines[shard]
         if self.random.random() < 0.4:
             what = self.random.choice(DISK[kind])
-            self._count(what, kind)
+            self._count(what, machine.states | {kind})
             if what == "disk full":
                 machine.disk.full_until = self.sim.world.now + self.random.choice([0.02, 0.4, 1.5])
             else:
@@ -83,10 +89,11 @@ class Faults:
 
     def process(self, kind: str, shard: int, worker: int) -> None:
         """A process or a machine fails, now."""
-        machine, state = self.sim.machines[shard], self.sim.state(shard)
+        machine = self.sim.machines[shard]
         calls = self.sim.network.open_calls(shard)
-        if self.left <= 0 or not (state or calls) or machine.process is None:
+        if self.left <= 0 or not (machine.disk.under_way or calls) or machine.process is None:
             return
+        states = machine.states
         if any(one.is_finished for one in self.sim.workers):
             return
         if kind in ("stop worker", "kill worker"):
@@ -104,4 +111,4 @@ class Faults:
             machine.kill(self.random.choice([0.05, 0.5]), power=True)
         elif not machine.flip(self.random):
             return
-        self._count(kind, state or "request")
+        self._count(kind, states)

@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.proto.errors import EmbershardError, LogDamaged
-from embershard.proto.messages import Pull
+from embershard.proto.messages import (
+    Compress,
+    Declare,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Join,
+    Leave,
+    Load,
+    Pull,
+    Push,
+    Rendezvous,
+    TakeSplit,
+)
 from embershard.proto.routing import Placement
 from embershard.ps import recovery
 from embershard.ps.apply_thread import ApplyThread
@@ -18,17 +31,22 @@ from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.journal.segments import SyncFailed
 from embershard.ps.shard import Shard
-from embershard.ps.table.optimizers import OptimizerRegistry
 
-from .disk import MachineDisk
-from .network import SimulatedCall, as_bytes
-from .oracle import ShardOracle
-from .world import Process
+from .machinery.disk import MachineDisk
+from .machinery.network import SimulatedCall, as_bytes
+from .machinery.world import Process
+from .oracles.model import OPTIMIZERS
+from .oracles.oracle import ShardOracle
 
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-OPTIMIZERS = OptimizerRegistry()
+
+# kind of an open request -> the state that a fault finds
+WAITS = {
+    Push: "push", Pull: "pull", Load: "load", Declare: "declare", Join: "join", Leave: "leave", Heartbeat: "heartbeat",
+    Hello: "hello", Rendezvous: "rendezvous", TakeSplit: "split", GetStatus: "hello", Compress: "declare",
+}  # fmt: skip
 
 
 class ShardMachine:
@@ -44,9 +62,22 @@ class ShardMachine:
         self.process: Process | None = None
         self.dispatch: Dispatch | None = None
         self.shard: Shard | None = None
+        self.log: recovery.ShardLog | None = None
         self.has_power, self.is_serving = True, False
         self._waiting: list[SimulatedCall] = []  # calls that this process has
         self._to_restore: tuple[Path, int, int] | None = None  # path, offset, byte
+
+    @property
+    def states(self) -> set[str]:
+        """What it does now."""
+        states = {WAITS[call.kind] for call in self.sim.network.open_calls(self.number)}
+        states.add("serving" if self.is_serving else "recovering")
+        states |= set(self.disk.under_way)
+        if self.log is not None and self.log.bases.writing:
+            states.add("base")
+        if self.shard is not None and self.shard.core.clock.pending:
+            states.add("gathered")
+        return states
 
     def start(self) -> None:
         """Start a process."""
@@ -63,7 +94,7 @@ class ShardMachine:
         process = self.process
         assert process is not None
         self.sim.world.note("kill", self.number, power)
-        self.process = self.dispatch = self.shard = None
+        self.process = self.dispatch = self.shard = self.log = None
         self.is_serving = False
         process.kill()
         self.disk.kill()
@@ -71,6 +102,7 @@ class ShardMachine:
             self.has_power = False
             self.disk.lose_power(self.sim.world.random)
             self.oracle.may_lose |= self.sim.scenario.durability == "log"
+            self.oracle.may_lose_early = True
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             random = self.sim.world.random
@@ -98,6 +130,12 @@ class ShardMachine:
             records = list(LogReader(disk, self.folder, manifest).records())
         except EmbershardError:
             return True
+        if manifest.bases and chooser.random() < 0.3:
+            folder = self.folder / chooser.choice(manifest.bases).name
+            name = chooser.choice(sorted(disk.list(folder)))
+            self._flip_bit(folder / name, chooser.randrange(len(disk.content(folder / name))), chooser)
+            self.oracle.damaged_base = folder.name
+            return True
         if len(records) < 3:
             return True
         last = records[-1].header
@@ -106,13 +144,15 @@ class ShardMachine:
             return True
         record = chooser.choice(whole)
         path = self.folder / str(record.segment)
-        offset = record.offset + chooser.randrange(record.header.num_bytes)
-        data = disk.content(path)
-        self._to_restore = path, offset, data[offset]
-        data[offset] ^= 1 << chooser.randrange(8)
-        disk.sync_all()  # a loss of power before it is found would hide it
+        self._flip_bit(path, record.offset + chooser.randrange(record.header.num_bytes), chooser)
         self.oracle.damaged = record.header.lsn, path.name
         return True
+
+    def _flip_bit(self, path: Path, offset: int, chooser: random.Random) -> None:
+        data = self.disk.content(path)
+        self._to_restore = path, offset, data[offset]
+        data[offset] ^= 1 << chooser.randrange(8)
+        self.disk.sync_all()  # a loss of power before it is found would hide it
 
     def serve(self, call: SimulatedCall) -> None:
         """A request arrives."""
@@ -140,7 +180,7 @@ class ShardMachine:
             oracle.reply(made["request"], reply)
             if isinstance(made["request"], Pull):
                 made["rows"] = oracle.rows(made["request"])
-            made["lsn"] = len(oracle.history)
+            made["lsn"], made["reply"] = len(oracle.history), reply
             return as_bytes(reply)
 
         def done(future: object) -> None:
@@ -153,9 +193,12 @@ class ShardMachine:
             error = future.exception()
             if error is not None and type(error).__name__ == "InternalError":
                 self.oracle.fail(f"{call.kind.__name__}: {error}")
-            if error is None:
+            if error is not None:
+                self.sim.world.covered[f"answer {type(error).__name__}"] += 1
+                oracle.refuses(made.get("request"))
+            else:
                 call.expected = made.get("rows", call.expected)
-                oracle.leaves(made["request"], made["lsn"])
+                oracle.leaves(made["request"], made["reply"], made["lsn"])
             network.reply(call, future.result() if error is None else as_bytes(error))
 
         deadline = process.clock.now() + call.seconds
@@ -172,7 +215,7 @@ class ShardMachine:
         self.shard = shard
         self.dispatch = Dispatch(shard, ApplyThread(clock=process.clock), progress)
         try:
-            log = self._recover(shard, process, progress)
+            log = self.log = self._recover(shard, process, progress)
         except LogDamaged as error:
             self._restore(error)
             return
@@ -200,6 +243,8 @@ class ShardMachine:
         disk.make_folder(self.folder)
         self.oracle.before_recovery(disk, self.folder, read_manifest(disk, self.folder))
         disk.process = process_disk
+        if self.oracle.damaged is None and not self.oracle.damaged_base:
+            self._to_restore = None
         folder = LogFolder.open(
             self.folder,
             shard=self.number,
@@ -207,6 +252,7 @@ class ShardMachine:
             disk=disk,
             new_id=lambda: random.getrandbits(64) | 1,
         )
+        limit = None if scenario.log_segments is None else scenario.log_segments * scenario.segment_bytes
         return recovery.recover(
             shard,
             folder,
@@ -214,11 +260,15 @@ class ShardMachine:
             segment_bytes=scenario.segment_bytes,
             progress=progress,
             on_fatal=lambda error: self._fatal(process, error),
+            smallest_tail_bytes=2**60 if scenario.base_tail is None else scenario.base_tail,
+            tail_share=0.0,
+            limit_bytes=limit,
         )
 
     def _fatal(self, process: Process, error: BaseException) -> None:
         if process.is_dead:
             return
+        self.sim.world.covered[f"processes ended by {type(error).__name__}"] += 1
         self.sim.world.note("fatal", self.number, type(error).__name__, error)
         if type(error).__name__ not in ("SyncFailed",):
             self.oracle.fail(f"the process ends by {type(error).__name__}: {error}")
@@ -227,18 +277,26 @@ class ShardMachine:
 
     def _restore(self, error: LogDamaged) -> None:
         """Somebody restores the file from a copy."""
+        self.sim.world.covered[f"damage found in {'a base' if self.oracle.damaged_base else 'the log'}"] += 1
         self.sim.world.note("damage", self.number, error.fields["lsn"])
-        if self._to_restore is not None:
-            path, offset, byte = self._to_restore
-            for data in (self.disk._names[path].data, self.disk._names[path].durable):
-                data[offset] = byte
-            self._to_restore = self.oracle.damaged = None
+        if self._to_restore is None:
+            self.oracle.fail(f"damage where none is: {error.fields}")
+            return
+        path, offset, byte = self._to_restore
+        if path.name not in str(error.fields["path"]):
+            self.oracle.fail(f"damage of {path} is said to be in {error.fields['path']}")
+        for data in (self.disk._names[path].data, self.disk._names[path].durable):
+            data[offset] = byte
+        self._to_restore = self.oracle.damaged = None
+        self.oracle.damaged_base = ""
         self.kill(0.05)
 
 
 def _observe(log: recovery.ShardLog, event, outcome) -> int:
     lsn = _append(log, event, outcome)
-    log._clock._process.oracle.appended(lsn, event, outcome)
+    process = getattr(log._clock, "_process", None)
+    if process is not None:  # of a simulation
+        process.oracle.appended(lsn, event, outcome)
     return lsn
 
 

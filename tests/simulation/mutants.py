@@ -9,7 +9,8 @@ A file of mutants/ says in its first line what is wrong, then has hunks:
     what takes its place
     >>>>>>>
 
-`install` has this process import the package so changed; the files stay as they are.
+`install` has this process import the package so changed; the files stay as they are. A first line may name the seed
+that found a fault which is mended, as "seed 227": it catches the mutant.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ _HUNK = re.compile(r"^--- (\S+)\n<<<<<<<\n(.*?)^=======\n(.*?)^>>>>>>>\n", re.MU
 def names() -> list[str]:
     """All of them."""
     return sorted(path.stem for path in FOLDER.glob("*.patch"))
+
+
+def seeds(name: str, count: int) -> str:
+    """The seeds to try: the one that found it, or the first ones."""
+    found = re.search(r"seed (\d+)", (FOLDER / f"{name}.patch").read_text().partition("\n")[0])
+    return found[1] if found else f"0:{count}"
 
 
 def changed_sources(name: str) -> dict[str, str]:

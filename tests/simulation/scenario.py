@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
 
 OPTIMIZERS = [spec.SGD(lr=0.1), spec.SGD(lr=1.0), spec.Adagrad(lr=0.1), spec.Adam(lr=0.01), spec.FTRL(lr=0.1)]
+RAISING = spec.Custom(function="simulation.raising_rows:limited", lr=0.5)
 PUSH_CODECS = ["none"] * 5 + ["int8", "topk:0.4", "rows:0.5", "fp16s"]
 PULL_CODECS = ["none"] * 4 + ["delta", "delta", "fp16s", "int8"]
 
@@ -40,6 +41,13 @@ class Scenario:
     prefetches: bool
     faults: int
     payload_bytes: int  # that each worker brings to a rendezvous
+    base_tail: int | None  # bytes of events behind a base before the next one is taken; None: no bases
+    base_rows: int  # of a file of a base
+    kept_pushes: int  # that a worker may keep until they are safe
+    local_steps: bool  # pushes are differences of rows
+    raises: bool  # the row function of the first table raises for some gradients
+    compresses: bool  # somebody changes the codecs that the shards tell
+    log_segments: int | None  # that the folder of a log may have beside its images
 
     @classmethod
     def of(cls, seed: int, faults: int | None = None) -> Scenario:
@@ -55,6 +63,10 @@ class Scenario:
             codecs = {"push_codec": CodecName.parse(push), "pull_codec": CodecName.parse(r.choice(PULL_CODECS))}
             tables.append(spec.TableSpec(name="abc"[number], dim=r.choice([1, 2, 3]), optimizer=optimizer, seed=seed,
                                          initializer=initializer, **codecs))  # fmt: skip
+        local_steps = r.random() < 0.15
+        raises = not is_sync and r.random() < 0.25
+        if raises:  # for a worker that sends a push again it is the same push, without residuals
+            tables[0] = replace(tables[0], optimizer=RAISING, push_codec=CodecName.parse("none"))
         count = 20 + r.randrange(20)
         return cls(
             seed=seed,
@@ -80,4 +92,11 @@ class Scenario:
             prefetches=r.random() < 0.3,
             faults=count if faults is None else faults,
             payload_bytes=r.choice([20, 20, 400]),
+            base_tail=r.choice([None, 0, 1000, 3000]),
+            base_rows=r.choice([3, 7, 1000]),
+            kept_pushes=r.choice([2048, 2048, 1, 3]),
+            local_steps=local_steps,
+            raises=raises,
+            compresses=r.random() < 0.2,
+            log_segments=r.choice([None, None, None, 6]),
         )

@@ -6,25 +6,25 @@ import gc
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from embershard.proto.routing import Placement
+from embershard.ps.bases import base
+from embershard.worker.client import kept
 
 from .faults import Faults
+from .machinery.network import Network, SimulatedCall
+from .machinery.world import World
 from .machines import ShardMachine
-from .network import Network, SimulatedCall
-from .oracle import plain_rows
+from .oracles.oracle import plain_rows
 from .scenario import Scenario
 from .workers import NUM_IDS, SimulatedWorker
-from .world import World
 
 QUIET_SECONDS = 60.0  # within which all workers finish once nothing fails any more
 LOST_SECONDS = 300.0  # the same after a loss of power in mode `log`: some waits end by their wait_timeout only
 LONGEST_SECONDS = 400.0  # with faults
-
-logging.getLogger("embershard").setLevel(logging.CRITICAL + 1)
 
 
 @dataclass
@@ -33,12 +33,14 @@ class Result:
 
     seed: int
     wrong: list[str]
-    faults: Counter[tuple[str, str]]
+    faults: Counter[str]  # by kind
+    states: Counter[tuple[str, str]]  # faults by kind and what they found
     trace: str
     seconds: float  # simulated
     events: int
     recoveries: int
-    notes: Counter[str] = field(default_factory=Counter)
+    bases: int  # that recoveries began with
+    covered: Counter[str]  # what happened how often
 
 
 class Simulation:
@@ -67,7 +69,11 @@ class Simulation:
     def run(self) -> Result:
         """Run to the end."""
         world = self.world
-        enabled = gc.isenabled()
+        enabled, log = gc.isenabled(), logging.getLogger("embershard")
+        level, rows_per_file, kept_pushes = log.level, base.rows_per_file, kept.KEPT_PUSHES
+        kept.KEPT_PUSHES = self.scenario.kept_pushes
+        base.rows_per_file = lambda dim, num_state: self.scenario.base_rows
+        log.setLevel(logging.CRITICAL + 1)
         gc.disable()  # greenlets that are collected end in the middle of others
         try:
             for machine in self.machines:
@@ -91,17 +97,17 @@ class Simulation:
                 self._check_end()
         finally:
             world.end()
+            log.setLevel(level)
+            base.rows_per_file, kept.KEPT_PUSHES = rows_per_file, kept_pushes
             if enabled:
                 gc.enable()
         return Result(
-            self.scenario.seed, world.wrong, self.faults.counts, world.trace, world.now,
+            self.scenario.seed, world.wrong, self.faults.counts, self.faults.states, world.trace, world.now,
             sum(len(machine.oracle.history) for machine in self.machines),
             sum(machine.oracle.recoveries for machine in self.machines) - len(self.machines),
+            sum(machine.oracle.bases for machine in self.machines),
+            world.covered,
         )  # fmt: skip
-
-    def state(self, shard: int) -> str:
-        """What a shard's disk does."""
-        return self.machines[shard].disk.state()
 
     def is_coded(self, table: str) -> bool:
         """Whether a table's gradients travel by a codec."""
@@ -138,6 +144,7 @@ class Simulation:
             oracle = machine.oracle
             assert machine.shard is not None
             oracle.compare(machine.shard.core, "at the end")
+            oracle.replay(machine.shard.core, self.placement, self.scenario.max_message_bytes)
             for token, sent in oracle.sent.items():
                 if sent.state == "acknowledged" and token not in oracle.lsn_of and token not in oracle.lost:
                     self.world.fail(f"shard {oracle.shard}: push {token} was acknowledged and is not in the log")
@@ -168,6 +175,7 @@ class Simulation:
                 continue
             if table.initializer.kind != "constant" or table.push_codec.values == "int8":
                 continue
+            self.world.covered["tables of which pushed = applied + held"] += 1
             total = np.zeros((NUM_IDS, table.dim))
             for worker in self.workers:
                 total += worker.pushed.get(table.name, 0.0)
@@ -183,6 +191,7 @@ class Simulation:
 
     def _check_synchronous(self) -> None:
         """The weights are those of a run without faults."""
+        self.world.covered["synchronous runs compared with an undisturbed one"] += 1
         twin = Simulation(self.scenario.seed, 0)
         result = twin.run()
         if result.wrong:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embershard.proto.errors import (
+    BadOptimizer,
     ClientClosed,
     EmbershardError,
     InvalidRequest,
@@ -22,14 +23,14 @@ from embershard.proto.errors import (
     UnknownTable,
     WorkerLost,
 )
-from embershard.proto.messages import Pull, Rows
+from embershard.proto.messages import Compress, Pull, Push, Rows, TableCodecs
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 
-from .network import SimulatedCall, SimulatedTransport
-from .world import Process
+from .machinery.network import SimulatedCall, SimulatedTransport
+from .machinery.world import Process
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -82,6 +83,10 @@ class SimulatedWorker:
         oracle = self.sim.machines[call.shard].oracle
         if outcome is None:
             oracle.submitted(call)
+            if self.client is not None and isinstance(call.request, Push):
+                num_kept = len(self.client.connections.kept._kept[call.shard])
+                if num_kept > self.scenario.kept_pushes:
+                    oracle.fail(f"worker {self.number} keeps {num_kept} pushes")
             return
         oracle.answered(call, outcome)
         if isinstance(call.request, Pull) and isinstance(outcome, Rows) and call.expected is not None:
@@ -92,6 +97,9 @@ class SimulatedWorker:
             try:
                 self._train()
             except EXPECTED as error:
+                if isinstance(error, WorkerLost) and self.sim.has_lost:
+                    # another one waits, or has finished, and what it had said is lost with the power: this one is told
+                    self.sim.is_given_up = True
                 self._give_up(error)
             except EmbershardError as error:
                 if not self._is_allowed(error):
@@ -102,6 +110,7 @@ class SimulatedWorker:
     def _give_up(self, error: EmbershardError) -> None:
         """The program ends by an error; it is started again."""
         assert self.process is not None
+        self.sim.world.covered[f"worker ends by {type(error).__name__}"] += 1
         self.sim.world.note("worker ends", self.number, type(error).__name__)
         self.is_training = self.is_exact = self.is_done = False
         if self.client is not None:
@@ -133,6 +142,7 @@ class SimulatedWorker:
         ]
         timeout = timedelta(seconds=scenario.timeout)
         self.client = client = Client(transports, worker=self.number, timeout=timeout, clock=clock)
+        client.compressor.differences = scenario.local_steps
         self.is_training = True
         for table in scenario.tables:
             created = client.declare(table, load=scenario.loads, dense=is_dense(table))
@@ -149,6 +159,7 @@ class SimulatedWorker:
             client.join(terms)
             self._meet(client, "begin")
         self._steps(client)
+        self._flush(client)  # a clock does not wait for one that has paused
         if client.membership is not None:
             client.membership.pause()
             self._meet(client, "end")
@@ -180,6 +191,17 @@ class SimulatedWorker:
             if self.scenario.splits and split >= 0 and member is not None:
                 self.sim.took(self.number, split, -1)  # it is given to another one when this one leaves
 
+    def _compress(self, client: Client, revision: int) -> None:
+        """Tell the shards how a table shall travel; those who follow it are sessions, which are not simulated."""
+        table = self.scenario.tables[0].name
+        try:
+            client.ask_all(Compress(revision=revision, tables=(TableCodecs(table=table, push="fp16s"),)))
+        except ShardUnavailable:
+            self._pause(client)
+        except InvalidRequest as error:
+            if "revision" not in error.message:
+                raise
+
     def _step(self, client: Client, clock: int) -> None:
         rng = np.random.default_rng([self.scenario.seed, self.number, self.incarnation, clock])
         chosen = [t for t in self.scenario.tables if rng.random() < 0.8]
@@ -187,6 +209,8 @@ class SimulatedWorker:
         ids = [np.arange(NUM_DENSE) if is_dense(t) else one for one, t in zip(ids, chosen, strict=True)]
         routes = [make_route(one, table.space_key, client.placement) for one, table in zip(ids, chosen, strict=True)]
         reads = [(table.name, route) for table, route in zip(chosen, routes, strict=True)]
+        if self.scenario.compresses and rng.random() < 0.2:
+            self._compress(client, 1 + clock)
         versions: dict[int, int] = {}
         rows = []
         if reads:
@@ -239,12 +263,22 @@ class SimulatedWorker:
 
     def _push(self, client: Client, gradients, clock: int, versions, lr_scale: float = 1.0) -> None:
         try:
-            client.push(gradients, clock=clock, versions=versions, weight=float(1 + self.number), lr_scale=lr_scale)
+            weight, difference = float(1 + self.number), self.scenario.local_steps
+            client.push(
+                gradients, clock=clock, versions=versions, weight=weight, lr_scale=lr_scale, difference=difference
+            )
         except ShardUnavailable:  # it is kept, and sent before the next one
             self._pause(client)
-        except InvalidRequest as error:  # perhaps of a push before, which was kept
-            if not self.scenario.refused or "lr_scale must be finite" not in error.message:
-                raise
+        except (InvalidRequest, BadOptimizer) as error:  # perhaps of a push before, which was kept
+            self._check_refused(error)
+
+    def _check_refused(self, error: EmbershardError) -> None:
+        """Raise what a push was not refused with on purpose."""
+        self.is_exact = False
+        if isinstance(error, BadOptimizer) and self.scenario.raises:
+            return
+        if not self.scenario.refused or "lr_scale must be finite" not in error.message:
+            raise error
 
     def _pause(self, client: Client) -> None:
         """A shard has not answered within the timeout of a call; the program tries on, or ends."""
@@ -275,10 +309,16 @@ class SimulatedWorker:
         payload = bytes([self.number]) * self.scenario.payload_bytes
         while True:
             try:
-                met = client.membership.rendezvous(name, payload)
+                # the others are past it where all leases ended, and this process began another job on the shards
+                timeout = timedelta(seconds=5) if self.incarnation > 1 and name == "begin" else None
+                met = client.membership.rendezvous(name, payload, wait_timeout=timeout)
                 self.sim.met(name, tuple(met))
                 return
             except RendezvousOver:
+                return
+            except WorkerLost:
+                if timeout is None:
+                    raise
                 return
             except MessageTooLarge:
                 if self.scenario.payload_bytes * self.scenario.workers <= self.scenario.max_message_bytes:
@@ -295,9 +335,8 @@ class SimulatedWorker:
                     client._pushes.deliver(client._call_push)
                 else:
                     client._deliver(client.membership)
-            except InvalidRequest as error:
-                if not self.scenario.refused or "lr_scale must be finite" not in error.message:
-                    raise
+            except (InvalidRequest, BadOptimizer) as error:
+                self._check_refused(error)
             except ShardUnavailable:
                 self._pause(client)
 

@@ -7,6 +7,8 @@ A checkpoint is a folder, `step-N`, in the folder of the job's checkpoints:
     worker-R.safetensors   what worker R has of its own: random numbers, running statistics
     checkpoint.json        the job, the step, and the sha256 of the files above
 
+A snapshot may be an increment of that of an earlier checkpoint (`checkpoint.incremental`), which then has to stay.
+
 checkpoint.json comes last and at once: a folder without it is no checkpoint, however far its writer came. The first
 worker writes all of it, so the folder must be one that all workers and shards see. The file BEST beside the checkpoints
 names the one with the weights of the best evaluation.
@@ -32,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from embershard.proto.errors import EmbershardError, JobError, SnapshotNotWritten, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
-from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, open_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 from embershard.worker.job.tabular import TabularSection
@@ -259,7 +261,8 @@ def whole_checkpoint(url: str, beside: str = "") -> str | None:
 class CheckpointFolder:
     """A folder of checkpoints, of which the newest `keep` and the best one stay. One process writes into it.
 
-    `source`, from which the run was resumed, stays too: workers that are started again begin with it.
+    `source`, from which the run was resumed, stays too: workers that are started again begin with it. So do those that
+    the ones that stay are increments of.
     """
 
     def __init__(self, url: str, keep: int = 2, source: Checkpoint | None = None) -> None:
@@ -322,7 +325,11 @@ class CheckpointFolder:
             with self._undone(name, before):
                 self._storage.make_folder(name)
                 if shards is not None:
-                    snapshot = begin_snapshot(shards, self._storage.at(name), SNAPSHOT, at_clock=0)
+                    parent = self._storage.at(f"{before[-1]}/{SNAPSHOT}") if before else None
+                    incremental = job.checkpoint.incremental
+                    snapshot = begin_snapshot(
+                        shards, self._storage.at(name), SNAPSHOT, at_clock=0, incremental=incremental, parent_url=parent
+                    )
         except EmbershardError as error:
             failure = error
 
@@ -356,13 +363,28 @@ class CheckpointFolder:
         """
         newest = whole[len(whole) - self._keep :] if self._keep < len(whole) else whole
         own = _step_of(whole[-1])
-        for name in self._storage.sizes(""):
-            kept = name in newest or self._storage.at(name) in (self._source, best)
-            kept = kept or (name not in whole and _OURS.fullmatch(name) is not None and _step_of(name) >= own)
-            if _OURS.fullmatch(name) and not kept:
+        names = [name for name in self._storage.sizes("") if _OURS.fullmatch(name)]
+        kept = {name for name in names if name in newest or self._storage.at(name) in (self._source, best)}
+        try:
+            kept |= {parent for name in kept for parent in self._parents(name)}
+        except SnapshotUnreadable as error:  # nobody knows now what they need
+            _log.warning("old checkpoints stay for now: %s", error)
+            return
+        for name in names:
+            if name not in kept and (name in whole or _step_of(name) < own):
                 with contextlib.suppress(EmbershardError):  # it is in nobody's way
                     self._storage.remove(f"{name}/{MANIFEST}")  # first: half of a checkpoint must not be found
                     self._storage.remove(name)
+
+    def _parents(self, name: str) -> list[str]:
+        """The checkpoints whose snapshots that of another one goes on from. SnapshotUnreadable."""
+        try:
+            chain = open_snapshot(self._storage.at(name), SNAPSHOT).chain
+        except SnapshotUnreadable:
+            raise
+        except EmbershardError:  # it has none, or is of no use
+            return []
+        return [posixpath.basename(posixpath.dirname(one.url)) for one in chain[1:]]
 
     @contextlib.contextmanager
     def _undone(self, name: str, before: list[str]) -> Iterator[None]:

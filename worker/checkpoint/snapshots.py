@@ -28,26 +28,29 @@ from embershard.proto.errors import (
     SnapshotScattered,
     SnapshotTimeout,
     SnapshotTooLate,
-    UnknownTable,
 )
 from embershard.proto.messages import Restore, Restored, Snapshot, Snapshotted, replace
-from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import (
     LATEST,
     MANIFEST,
     Manifest,
+    Parent,
     ShardPart,
     check_name,
+    is_parent_path,
     pack_manifest,
     unpack_manifest,
     unpack_part,
 )
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import StoredSnapshot
 from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 
 R = TypeVar("R", Snapshotted, Restored)
 
+MOST_INCREMENTS = 8  # of a full snapshot, and
+MOST_SHARE = 0.5  # of its bytes, in all of them: then another full one is taken
 WAIT_TIMEOUT = timedelta(seconds=120)  # without a row more, a snapshot or a restore times out
 _CANCEL_TIMEOUT = timedelta(seconds=10)  # a storage that hangs holds nobody longer
 _PAUSES = (0.005, 0.25)  # seconds between two looks at the shards: the first, and the longest
@@ -64,32 +67,11 @@ class SnapshotInfo:
     name: str
     clock: int  # the first one that was not closed
     rows: int
-    bytes: int
+    bytes: int  # of the files written
     files: int
     seconds: float
     stall_ms: float  # for how long a shard answered nobody, at most
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSnapshot:
-    """A snapshot as it lies in its storage, in a folder of it."""
-
-    storage: Storage
-    folder: str
-    manifest: Manifest
-    sha256: str  # of the manifest, hex
-
-    def read_table(self, table: str) -> Iterator[tuple[Ids, Floats, Floats]]:
-        """(ids (n,), rows (n, dim), state (n, num_state)) of a table, a file at a time, each checked.
-
-        UnknownTable where it has none of that name, SnapshotDamaged where a file is not what was written.
-        """
-        blocks = self.manifest.tables.get(table)
-        if blocks is None:
-            known = ", ".join(sorted(self.manifest.tables)) or "none"
-            raise UnknownTable(shard=self.storage.at(self.folder), table=table, known=known)
-        for file in blocks.files:
-            yield read_block(self.storage, self.folder, file, blocks)
+    parent: str = ""  # the folder of the snapshot that it is an increment of
 
 
 def open_snapshot(url: str, name: str = "") -> StoredSnapshot:
@@ -138,14 +120,23 @@ def take_snapshot(
     extra: Mapping[str, object] | None = None,
     at_clock: int | None = None,
     keep: int = 0,
+    incremental: bool = False,
     wait_timeout: timedelta = WAIT_TIMEOUT,
 ) -> SnapshotInfo:
     """Take a snapshot of all shards into a folder of `url` and wait until it is whole; see `begin_snapshot`."""
-    return begin_snapshot(client, url, name, at_clock=at_clock, wait_timeout=wait_timeout).finish(extra, keep=keep)
+    running = begin_snapshot(client, url, name, at_clock=at_clock, incremental=incremental, wait_timeout=wait_timeout)
+    return running.finish(extra, keep=keep)
 
 
 def begin_snapshot(
-    client: Client, url: str, name: str = "", *, at_clock: int | None = None, wait_timeout: timedelta = WAIT_TIMEOUT
+    client: Client,
+    url: str,
+    name: str = "",
+    *,
+    at_clock: int | None = None,
+    incremental: bool = False,
+    parent_url: str | None = None,
+    wait_timeout: timedelta = WAIT_TIMEOUT,
 ) -> RunningSnapshot:
     """Have all shards take a snapshot into the folder `name` (default: the time) of `url`, a folder or fsspec URL.
 
@@ -153,6 +144,11 @@ def begin_snapshot(
     at once, on each shard for itself. By default it is a clock soon to come where workers train synchronously (for one
     of these workers: the one after its last push), and 0 otherwise. When this returns, each shard holds the moment, or
     waits for the clock: what this worker pushes from now on is not in the snapshot.
+
+    With `incremental` it has only the rows that changed since the latest snapshot of the folder, or the one that is
+    `parent_url`, if that was taken so, too; it is of no use without that one. After eight of these, or where they would
+    take more than half of a full one's bytes in all, it is a full one. A shard that does not know what has changed, as
+    after a restart, writes all of its rows.
 
     `wait_timeout`: without a row more for so long, it times out. SnapshotExists, SnapshotNotWritten, SnapshotTooLate,
     RowsLost.
@@ -164,14 +160,25 @@ def begin_snapshot(
     storage.make_folder(name)
     if MANIFEST in storage.sizes(name):
         raise SnapshotExists(path=storage.at(name))
+    parent = _parent_for(storage, name, parent_url) if incremental else None
     margin = _MARGIN
     for left in reversed(range(_TRIES)):
         clock = _next_common_clock(client, margin) if at_clock is None else at_clock
         running = RunningSnapshot(
             client,
             storage,
-            Snapshot(url=storage.url, name=name, id=secrets.randbits(64), at_clock=clock, step="begin"),
+            Snapshot(
+                url=storage.url,
+                name=name,
+                id=secrets.randbits(63) + 1,
+                at_clock=clock,
+                step="begin",
+                incremental=incremental,
+                parent=0 if parent is None else parent.id,
+                max_share=0.0 if parent is None else parent.room,
+            ),
             wait_timeout,
+            None if parent is None else parent.named,
         )
         try:
             running.start()
@@ -186,8 +193,11 @@ def begin_snapshot(
 class RunningSnapshot:
     """A snapshot that the shards write."""
 
-    def __init__(self, client: Client, storage: Storage, request: Snapshot, wait_timeout: timedelta) -> None:
+    def __init__(
+        self, client: Client, storage: Storage, request: Snapshot, wait_timeout: timedelta, parent: Parent | None = None
+    ) -> None:
         self._client, self._storage, self._request, self._wait_timeout = client, storage, request, wait_timeout
+        self._parent = parent
         self._started = time.monotonic()
 
     @property
@@ -248,8 +258,13 @@ class RunningSnapshot:
         replies = _await(self._client, self._request, Snapshotted, "done", self._wait_timeout)
         shards = self._client.placement.shards
         parts = tuple(self._part(shard, reply) for shard, reply in zip(shards, replies, strict=True))
-        manifest = Manifest(self.name, time.time(), _version(), parts, extra)
-        self._storage.replace(f"{self.name}/{MANIFEST}", pack_manifest(manifest))
+        is_increment = any(table.increment for part in parts for table in part.tables)
+        parent = self._parent if is_increment else None
+        number = self._request.id if self._request.incremental else 0
+        manifest = Manifest(self.name, time.time(), _version(), parts, extra, number, parent)
+        data = pack_manifest(manifest)
+        chain = StoredSnapshot(self._storage, self.name, manifest, "").chain  # somebody may have removed its parent
+        self._storage.replace(f"{self.name}/{MANIFEST}", data)
         self._storage.replace(LATEST, f"{self.name}\n".encode())
         if keep:
             _prune(self._storage, keep, self.name)
@@ -262,6 +277,7 @@ class RunningSnapshot:
             files=sum(reply.files for reply in replies),
             seconds=time.monotonic() - self._started,
             stall_ms=max(reply.stall_ms for reply in replies),
+            parent=chain[1].url if len(chain) > 1 else "",
         )
 
     def _part(self, shard: int, reply: Snapshotted) -> ShardPart:
@@ -377,6 +393,34 @@ def _next_common_clock(client: Client, margin: int) -> int:
     return max(one.clock for one in status) + margin
 
 
+@dataclass(frozen=True, slots=True)
+class _ParentForNext:
+    """A snapshot that the next one may be an increment of, as its manifest names it; and `room` for that one."""
+
+    id: int
+    named: Parent
+    room: float  # of a full snapshot's bytes
+
+
+def _parent_for(storage: Storage, name: str, url: str | None) -> _ParentForNext | None:
+    """The parent of the next snapshot: the latest of the storage, or that at `url`; None where it is to be full."""
+    try:
+        parent = open_snapshot(storage.url if url is None else url)
+        if not parent.manifest.id or len(parent.chain) > MOST_INCREMENTS:
+            return None
+        full = increments = 0
+        for _, blocks in (layer for shards in parent.layers.values() for layers in shards for layer in layers):
+            size = sum(file.bytes for file in blocks.files)
+            full, increments = (full, increments + size) if blocks.increment else (full + size, increments)
+    except EmbershardError:  # without a parent that can be read there is no increment
+        return None
+    room = MOST_SHARE - increments / max(full, 1)
+    path = posixpath.relpath(parent.url, storage.at(name))
+    if room <= 0 or not is_parent_path(path):
+        return None
+    return _ParentForNext(parent.manifest.id, Parent(path, parent.sha256), room)
+
+
 def _latest(storage: Storage) -> str:
     try:
         name = storage.read(LATEST).decode(errors="replace").strip()
@@ -394,8 +438,12 @@ def _others(storage: Storage) -> str:
 
 
 def _prune(storage: Storage, keep: int, newest: str) -> None:
-    """Remove all whole snapshots but the last `keep`, and what the unfinished ones have left."""
+    """Remove all whole snapshots but the last `keep`, and what the unfinished ones have left.
+
+    A full snapshot counts as one with its increments: none of them may go before the last.
+    """
     whole: list[tuple[float, str]] = []
+    parents: dict[str, str] = {}
     for name in [name for name, size in storage.sizes("").items() if size is None]:
         entries = storage.sizes(name)
         parts = [part for part, size in entries.items() if size is None and _PART.fullmatch(part)]
@@ -405,9 +453,20 @@ def _prune(storage: Storage, keep: int, newest: str) -> None:
             continue
         with suppress(EmbershardError, FileNotFoundError):  # what we cannot read is not ours to remove
             data = storage.read(f"{name}/{MANIFEST}")
-            whole.append((unpack_manifest(data, storage.at(name)).created, name))
-    for _, name in sorted(whole)[:-keep]:
-        if name != newest:
+            manifest = unpack_manifest(data, storage.at(name))
+            whole.append((manifest.created, name))
+            if manifest.parent is not None and posixpath.dirname(manifest.parent.path) == "..":
+                parents[name] = posixpath.basename(manifest.parent.path)
+
+    def first(name: str) -> str:
+        while name in parents:
+            name = parents[name]
+        return name
+
+    whole.sort(reverse=True)  # increments before what they need
+    kept = list(dict.fromkeys(first(name) for _, name in whole))[:keep]
+    for _, name in whole:
+        if name != newest and first(name) not in kept:
             storage.remove(f"{name}/{MANIFEST}")  # first: from here on it is none
             _remove(storage, name, [part for part in storage.sizes(name) if _PART.fullmatch(part)])
 

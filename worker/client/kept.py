@@ -21,11 +21,12 @@ KEPT_PUSHES = 2048
 
 @dataclass(slots=True)
 class _Kept:
-    """A push, and whether it was answered."""
+    """A push, whether it was answered, and what the shard's next process has said to it before its sender knew."""
 
     push: Push
     num_bytes: int
     is_answered: bool = False
+    outcome: Reply | EmbershardError | None = None
 
 
 class KeptPushes:
@@ -49,10 +50,12 @@ class KeptPushes:
     def answered(self, shard: int, push: Push) -> None:
         """A push was answered before it is safe."""
         with self._lock:
-            for kept in reversed(self._kept[shard]):
-                if kept.push.token.seq == push.token.seq:
-                    kept.is_answered = True
+            kept = next((one for one in self._kept[shard] if one.push.token.seq == push.token.seq), None)
+            if kept is not None:
+                kept.is_answered = True
             self._drop(shard)
+        if kept is not None and kept.outcome is not None:  # it was sent again while another shard was waited for
+            self._settle(shard, kept.push, kept.outcome)
 
     def remove(self, shard: int, push: Push) -> None:
         """A push is safe, or was refused."""
@@ -73,8 +76,9 @@ class KeptPushes:
 
     def first_seq(self, shard: int) -> int | None:
         """Of the first push that is kept for a shard."""
-        kept = self._kept[shard]
-        return kept[0].push.token.seq if kept else None
+        with self._lock:  # a reply to another thread may drop it in between
+            kept = self._kept[shard]
+            return kept[0].push.token.seq if kept else None
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
@@ -82,12 +86,14 @@ class KeptPushes:
 
     def is_full(self, shard: int, push: Push) -> bool:
         """Whether a push has to wait until some of these are safe."""
-        kept = len(self._kept[shard])
-        return kept >= KEPT_PUSHES or (kept > 0 and self._bytes[shard] + _num_bytes(push) > KEPT_BYTES)
+        with self._lock:
+            kept = len(self._kept[shard])
+            return kept >= KEPT_PUSHES or (kept > 0 and self._bytes[shard] + _num_bytes(push) > KEPT_BYTES)
 
     def unsafe(self, shards: Iterable[int]) -> list[int]:
         """Those of the shards that have answered a push which is not safe yet."""
-        return [shard for shard in shards if (kept := self._kept[shard]) and kept[0].is_answered]
+        with self._lock:
+            return [shard for shard in shards if (kept := self._kept[shard]) and kept[0].is_answered]
 
     def resend(self, shard: int, term: int, send: Callable[[Push], Reply | EmbershardError]) -> EmbershardError | None:
         """Send all that is kept to the shard's process of this term, in order; an error where that is not done.
@@ -103,14 +109,19 @@ class KeptPushes:
                 outcome = send(replace(push, tables=tuple(replace(part, route=0) for part in push.tables)))
             if isinstance(outcome, EmbershardError) and outcome.retryable:
                 return outcome
-            if not kept.is_answered:
-                continue  # its sender is told
-            if isinstance(outcome, EmbershardError):
-                with self._lock:
-                    self._refused.append((shard, push, outcome))
-            if not (isinstance(outcome, Pushed) and outcome.early):
-                self.remove(shard, push)
+            with self._lock:
+                kept.outcome = None if isinstance(outcome, Pushed) and outcome.early else outcome
+                is_answered = kept.is_answered  # else its sender is told
+            if is_answered and kept.outcome is not None:
+                self._settle(shard, push, kept.outcome)
         return None
+
+    def _settle(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
+        """A push that was answered is safe in the shard's next process, or was refused by it."""
+        if isinstance(outcome, EmbershardError):
+            with self._lock:
+                self._refused.append((shard, push, outcome))
+        self.remove(shard, push)
 
     def take_refused(self) -> list[tuple[int, Push, EmbershardError]]:
         """The pushes that a shard had answered, and its next process has refused: told of once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -305,7 +306,11 @@ class Membership:
             shard: Heartbeat(worker=self.worker, epoch=self._epoch, term=self._connections.term(shard))
             for shard in self._connections.shards
         }
+        lost_leases = self.lost_leases
         outcomes = self._connections.call(beats, timeout=timeout, counted=False, awaits_recovery=False)
+        if self.paused and self.may_rejoin and any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
+            with suppress(EmbershardError):  # the next heartbeat tries again
+                self.rejoin(lost_leases)  # no request of its own would say so, and others may wait for it there
         first = outcomes[self._connections.shards[0]]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)

@@ -178,7 +178,7 @@ class PushQueue:
             self._settle(shard, push, error, gathers=gathers)
             if not _is_late(push, error, member) and not isinstance(error, LeaseLost):
                 self._refused = self._refused or error
-        while batch := {shard: waiting[0] for shard, waiting in sorted(self._waiting.items()) if waiting}:
+        while batch := {shard: self._head(shard) for shard, waiting in sorted(self._waiting.items()) if waiting}:
             silent: EmbershardError | None = None
             for shard, outcome in call(batch).items():
                 if isinstance(outcome, EmbershardError) and may_be_unhandled(outcome):
@@ -203,6 +203,18 @@ class PushQueue:
         if refused is not None:
             raise refused
         return Pushed(duplicate, applied, skipped)
+
+    def _head(self, shard: int) -> Push:
+        """The next push to a shard. It says that those before it were answered, also of the same update.
+
+        Else a shard that has lost one of them with its machine's power would take it.
+        """
+        push = self._waiting[shard][0]
+        kept, seq = self._kept.first_seq(shard), push.token.seq
+        first = min(seq if kept is None else kept, self._loading.get(shard, seq))
+        if first > push.token.first_incomplete:
+            push = self._waiting[shard][0] = replace(push, token=replace(push.token, first_incomplete=first))
+        return push
 
     def _with_ids(self, push: Push) -> Push:
         """The same push, with its ids in place of route numbers."""

@@ -339,12 +339,14 @@ class CheckpointSection(Section):
 
     The newest `keep` stay. `every` counts in the unit of the run; without it there is one with each evaluation. The end
     of a run is one too. With `best` that of the best evaluation stays beside them, and `restore_best` puts its weights
-    back at the end of the run. Without a folder `embershard train` keeps the best one in the run's own folder.
+    back at the end of the run. Without a folder `embershard train` keeps the best one in the run's own folder. With
+    `incremental` shards write the rows that changed since the checkpoint before, which stays as long as it is needed.
     """
 
     folder: Annotated[str, Field(min_length=1)] | None = None
     every: Count | None = None
     keep: Count = 2
+    incremental: bool = False
     best: bool = True
     restore_best: bool = True
 

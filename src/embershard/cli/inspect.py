@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from embershard.worker.checkpoint.snapshots import StoredSnapshot, list_snapshots, open_snapshot
+from embershard.proto.snapshot.stored import StoredSnapshot
+from embershard.worker.checkpoint.snapshots import list_snapshots, open_snapshot
 
 
 def inspect(
@@ -29,6 +30,9 @@ def inspect(
         f"[bold]{escape(manifest.name)}[/]: {taken}, embershard {escape(manifest.package)}, "
         f"{manifest.num_shards} shards, clock {manifest.clock}, {manifest.rows:,} rows, {manifest.bytes / 1e6:,.1f} MB"
     )
+    if manifest.parent is not None:
+        before = [one.url for one in stored.chain[1:]]
+        console.print("increment of: " + escape(", ".join(before)))
     if manifest.extra:
         console.print("extra: " + escape(", ".join(map(str, manifest.extra))))
     view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -38,7 +42,7 @@ def inspect(
         view.add_column(word, justify="right", no_wrap=True)
     for blocks in manifest.tables.values():
         size = sum(file.bytes for file in blocks.files) / 1e6
-        numbers = (blocks.spec.dim, blocks.num_state, f"{blocks.rows:,}", len(blocks.files), f"{size:,.1f}")
+        numbers = (blocks.spec.dim, blocks.num_state, f"{blocks.total_rows:,}", len(blocks.files), f"{size:,.1f}")
         view.add_row(escape(blocks.spec.name), escape(blocks.spec.optimizer.name), *map(str, numbers))
     console.print(view)
     if verify:

@@ -6,7 +6,6 @@ import re
 
 import typer
 
-from embershard.doctor.machine import smallest_memory_limit
 from embershard.ps.memory import physical_memory
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", start=1)}}
@@ -19,7 +18,9 @@ def memory_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if not found:
         return file_bytes(text, "--memory", "4GiB, 500MB or 80%")
-    whole = min(smallest_memory_limit() or physical_memory(), physical_memory())
+    from embershard.doctor import machine  # with all that compiles, for which `embershard train` need not wait
+
+    whole = min(machine.smallest_memory_limit() or physical_memory(), physical_memory())
     return _checked(text, float(found[1]) * 0.01 * whole, "--memory")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import posixpath
 from datetime import timedelta
 from typing import Annotated
 
@@ -30,7 +31,20 @@ def snapshot(
             min=0,
         ),
     ] = None,
-    keep: Annotated[int, typer.Option(help="Remove all snapshots of the folder but the last so many.", min=0)] = 0,
+    keep: Annotated[
+        int,
+        typer.Option(
+            help="Remove all snapshots of the folder but the last so many; one and its increments count once.", min=0
+        ),
+    ] = 0,
+    incremental: Annotated[
+        bool,
+        typer.Option(
+            "--incremental",
+            help="Write only the rows that changed since the latest snapshot of the folder, which was taken so, too; "
+            "now and then all of them.",
+        ),
+    ] = False,
     wait_timeout: Annotated[
         float, typer.Option(help="Time out after so many seconds in which nothing was written.", min=0.1)
     ] = WAIT_TIMEOUT.total_seconds(),
@@ -38,9 +52,12 @@ def snapshot(
     """Take a snapshot of all shards, rows and optimizer states, while they go on serving."""
     with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT)) as client:
         wait = timedelta(seconds=wait_timeout)
-        taken = take_snapshot(client, folder, name, at_clock=at_clock, keep=keep, wait_timeout=wait)
+        taken = take_snapshot(
+            client, folder, name, at_clock=at_clock, keep=keep, incremental=incremental, wait_timeout=wait
+        )
+    increment = f"an increment of {posixpath.basename(taken.parent)}, " if taken.parent else ""
     typer.echo(
-        f"{taken.url}/{taken.name}: {taken.rows:,} rows, {taken.bytes / 1e6:,.1f} MB in {taken.files} files of "
-        f"{client.num_shards} shards, clock {taken.clock}; {taken.seconds:.1f} s, the shards paused for "
+        f"{taken.url}/{taken.name}: {increment}{taken.rows:,} rows, {taken.bytes / 1e6:,.1f} MB in {taken.files} files "
+        f"of {client.num_shards} shards, clock {taken.clock}; {taken.seconds:.1f} s, the shards paused for "
         f"{taken.stall_ms:.1f} ms"
     )

@@ -10,6 +10,7 @@ from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, size, warn
 from embershard.proto.errors import BadSnapshotName
 from embershard.proto.snapshot.storage import Storage
+from embershard.worker.checkpoint.snapshots import MOST_SHARE
 
 _LITTLE_SPACE = 2**30
 _NO_SPACE = 2**26
@@ -58,7 +59,7 @@ def run_folder(case: Case) -> Finding:
 def checkpoint_folder(case: Case) -> Finding | None:
     """checkpoint.folder, against what the tables of the running shards hold.
 
-    One more is written beside those kept, which are the newest ones and the best one.
+    One more is written beside those kept, which are the newest ones and the best one; each with its increments.
     """
     section = case.job.checkpoint if case.job is not None else None
     if section is None or section.folder is None:
@@ -70,7 +71,8 @@ def checkpoint_folder(case: Case) -> Finding | None:
             return fail(str(error))
         return ok(f"{section.folder}: remote storage, in which nothing is tried")
     held = sum(table.bytes for _, status in case.statuses for table in status.tables)
-    return _folder(Path(section.folder), held * (section.keep + 1 + section.best))
+    of_each = 1 + MOST_SHARE * section.incremental
+    return _folder(Path(section.folder), int(held * ((section.keep + section.best) * of_each + 1)))
 
 
 @check(

@@ -115,3 +115,11 @@ def test_every_delivery_is_judged_as_by_a_model_that_never_forgets(tokens):
         except (StaleWorker, MemoryLost) as error:
             got = type(error)
         assert got == model.offer(token), token
+
+
+def test_a_first_push_that_was_put_off_is_a_change_of_the_state_once():
+    """Its incarnation is known from then on, which a replay has to know, too."""
+    dedup = Dedup()
+    assert [dedup.settle(0, 1, 0), dedup.settle(0, 1, 0), dedup.settle(0, 2, 0), dedup.settle(0, 2, 3)] == [
+        True, False, True, True,
+    ]  # fmt: skip

@@ -217,9 +217,9 @@ class TestMemory:
         for table in tables:
             push(table, np.arange(1000))
         frozen = tables[0].freeze()
-        assert budget.used == sum(table.nbytes for table in tables) + 10 * 1000
+        assert budget.used == sum(table.nbytes for table in tables) + 14 * 1000
         push(tables[0], np.arange(10))
-        assert budget.used == sum(table.nbytes for table in tables) + 10 * 1000 + 10 * 32 * 4
+        assert budget.used == sum(table.nbytes for table in tables) + 14 * 1000 + 10 * 32 * 4
         tables[0].thaw(frozen)
         del frozen, table
         tables.clear()

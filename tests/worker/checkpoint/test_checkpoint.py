@@ -24,7 +24,7 @@ from embershard.worker.checkpoint.checkpoint import (
     OtherJob,
     find_checkpoint,
 )
-from embershard.worker.checkpoint.snapshots import restore_snapshot
+from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.training import CheckpointSection
@@ -105,6 +105,9 @@ STANDING = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.0}}
 CACHED = {"optimizer": ADAM, "cache": {"rows": 50, "staleness": 3}}
 
 
+INCREMENTS = {"every": 1, "incremental": True}
+
+
 def every(evaluate, checkpoint):
     return {"evaluate": {"every": evaluate}, "checkpoint": {"every": checkpoint}}
 
@@ -118,6 +121,15 @@ RESUMED = {
     "no shards": (28, {"strategy": "local", "dense": {"optimizer": ADAM}}),
     "local steps": (20, {"train": {"steps": 50, "staleness": "local(7)"}, **every(30, 20)}),
     "cache": (30, {"train": {"steps": 50, "prefetch": None}, **every(50, 15), "embedding": CACHED}),
+    "increments": (
+        13,
+        {
+            "strategy": "hybrid",
+            "model": {"name": "fm"},
+            "train": {"steps": 16, "batch_size": 2},
+            "checkpoint": INCREMENTS,
+        },
+    ),
     "codecs by a schedule": (28, {"compression": SWITCHED, "dense": {"optimizer": {"name": "sgd", "lr": 0.01}}}),
 }
 
@@ -133,6 +145,8 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(make_s
     whole = train(trained, session())
     found = checkpoint(tmp_path, from_step)
     assert bool(found.manifest.snapshot) == trained.has_shards
+    if trained.checkpoint.incremental:
+        assert read_manifest(found.url, SNAPSHOT).parent is not None
     torch.manual_seed(99)
     resumed = train(trained, session(), found)
     assert resumed.same(whole)

@@ -10,7 +10,7 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
-from embershard.proto.messages import Heartbeat, Push, Pushed
+from embershard.proto.messages import Greeting, Heartbeat, Push, Pushed
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
@@ -19,6 +19,7 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client import kept as kept_module
 from embershard.worker.client.client import Client
+from embershard.worker.client.connections import ShardConnection, ShardConnections
 from embershard.worker.client.kept import KeptPushes
 from embershard.worker.client.membership import Terms
 from harness.eventually import eventually
@@ -150,23 +151,8 @@ def test_what_was_answered_and_is_lost_with_its_machine_is_sent_again_first_and_
         assert row(client, **clock) == -number - 1  # waits for the clock, which only what is sent again can close
     assert machine.restarts == 4
     assert [r.token.seq for r in machine.seen if isinstance(r, Push)] == [
-        1,
-        2,
-        3,
-        3,
-        4,
-        5,
-        6,
-        6,
-        7,
-        8,
-        9,
-        9,
-        10,
-        11,
-        12,
-        12,
-    ]
+        1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 10, 11, 12, 12
+    ]  # fmt: skip
     client.close()
 
 
@@ -310,6 +296,38 @@ def test_a_reply_that_overtakes_the_answer_of_a_push_is_not_forgotten():
     assert kept.first_seq(0) == 1  # it is on its way
     kept.answered(0, one)
     assert kept.first_seq(0) is None
+
+
+@pytest.mark.parametrize("outcome", [Pushed(True, 1, 0), errors.LeaseLost(worker=0, lease_ms=1)])
+def test_a_push_that_was_sent_again_before_its_sender_knew_its_early_answer_is_not_kept_for_ever(outcome):
+    """The shard's next process has it, or refuses it; it does not speak of it in later replies."""
+    kept, one = KeptPushes(), push(gradients([1]))
+    kept.add(0, one)
+    assert kept.resend(0, 2, lambda push: outcome) is None  # while the call waits for another shard
+    assert kept.first_seq(0) == 1
+    kept.answered(0, one)
+    assert (kept.first_seq(0), kept.unsafe([0])) == (None, [])
+    assert [error for _, _, error in kept.take_refused()] == [outcome] * isinstance(outcome, errors.LeaseLost)
+
+
+def test_a_kept_push_of_a_table_that_is_lost_ends_with_an_error():
+    """A loss of power, in mode log, may take the declare of a table, and leave the lineage."""
+    asked, terms = [], iter(range(1, 1000))
+
+    def handle(request):
+        asked.append(request)
+        if isinstance(request, Push):
+            raise errors.UnknownTable(shard="", table="t", known="")
+        term = next(terms)
+        process = {"instance": f"{min(term, 2)}", "term": min(term, 2), "lineage": 5}
+        return Greeting(num_shards=1, placement_epoch=1, max_message_bytes=2**20, **process)
+
+    transport, timeout = LocalTransport(handle, "here"), timedelta(seconds=2)
+    connections = ShardConnections([ShardConnection(transport, handle(None))], 0, timeout)
+    connections.kept.add(0, one := push(gradients([1])))
+    connections[0].suspect = True
+    assert isinstance(connections.call({0: one})[0], errors.UnknownTable)
+    assert len(asked) < 10
 
 
 def test_close_waits_until_all_is_safe():

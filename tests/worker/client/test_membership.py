@@ -191,6 +191,17 @@ def test_a_pause_outlives_a_lost_lease(make_pair):
     assert lost.stats.lost_leases == 1
 
 
+def test_a_paused_worker_that_lost_its_lease_joins_again_with_its_next_heartbeat(make_pair):
+    """No request of its own tells it, and a job that others begin anew on the shard would wait for it."""
+    job, lost, other = make_pair(staleness=0)
+    lost.membership.pause()
+    lose_lease(job, other)
+    lost.membership._heartbeat(LONG)
+    for wire in job.wires:
+        assert {m.worker: m.paused for m in wire.shard.status().members} == {0: True, 1: False}
+    assert lost.stats.lost_leases == 1
+
+
 def test_a_paused_worker_is_not_waited_for_waits_for_nobody_and_resumes_where_it_is_told(make_pair):
     job, paused, other = make_pair(staleness=0)
     paused.membership.resume(6)

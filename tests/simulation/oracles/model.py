@@ -12,12 +12,13 @@ import numpy as np
 
 from embershard.proto.codec.payload import decode
 from embershard.proto.messages import Declare, Join, Leave, Load, Push
+from embershard.proto.spec import Custom
 from embershard.ps.events import Event, Expired, PushEvent, Settled, Term
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reference import ReferenceTable, sum_gradients
 
 TERM_VERSIONS = 2**32
-OPTIMIZERS = OptimizerRegistry()
+OPTIMIZERS = OptimizerRegistry(["simulation.raising_rows"])
 
 
 @dataclass
@@ -35,6 +36,7 @@ class ModelPush:
     """What a worker has pushed of a clock."""
 
     parts: list = field(default_factory=list)
+    difference: bool = False
     weight: float = 0.0
     complete: bool = False
 
@@ -95,11 +97,14 @@ class ModelShard:
         if member is not None and self.staleness == 0:
             kept = self.pending.setdefault(push.clock, {}).setdefault((member.worker, member.epoch), ModelPush())
             kept.parts += parts
+            kept.difference = push.difference
             kept.weight, kept.complete = float(np.float32(push.weight)), push.last
         else:
             divisor = 1.0 if member is None or not self.aware else float(max(1, self._missed(push.version)))
-            for name, ids, rows, rate, ages in parts:
-                self.tables[name].apply(ids, rows, rate / divisor, ages)
+            if not self._apply_parts(parts, push.difference, divisor):
+                window = self._window(push.token.worker, push.token.epoch)
+                window.settled = max(window.settled, push.token.seq)
+                return 0, 0
             self.version += push.last
         window = self._window(push.token.worker, push.token.epoch)
         self._record(window, push, applied, skipped)
@@ -107,6 +112,41 @@ class ModelShard:
             member.clock = max(member.clock, push.clock + 1)
             self._close()
         return applied, skipped
+
+    def _apply_parts(self, parts: list, difference: bool, divisor: float = 1.0) -> bool:
+        """Apply all of them or none; False where a row function raises, which leaves new rows."""
+        raising, others = [], []
+        for part in parts:
+            (raising if isinstance(self.tables[part[0]].spec.optimizer, Custom) else others).append(part)
+        before = [(name, id_, *self._record_of(name, id_)) for name, ids, *_ in raising for id_ in ids.tolist()]
+        try:
+            for name, ids, rows, rate, ages in [
+                *raising,
+                *(part for part in parts if not any(part is one for one in raising)),
+            ]:
+                if difference:
+                    self._add(name, ids, rows)
+                else:
+                    self.tables[name].apply(ids, rows, rate / divisor, ages)
+        except ValueError:
+            for name, id_, weights, state in before:
+                self.tables[name]._rows[id_] = weights, state
+            return False
+        return True
+
+    def _record_of(self, name: str, id_: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of a row and its state, or those that it would begin with."""
+        table = self.tables[name]
+        if id_ in table._rows:
+            weights, state = table._rows[id_]
+            return weights.copy(), state.copy()
+        return table.gather(np.array([id_]))[0], table._optimizer.initial(table.spec.dim, table._params)
+
+    def _add(self, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
+        for id_, row in zip(ids.tolist(), rows, strict=True):
+            if np.isfinite(row).all():
+                weights, state = self._record_of(name, id_)
+                self.tables[name]._rows[id_] = weights + row, state
 
     def _load(self, load: Load) -> tuple[int, int]:
         self.tables[load.table].load(
@@ -221,8 +261,7 @@ class ModelShard:
 
     def _apply_clock(self, pushes: list[ModelPush]) -> None:
         if len(pushes) == 1:
-            for name, ids, rows, rate, ages in pushes[0].parts:
-                self.tables[name].apply(ids, rows, rate, ages)
+            self._apply_parts(pushes[0].parts, pushes[0].difference)
             return
         total = sum(push.weight for push in pushes)
         by_table: dict[str, list] = {}
@@ -238,4 +277,4 @@ class ModelShard:
             ids = np.array(list(sums), np.int64)
             aged = any(part[4] is not None for part in parts)
             counts = np.array([ages[one] for one in ids.tolist()], np.float32) if aged else None
-            self.tables[name].apply(ids, np.stack(list(sums.values())), parts[0][3], counts)
+            self._apply_parts([(name, ids, np.stack(list(sums.values())), parts[0][3], counts)], pushes[0].difference)

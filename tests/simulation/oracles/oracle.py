@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost
-from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Rows
+from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows
+from embershard.proto.routing import Placement
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
-from embershard.ps.events import Event, PushEvent, Term, encode_event
+from embershard.ps.events import Event, PushEvent, Settled, Term, encode_event
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.recovery import EventReader
 
-from .disk import MachineDisk
-from .model import ModelShard
-from .network import SimulatedCall
-from .world import World
+from ..machinery.disk import MachineDisk
+from ..machinery.network import SimulatedCall
+from ..machinery.world import World
+from .model import OPTIMIZERS, ModelShard
 
 READS = (Pull, Heartbeat, Hello, GetStatus)
 Token = tuple[int, int, int]  # worker, epoch, seq
@@ -31,17 +33,16 @@ class Sent:
 
     request: Push | Load
     content: bytes
-    state: str = "open"  # "acknowledged", "refused"
-    number: int = 0
+    state: str = "open"  # "early": answered before it was safe; "acknowledged", "refused"
 
 
 @dataclass
 class Logged:
     """An event as the shard gave it to its log."""
 
-    kind: int
     body: bytes
     event: Event
+    failed: bool  # it ended with an error, and changed no more than that it leaves new rows
 
 
 @dataclass
@@ -57,13 +58,20 @@ class ShardOracle:
     contents: dict[bytes, Token] = field(default_factory=dict)
     lsn_of: dict[Token, int] = field(default_factory=dict)
     released: int = 0  # the highest LSN that an answer which has left stands for
+    released_early: int = 0  # the same of answers that only say that the process may end
     may_lose: bool = False  # since the last recovery the machine lost power in mode `log`
+    may_lose_early: bool = False  # since the last recovery the machine lost power
+    logged: set[Token] = field(default_factory=set)  # that were events once
+    missing: set[Token] = field(default_factory=set)  # answered early, and lost; their senders have them
     damaged: Any = None  # (LSN, path name) that was flipped in a file
+    damaged_base: str = ""  # name of the base in which a bit was flipped
     lost: set[Token] = field(default_factory=set)  # acknowledged, and lost with the machine's power
     has_lost: bool = False  # whether anything that was answered is lost with the machine's power
+    settled: dict[Token, int] = field(default_factory=dict)  # LSN of the event that says so
     term: int = 0
     expired: int = 0
     recoveries: int = 0
+    bases: int = 0  # that recoveries began with
 
     def fail(self, what: str) -> None:
         self.world.fail(f"shard {self.shard}: {what}")
@@ -104,17 +112,31 @@ class ShardOracle:
     def answered(self, call: SimulatedCall, outcome: object) -> None:
         """A client has its reply, or knows that none comes."""
         request = call.request
+        for token in self._acknowledged_by(request, outcome):
+            if self.sent[token].state == "early":
+                self.sent[token].state = "acknowledged"
         if not isinstance(request, Push | Load) or request.token is None:
             return
         sent = self.sent[_token(request)]
         if isinstance(outcome, EmbershardError):
             if not outcome.retryable and type(outcome).__name__ != "UnknownRoute":
                 sent.state = "refused"
+                self.missing.discard(_token(request))
             if isinstance(outcome, MemoryLost):
+                self.world.covered["loss of power told by MemoryLost"] += 1
                 self.world.note("memory lost", self.shard, _token(request))
         elif not isinstance(outcome, Exception):
-            sent.state = "acknowledged"
-            if _token(request) not in self.lsn_of:
+            self.world.covered["duplicates answered"] += isinstance(outcome, Pushed) and outcome.duplicate
+            self.world.covered["pushes answered early"] += isinstance(outcome, Pushed) and outcome.early
+            if not (isinstance(outcome, Pushed) and outcome.early):
+                sent.state = "acknowledged"
+            elif sent.state != "acknowledged":
+                sent.state = "early"
+            if sent.state == "early" and _token(request) not in self.lsn_of:
+                self.missing.add(_token(request))  # its answer was on its way while the machine lost power
+            elif _token(request) not in self.lsn_of and self.has_lost and _token(request) in self.logged:
+                self.lost.add(_token(request))  # its answer was on its way while the machine lost power
+            elif _token(request) not in self.lsn_of:
                 self.fail(f"push {_token(request)} was acknowledged and is no event")
 
     # the shard
@@ -127,14 +149,17 @@ class ShardOracle:
             self.fail(f"LSN {lsn} after {len(self.history)}")
             return
         kind = type(event).__name__
+        self.world.covered[f"event {kind}" + (" that ends with an error" if outcome.error is not None else "")] += 1
         self.world.note("event", self.shard, lsn, kind, outcome.version, outcome.clock)
-        self.history.append(Logged(0, body, event))
+        self.history.append(Logged(body, event, outcome.error is not None))
         self.expired += kind == "Expired"
         if isinstance(event, Term):
             if event.term <= self.term:
                 self.fail(f"term {event.term} after term {self.term}")
             self.term = event.term
-        rows = self._apply(lsn, event)
+        if isinstance(event, Settled):
+            self.settled[event.worker, event.epoch, event.seq] = lsn
+        rows = self._apply(lsn, self.history[-1])
         if outcome.error is not None:
             rows = outcome.rows
         for what, got, want in (
@@ -145,17 +170,23 @@ class ShardOracle:
             if got != want:
                 self.fail(f"LSN {lsn}, {kind}: {what} {got}, not {want}")
 
-    def _apply(self, lsn: int, event: Event) -> tuple[int, int]:
+    def _apply(self, lsn: int, logged: Logged) -> tuple[int, int]:
+        event = logged.event
         request = event.push if isinstance(event, PushEvent) else event
         if isinstance(request, Push | Load) and request.token is not None:
             token = _token(request)
             sent = self.sent.get(token)
             if sent is None:
                 self.fail(f"LSN {lsn} is push {token}, which nobody sent")
+            elif logged.failed:  # it may come again, where its sender was not told
+                self._check_event(lsn, event, sent)
             elif token in self.lsn_of:
                 self.fail(f"push {token} is LSN {self.lsn_of[token]} and LSN {lsn}")
             else:
                 self.lsn_of[token] = lsn
+                self.logged.add(token)
+                self.missing.discard(token)
+                self.lost.discard(token)  # its sender still had it
                 self._check_event(lsn, event, sent)
         return self.model.apply(event)
 
@@ -168,6 +199,14 @@ class ShardOracle:
         gone = [token for token in self.lost if token[:2] == (worker, epoch) and token[2] < seq]
         if gone:
             self.fail(f"push {_token(request)} was taken although push {gone[0]}, acknowledged, is lost")
+        gone = [token for token in self.missing if token[:2] == (worker, epoch) and token[2] < seq]
+        if gone:
+            self.fail(f"push {_token(request)} was taken although push {gone[0]}, answered early, did not come again")
+
+    def refuses(self, request: object) -> None:
+        """An error leaves the shard: that a push was refused for good is an event, which counts as answered."""
+        if isinstance(request, Push | Load) and request.token is not None:
+            self.released = max(self.released, self.settled.get(_token(request), 0))
 
     def reply(self, request: object, reply: object) -> None:
         """The shard has made a reply, which may leave later."""
@@ -183,6 +222,7 @@ class ShardOracle:
                     payload = np.empty(find_values(codec).nbytes(*want.shape), np.uint8)
                     find_values(codec).encode(want, payload, None)
                     want = payload
+                self.world.covered["tables of pulls compared"] += 1
                 if codec != DELTA and rows.tobytes() != want.tobytes():
                     self.fail(f"a pull of {part.table} shows rows that are not those of LSN {len(self.history)}")
 
@@ -190,25 +230,39 @@ class ShardOracle:
         """The rows that a pull has to show now."""
         return [self.model.tables[part.table].gather(part.ids) for part in request.tables]
 
-    def leaves(self, request: object, lsn: int) -> None:
+    def leaves(self, request: object, reply: object, lsn: int) -> None:
         """An answer that was made when this was the last LSN leaves the shard."""
-        if not isinstance(request, READS):
+        safe = [self.lsn_of[token] for token in self._acknowledged_by(request, reply) if token in self.lsn_of]
+        self.released = max([self.released, *safe])
+        if isinstance(reply, Pushed) and reply.early:
+            self.released_early = max(self.released_early, lsn)
+        elif not isinstance(request, READS) or (isinstance(request, Heartbeat) and request.flush):
             self.released = max(self.released, lsn)
+
+    def _acknowledged_by(self, request: Any, reply: object) -> list[Token]:
+        """The pushes that a reply says to be safe, beside the one that it answers."""
+        seq = getattr(reply, "acknowledged", 0)
+        if not seq:
+            return []
+        sender = request.token if isinstance(request, Push) else request
+        return [token for token in self.sent if token[:2] == (sender.worker, sender.epoch) and token[2] <= seq]
 
     # recovery
 
     def before_recovery(self, disk: MachineDisk, folder: Any, manifest: Any) -> None:
         """Read what survived: a prefix of the history, with all that was answered."""
         self.recoveries += 1
+        self.world.covered["recoveries"] += 1
         if manifest is None:
             if self.released:
                 self.fail("the log is gone")
             self._cut(0)
             return
-        reader, last = LogReader(disk, folder, manifest), 0
+        reader, first, last = LogReader(disk, folder, manifest), 0, 0
         try:
             for record in reader.records():
                 lsn = record.header.lsn
+                first = first or lsn
                 if lsn > len(self.history) or self.history[lsn - 1].body != bytes(record.body):
                     self.fail(f"LSN {lsn} of the log is not what was logged")
                     return
@@ -217,10 +271,22 @@ class ShardOracle:
             if self.damaged is None or error.fields["lsn"] != self.damaged[0]:
                 self.fail(f"damage where none is: {error.fields}")
             raise
+        if self.damaged is not None and self.may_lose and last < self.damaged[0]:
+            self.damaged = None  # it is behind what the kernel had not written, as far as anybody can tell
         if self.damaged is not None:
             self.fail(f"damage of LSN {self.damaged[0]} was not found: the log ends with LSN {last}")
+        needed = manifest.bases[-1].lsn if manifest.bases else 0
+        if last < needed or first > max(1, manifest.first_lsn):
+            self.fail(f"the log has LSN {first} to {last}, its base is of {needed} and needs {manifest.first_lsn}")
+        self.bases += len(manifest.bases)
+        self.world.covered["recoveries from an image"] += len(manifest.bases) == 1
+        self.world.covered["recoveries from increments"] += len(manifest.bases) > 1
+        self.world.covered["recoveries of a log whose first events are removed"] += first > 1
+        self.world.covered[f"recoveries of a log that ends {reader.end.state}"] += 1
         if last < self.released and not self.may_lose:
             self.fail(f"LSN {self.released} was acknowledged, the log ends with {last}")
+        if last < self.released_early and not self.may_lose_early:
+            self.fail(f"LSN {self.released_early} was answered, the process ended, and the log ends with {last}")
         self.has_lost |= last < self.released
         self._cut(last)
 
@@ -230,18 +296,38 @@ class ShardOracle:
                 del self.lsn_of[token]
                 if self.sent[token].state == "acknowledged":
                     self.lost.add(token)
+                elif self.sent[token].state == "early":
+                    self.missing.add(token)
+        self.settled = {token: lsn for token, lsn in self.settled.items() if lsn <= last}
         if last < len(self.history):
             del self.history[last:]
             self.model, self.lsn_of = ModelShard(), {}
             for lsn, logged in enumerate(self.history, start=1):
-                self._apply(lsn, logged.event)
-        self.released, self.may_lose = min(self.released, last), False
+                self._apply(lsn, logged)
+        self.released, self.released_early = min(self.released, last), min(self.released_early, last)
+        self.may_lose = self.may_lose_early = False
 
     def recovered(self, core: Core) -> None:
         """A shard serves again."""
         if not self.history or not isinstance(self.history[-1].event, Term):
             self.fail("a recovery that is no event")
+        if self.damaged_base:
+            self.fail(f"damage of {self.damaged_base} was not found")
         self.compare(core, "after a recovery")
+
+    def replay(self, core: Core, placement: Placement, max_message_bytes: int) -> None:
+        """The state beside the rows is that of another core which has taken all events, from the first on."""
+        other = Core(self.shard, placement, OPTIMIZERS, max_message_bytes=max_message_bytes)
+        for lsn, logged in enumerate(self.history, start=1):
+            other.apply(EventReader()(memoryview(logged.body)))
+            if other.lsn != lsn:
+                self.fail(f"a replay: LSN {other.lsn}, not {lsn}")
+                return
+        mine, its = core.control(), other.control()
+        for name in its:
+            if msgpack.packb(mine[name]) != msgpack.packb(its[name]):
+                self.fail(f"{name} is {mine[name]}, in a replay {its[name]}")
+                return
 
     def compare(self, core: Core, when: str) -> None:
         """The whole state is that of the history."""

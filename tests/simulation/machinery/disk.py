@@ -56,10 +56,6 @@ class MachineDisk(SimulatedDisk):
     def free_bytes(self, folder: Path) -> int:
         return 0 if self.world.now < self.full_until else 2**62
 
-    def state(self) -> str:
-        """What it does: "write", "sync", or "" for neither."""
-        return "sync" if "sync" in self.under_way else "write" if "write" in self.under_way else ""
-
     def _do(self, operation: str, path: Path) -> None:
         kind = WAITING.get(operation)
         if kind is None or self.process is None:

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from queue import Empty
 from typing import Any
@@ -42,6 +42,7 @@ class World:
         self._trace = hashlib.blake2b(digest_size=8)
         self.lines: list[str] | None = None  # of the trace, for people
         self.processes: list[Process] = []
+        self.covered: Counter[str] = Counter()  # what happened how often
 
     def at(self, seconds: float, call: Callable[[], None], process: Process | None = None) -> None:
         """Call after so many seconds, if this process lives then; once it runs, if it is stopped."""

@@ -34,11 +34,11 @@ class Network:
     def send(self, call: SimulatedCall) -> None:
         """A request leaves its client."""
         self.open.append(call)
-        self._deliver(call, "request", lambda: self._serve(call))
+        self._deliver(call, "request", call.kind, lambda: self._serve(call))
 
     def reply(self, call: SimulatedCall, data: tuple[type, bytes, list[bytes]]) -> None:
         """A reply leaves its shard."""
-        self._deliver(call, "reply", lambda: call.receive(data))
+        self._deliver(call, "reply", data[0], lambda: call.receive(data))
 
     def refuse(self, call: SimulatedCall, seconds: float, reason: str) -> None:
         """A call gets no reply, and its client learns of it."""
@@ -48,14 +48,14 @@ class Network:
         """The calls to a shard that are not over."""
         return [call for call in self.open if call.shard == shard]
 
-    def _deliver(self, call: SimulatedCall, direction: str, arrive: Callable[[], None]) -> None:
+    def _deliver(self, call: SimulatedCall, direction: str, kind: type, arrive: Callable[[], None]) -> None:
         random = self.world.random
         process = call.process if direction == "reply" else None
         seconds = LATENCY * random.uniform(0.3, 2.0)
         fate = self._fate(call, direction)
         if self.cuts.get((call.worker, call.shard, direction), -1.0) > self.world.now:
             fate = "drop"
-        self.world.note(call.process.name, direction, call.shard, call.kind.__name__, fate)
+        self.world.note(call.process.name, direction, call.shard, kind.__name__, fate)
         if fate == "drop":
             if random.random() < 0.85:  # the connection breaks, else nothing is heard until the deadline
                 self.refuse(call, random.uniform(0.002, 0.3), "the connection broke")

@@ -1,0 +1,123 @@
+"""A snapshot as it lies in its storage, and those that it is an increment of."""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import SnapshotDamaged, UnknownTable
+from embershard.proto.snapshot.blocks import read_block
+from embershard.proto.snapshot.manifest import MANIFEST, Manifest, Parent, TableBlocks, unpack_manifest
+from embershard.proto.snapshot.storage import Storage
+
+# A shard's part of a table in snapshots, the newest first, down to one with all rows: the first row of an id counts.
+Layers = list[tuple["StoredSnapshot", TableBlocks]]
+
+
+@dataclass(frozen=True)
+class StoredSnapshot:
+    """A snapshot as it lies in its storage, in a folder of it."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+    sha256: str  # of the manifest, hex
+
+    @property
+    def url(self) -> str:
+        """The folder that the snapshot is."""
+        return self.storage.at(self.folder)
+
+    @cached_property
+    def chain(self) -> list[StoredSnapshot]:
+        """This snapshot, the one that it is an increment of, and so on to a full one.
+
+        SnapshotDamaged where one of them is not there, or not the one that it was.
+        """
+        chain = [self]
+        while (parent := chain[-1].manifest.parent) is not None:
+            chain.append(_parent(chain[-1], parent))
+        return chain
+
+    @cached_property
+    def layers(self) -> dict[str, list[Layers]]:
+        """Table -> of each shard that has it, where its rows are. SnapshotDamaged where a parent has none like it."""
+        parts = [
+            [{blocks.spec.name: blocks for blocks in part.tables} for part in one.manifest.shards] for one in self.chain
+        ]
+        found: dict[str, list[Layers]] = {}
+        for shard, tables in enumerate(parts[0]):
+            for name in tables:
+                blocks = [one[shard].get(name) for one in parts]
+                found.setdefault(name, []).append(_layers(self.chain, blocks, f"table {name!r} of shard {shard}"))
+        return found
+
+    def read_table(self, table: str) -> Iterator[tuple[Ids, Floats, Floats]]:
+        """(ids (n,), rows (n, dim), state (n, num_state)) of a table, a file at a time, each checked.
+
+        UnknownTable where it has none of that name, SnapshotDamaged where a file is not what was written.
+        """
+        if table not in self.manifest.tables:
+            known = ", ".join(sorted(self.manifest.tables)) or "none"
+            raise UnknownTable(shard=self.url, table=table, known=known)
+        for layers in self.layers[table]:
+            yield from _newest_rows(layers)
+
+
+def _layers(chain: Sequence[StoredSnapshot], blocks: Sequence[TableBlocks | None], what: str) -> Layers:
+    """A shard's part of a table in the snapshots of a chain, as far as they count."""
+    layers: Layers = []
+    width = None
+    for stored, one in zip(chain, blocks, strict=True):
+        if one is None or width not in (None, (one.spec.dim, one.num_state)):
+            break
+        width = one.spec.dim, one.num_state
+        layers.append((stored, one))
+        if one.increment is None:
+            return layers
+    reason = f"{what} is an increment, and the snapshot before has no such table"
+    raise SnapshotDamaged(path=layers[-1][0].url, reason=reason)
+
+
+def _parent(child: StoredSnapshot, parent: Parent) -> StoredSnapshot:
+    url = child.url
+    for step in parent.path.split("/"):
+        url = posixpath.dirname(url) if step == ".." else f"{url}/{step}"
+    storage = Storage(url)
+    where = storage.at(MANIFEST)
+    wants = f"{child.url} is an increment of it, and has only the rows that changed since"
+    try:
+        data = storage.read(MANIFEST)
+    except FileNotFoundError:
+        raise SnapshotDamaged(path=where, reason=f"it is missing; {wants}") from None
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != parent.sha256:
+        raise SnapshotDamaged(path=where, reason=f"its sha256 is {digest}, not {parent.sha256}; {wants}")
+    manifest = unpack_manifest(data, where)
+    placements = [
+        [(part.num_shards, part.placement_epoch) for part in one.shards] for one in (manifest, child.manifest)
+    ]
+    if placements[0] != placements[1]:
+        raise SnapshotDamaged(path=where, reason=f"its rows were on other shards; {wants}")
+    return StoredSnapshot(storage, "", manifest, digest)
+
+
+def _newest_rows(layers: Layers) -> Iterator[tuple[Ids, Floats, Floats]]:
+    """The rows of a shard's part of a table, a file at a time."""
+    newer = np.empty(0, np.int64)  # ids whose rows in older layers do not count
+    for stored, blocks in layers:
+        own = [newer]
+        for file in blocks.files:
+            ids, rows, state = read_block(stored.storage, stored.folder, file, blocks)
+            if newer.size and not (counts := np.isin(ids, newer, invert=True)).all():
+                ids, rows, state = ids[counts], rows[counts], state[counts]
+            own.append(ids)
+            yield ids, rows, state
+        if blocks.increment is not None:
+            newer = np.concatenate([*own, blocks.increment.removed])
