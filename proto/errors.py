@@ -684,6 +684,11 @@ class LogDamaged(EmbershardError):
     status = Status.FAILED_PRECONDITION
     template = "{path} is damaged at byte {offset}, where LSN {lsn} is due: {reason}. Nothing was changed. {remedy}"
 
+    @property
+    def message(self) -> str:
+        """Build the error's text; what no LSN can be named for (0) is a manifest or a base."""
+        return super().message.replace(", where LSN 0 is due", "")
+
 
 class LogDiverged(EmbershardError):
     """A replayed event of a log that did something else than when it was logged."""

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from embershard.proto.errors import LogDamaged, LogMismatch, LogTooNew
 from embershard.ps.journal.disk import Disk
-from embershard.ps.journal.manifest import OTHER_LOG, LogManifest
+from embershard.ps.journal.manifest import MANIFEST, LogManifest
 from embershard.ps.journal.record import (
     HEADER_BYTES,
     RECORD_MAGIC,
@@ -150,7 +150,7 @@ class LogReader:
             ("lineage", f"{header.lineage:016x}", f"{self._manifest.lineage:016x}"),
         ):
             if got != want:
-                remedy = "Move this file out of the folder, if it was put there by hand. " + OTHER_LOG
+                remedy = f"It or {MANIFEST} was put there by hand: move it out, and have the log's own files there"
                 raise LogMismatch(path=str(segment.path), what=what, got=got, want=want, remedy=remedy)
         segment.header = header
         return segment
@@ -221,7 +221,8 @@ class LogReader:
         """
         if position.segment is None:
             if any(segment.header or any(self._intact(segment, 0, 0)) for segment in self.segments):
-                raise self._damaged(position, "the file with it is missing, but later ones are here")
+                reason = "the file with it is missing, but later ones are here"
+                raise self._damaged(position, self._missing(0) or reason)
             self._check_base(position)
             return LogEnd(position, "clean")
         here = next(segment for segment in self.segments if segment.name == position.segment)
@@ -231,11 +232,21 @@ class LogReader:
             is_synced, was_whole = self._was_whole(here, segment)
             for lsn, first_lsn, what in self._proofs(segment, position):
                 if (first_lsn > position.lsn or lsn == position.lsn) if is_synced else was_whole:
-                    raise self._damaged(position, f"no intact record is there, but {what} behind it is intact")
+                    reason = f"no intact record is there, but {what} behind it is intact"
+                    raise self._damaged(position, self._missing(position.lsn) or reason)
                 state = "torn" if is_synced else "unsynced"
                 lost += lsn > 0 and not is_synced
         self._check_base(position)
         return LogEnd(position, state, lost)
+
+    def _missing(self, lsn: int) -> str:
+        """What is said of the first file that is missing: one behind this LSN continues it. Empty: none is."""
+        ids = {segment.name.id for segment in self.segments}
+        for one in self.segments:
+            previous = one.header.previous if one.header and one.name.first_lsn > lsn else 0
+            if previous and previous not in ids:
+                return f"the segment that {one.name} continues is missing, log-*-{previous:016x}"
+        return ""
 
     def _check_base(self, position: LogPosition) -> None:
         """LogDamaged where the log ends before the last event of its base."""
@@ -304,8 +315,8 @@ class LogReader:
     def _damaged(self, position: LogPosition, reason: str) -> LogDamaged:
         path = self.folder / str(position.segment or "")
         remedy = (
-            f"Restore it from a copy of the folder; or cut the log there: `embershard log truncate {self.folder} --at "
-            f"{position.lsn}` says what would be lost, and asks"
+            "Restore the file from a copy of the folder; or cut the log there: `embershard log truncate "
+            f"{self.folder} --at {position.lsn}` says what would be lost, and asks"
         )
         return LogDamaged(path=str(path), offset=position.offset, lsn=position.lsn, reason=reason, remedy=remedy)
 

@@ -50,7 +50,9 @@ def find_logs(path: Path) -> list[Path]:
         return [path]
     found = sorted(manifest.parent for manifest in path.glob(f"shard-*/{MANIFEST}"))
     if not found:
-        raise LogUnusable(path=str(path), reason=f"neither it nor a folder shard-S in it has a {MANIFEST}")
+        raise LogUnusable(
+            path=str(path), reason=f"neither it nor a folder shard-S in it has a {MANIFEST}; name that of --log-dir"
+        )
     return found
 
 

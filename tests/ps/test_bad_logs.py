@@ -170,6 +170,26 @@ def test_a_row_function_that_has_changed_since_the_log_was_written_is_refused(tm
     monkeypatch.delitem(sys.modules, "row_functions_of_mine")
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_missing_segment_is_named_by_its_id(number, tmp_path):
+    log_of(tmp_path / "shard-0")
+    missing = segments(tmp_path / "shard-0")[number]
+    missing.unlink()
+    with pytest.raises(errors.LogDamaged) as raised:
+        start(tmp_path)
+    assert missing.name.split("-")[2] in raised.value.fields["reason"]
+
+
+def test_a_damaged_manifest_is_at_no_lsn(tmp_path):
+    log_of(tmp_path / "shard-0")
+    path = tmp_path / "shard-0" / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b"lineage", b"limeage"))
+    with pytest.raises(errors.LogDamaged) as raised:
+        start(tmp_path)
+    assert (raised.value.fields["path"], raised.value.fields["lsn"]) == (str(path), 0)
+    assert "LSN" not in raised.value.message
+
+
 def test_logs_of_two_jobs_do_not_make_one(make_wires):
     wires = make_wires(2)
     for wire, lineage in zip(wires.wires, (5, 6), strict=True):

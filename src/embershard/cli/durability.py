@@ -49,4 +49,4 @@ def checked_durability(durability: str | None, log_dir: Path | None) -> Durabili
     try:
         return check_durability(known[durability], log_dir)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--durability") from None
+        raise typer.BadParameter(str(error).replace("log_dir", "--log-dir"), param_hint="--durability") from None
