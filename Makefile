@@ -227,6 +227,9 @@ bar-simulation: setup  ## 10^4 simulated jobs whose shards, disks, links and wor
 bench-restore: setup  ## what restoring rows costs a table, against applying gradients to as many
 	$(BIN)/python bench/restore.py $(ARGS)
 
+bar-increment: setup  ## an increment of a snapshot: its bytes, what it takes of training, what its bitmap adds to a push (half an hour, 4 GiB)
+	$(BIN)/python bench/bar_increment.py $(ARGS)
+
 bar-conservation: setup  ## no gradient lost or applied twice, under lost replies, repeats and kills (2 minutes)
 	$(BIN)/python bench/bar_conservation.py
 

@@ -34,6 +34,7 @@ from embershard.proto.snapshot.manifest import (
     pack_part,
 )
 from embershard.ps.table.frozen import FrozenTable, RowBlock
+from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.table import Table
 
 if TYPE_CHECKING:
@@ -254,30 +255,41 @@ class SnapshotWriter:
     def _write_part(self, storage: Storage, folder: str) -> None:
         moment, name = self._moment, self._request.name
         storage.make_folder(f"{name}/{folder}")
-        full, less = (sum(table.image_bytes(increment=known) for table in self._frozen) for known in (False, True))
-        frozen = self._frozen
-        if less > self._request.max_share * full:
-            frozen = [table._replace(changed=None) for table in frozen]
-        tables = tuple(self._write_table(storage, f"{folder}/{number}", one) for number, one in enumerate(frozen))
+        changed = self._changed_slots()
+        tables = tuple(
+            self._write_table(storage, f"{folder}/{number}", frozen, slots)
+            for number, (frozen, slots) in enumerate(zip(self._frozen, changed, strict=True))
+        )
         place = moment.shard, moment.num_shards, moment.placement_epoch, moment.clock
         part = pack_part(ShardPart(*place, moment.workers, tables, moment.control))
         path = f"{folder}/part.msgpack"
         storage.replace(f"{name}/{path}", part)
         self._path, self._sha256 = path, hashlib.sha256(part).hexdigest()
 
-    def _write_table(self, storage: Storage, prefix: str, frozen: FrozenTable) -> TableBlocks:
+    def _changed_slots(self) -> list[Slots | None]:
+        """Of each table the slots that an increment has; None where it is to have all rows."""
+        slots = [None if changed is None else rows.slots(changed) for _, rows, changed in self._frozen]
+        full = less = 0
+        for frozen, some in zip(self._frozen, slots, strict=True):
+            full += frozen.row_bytes * frozen.rows.num_rows
+            less += frozen.row_bytes * (frozen.rows.num_rows if some is None else len(some))
+        return slots if less <= self._request.max_share * full else [None] * len(slots)
+
+    def _write_table(
+        self, storage: Storage, prefix: str, frozen: FrozenTable, changed_slots: Slots | None
+    ) -> TableBlocks:
         from embershard.proto.snapshot.blocks import rows_per_file
 
         table, rows, changed = frozen
         # an increment's rows are far apart: in the order of their slots they are read in half the time
-        slots = rows.slots(changed) if changed is not None else rows.by_bucket()[0]
+        slots = rows.by_bucket()[0] if changed_slots is None else changed_slots
         self._total -= rows.num_rows - len(slots)  # of an increment, those that are not in it
         step = rows_per_file(rows.dim, rows.num_state)
         block = rows.block(min(step, len(slots)))
         files = []
         for number, first in enumerate(range(0, len(slots), step)):
             part = slots[first : first + step]
-            buckets = rows.buckets(part if changed is not None else part[[0, -1]])
+            buckets = rows.buckets(part[[0, -1]] if changed_slots is None else part)
             low, high = int(buckets.min()), int(buckets.max())
             path = f"{prefix}-{number}.safetensors"
             about = {"table": table.spec.name, "first_bucket": str(low), "last_bucket": str(high)}
@@ -285,7 +297,7 @@ class SnapshotWriter:
             files.append(BlockFile(path, size, digest, len(part), low, high))
         table.thaw(rows)
         blocks = TableBlocks(table.spec, rows.num_state, len(slots), tuple(files))
-        if changed is None:
+        if changed is None or changed_slots is None:
             return blocks
         return replace(blocks, increment=Increment(rows.num_rows, changed.removed_ids()))
 

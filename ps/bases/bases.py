@@ -212,7 +212,7 @@ class BaseWriter:
     def write(self) -> ShardBase:
         """Write its files; they are on the disk then. OSError, with nothing left."""
         disk, log = self._folder.disk, self._folder.manifest
-        is_small = sum(table.image_bytes(increment=True) for table in self._tables) <= self._room
+        is_small = sum(table.increment_bytes for table in self._tables) <= self._room
         parent = self._parent if self._room and is_small else ""
         try:
             return write_base(disk, self._path, log, self._control, self._tables, parent, self._go_on)

@@ -49,11 +49,15 @@ class FrozenTable(NamedTuple):
     rows: CopyOnWriteRows
     changed: ImageMark | None
 
-    def image_bytes(self, *, increment: bool) -> int:
-        """Bytes of the rows of its image."""
-        row_bytes = 8 + 4 * (self.rows.dim + self.rows.num_state)
-        known = increment and self.changed is not None
-        return row_bytes * (len(self.rows.slots(self.changed)) if known else self.rows.num_rows)
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in an image, with its id and state."""
+        return 8 + 4 * (self.rows.dim + self.rows.num_state)
+
+    @property
+    def increment_bytes(self) -> int:
+        """Bytes of the rows that an increment has: all of them where it is not known what changed."""
+        return self.row_bytes * (self.rows.num_rows if self.changed is None else len(self.rows.slots(self.changed)))
 
 
 class CopyOnWriteRows:
