@@ -50,7 +50,7 @@ from train_job import EXAMPLES
 MAX_DIFFERENCE = 0.001  # of the AUC
 SHARDS, WHOLE_KILLS = 2, 3
 MARK = "EMBERSHARD_BENCH_RUN"
-LOOK_SECONDS, ANSWER_SECONDS = 0.02, 1.0
+LOOK_SECONDS, ANSWER_SECONDS, LONGEST_PAUSE = 0.02, 1.0, 2.0
 ONE_WORKER = ("--workers", "1", "--set", "train.staleness=0")
 Tables = dict[str, list[np.ndarray[Any, Any]]]
 
@@ -103,6 +103,11 @@ class Training:
     def has_checkpoint(self) -> bool:
         """Whether there is one to go on from."""
         return any((self.folder / "checkpoints").glob("step-*/checkpoint.json"))
+
+    def await_samples(self, samples: int) -> None:
+        """Until it has trained on so many, or has ended."""
+        while self.popen.poll() is None and max((one.get("samples", 0) for one in self.records), default=0) < samples:
+            time.sleep(10 * LOOK_SECONDS)
 
     def shard(self, index: int) -> psutil.Process | None:
         """The process of a shard; None while there is none."""
@@ -162,13 +167,12 @@ class Kills:
     while_serving: int = 0
     lost_pids: set[int] = field(default_factory=set)
 
-    def kill_at_random(self, job: Training, count: int, seconds: float, chooser: random.Random) -> None:
-        """Kill shards `count` times at random moments of these seconds, which begin with the first push."""
-        while job.popen.poll() is None and not all(takes_pushes(job.shard(index)) for index in range(SHARDS)):
-            time.sleep(LOOK_SECONDS)
-        began, waits = time.monotonic(), []
-        for moment in sorted(chooser.uniform(0, seconds) for _ in range(count)):
-            time.sleep(max(0.0, began + moment - time.monotonic()))
+    def kill_at_random(self, job: Training, count: int, samples: int, chooser: random.Random) -> None:
+        """Kill shards `count` times at random moments of a job of so many samples."""
+        waits = []
+        for share in sorted(chooser.uniform(0.02, 0.9) for _ in range(count)):
+            job.await_samples(int(share * samples))
+            time.sleep(chooser.uniform(0.0, LONGEST_PAUSE))  # samples are told every few seconds
             index = chooser.randrange(SHARDS)
             while (victim := job.shard(index)) is None and job.popen.poll() is None:
                 time.sleep(LOOK_SECONDS)  # the one that was killed just before is not started again yet
@@ -243,8 +247,10 @@ def seconds_of(result: dict[str, Any]) -> float:
 class Bar:
     """The runs, each in a folder below one, and what was wrong with them."""
 
-    def __init__(self, folder: Path, sets: list[str], kills: int, seed: int) -> None:
-        self._folder, self._kills = folder, kills
+    def __init__(self, folder: Path, samples: int, kills: int, seed: int) -> None:
+        self._folder, self._samples, self._kills = folder, samples, kills
+        every = max(1024, samples // 8)
+        sets = [f"train.samples={samples}", f"evaluate.every={every}", f"checkpoint.every={every}"]
         self._sets = [word for one in sets for word in ("--set", one)]
         self._chooser = random.Random(seed)
         self.failures: list[str] = []
@@ -253,12 +259,12 @@ class Bar:
         with training(self._new(name), *self._sets, *words) as job:
             return job.wait()
 
-    def killed(self, name: str, seconds: float, *words: str) -> tuple[dict[str, Any], Kills]:
-        """A run whose shards are killed in the time that an undisturbed one took."""
+    def killed(self, name: str, *words: str) -> tuple[dict[str, Any], Kills]:
+        """A run whose shards are killed."""
         kills = Kills()
         with training(self._new(name), *self._sets, *words) as job:
             killer = threading.Thread(
-                target=kills.kill_at_random, args=(job, self._kills, 0.9 * seconds, self._chooser)
+                target=kills.kill_at_random, args=(job, self._kills, self._samples, self._chooser)
             )
             killer.start()
             result = job.wait()
@@ -267,14 +273,16 @@ class Bar:
             self.failures.append(f"{name}: {len(kills.lost_pids)} kills of {self._kills}, {job.attempts} attempts")
         return result, kills
 
-    def killed_whole(self, name: str, seconds: float, *words: str) -> tuple[dict[str, Any], list[int]]:
+    def killed_whole(self, name: str, *words: str) -> tuple[dict[str, Any], list[int]]:
         """A run that ends with all of its processes, again and again; its result, and the steps at which it went on."""
         folder, resume = self._new(name), tuple[str, ...]()
         for number in range(1, WHOLE_KILLS + 1):
             with training(folder, *self._sets, *words, *resume) as job:
                 while job.popen.poll() is None and not (job.attempts == number and job.has_checkpoint):
                     time.sleep(LOOK_SECONDS)
-                time.sleep(self._chooser.uniform(0.0, 0.6 / WHOLE_KILLS) * seconds)
+                share = (number - 1 + self._chooser.random()) / WHOLE_KILLS
+                job.await_samples(int(0.9 * share * self._samples))
+                time.sleep(self._chooser.uniform(0.0, LONGEST_PAUSE))
                 if job.popen.poll() is not None:
                     self.failures.append(f"{name}: the job ended before it was killed {WHOLE_KILLS} times")
             resume = ("--resume", "latest")
@@ -308,13 +316,11 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    every = max(1024, args.samples // 8)
-    sets = [f"train.samples={args.samples}", f"evaluate.every={every}", f"checkpoint.every={every}"]
-    bar, found, rows = Bar(folder, sets, args.kills, args.seed), dict[str, object](), list[list[object]]()
+    bar, found, rows = Bar(folder, args.samples, args.kills, args.seed), dict[str, object](), list[list[object]]()
     try:
         if args.only != "bits":
             calm = bar.undisturbed("asynchronous")
-            killed, kills = bar.killed("asynchronous-killed", seconds_of(calm))
+            killed, kills = bar.killed("asynchronous-killed")
             difference = auc_of(killed) - auc_of(calm)
             if abs(difference) > MAX_DIFFERENCE:
                 bar.failures.append(f"asynchronous: AUC {auc_of(killed):.5f}, undisturbed {auc_of(calm):.5f}")
@@ -329,9 +335,9 @@ def main() -> None:
             )
         if args.only != "asynchronous":
             calm = bar.undisturbed("one", *ONE_WORKER)
-            killed, kills = bar.killed("one-killed", seconds_of(calm), *ONE_WORKER)
+            killed, kills = bar.killed("one-killed", *ONE_WORKER)
             compared = bar.compare("one-killed", "one")
-            whole, steps = bar.killed_whole("one-killed-whole", seconds_of(calm), *ONE_WORKER)
+            whole, steps = bar.killed_whole("one-killed-whole", *ONE_WORKER)
             bar.compare("one-killed-whole", "one")
             found["one worker at staleness 0"] = {
                 "auc": [round(auc_of(one), 5) for one in (calm, killed, whole)],
