@@ -26,6 +26,9 @@ def _codec_text(value: object) -> object:
     return str(CodecName.parse(value))
 
 
+_CodecText = Annotated[str, BeforeValidator(_codec_text, json_schema_input_type=str | Literal[False])]
+
+
 def _schedule(value: object) -> object:
     """A text as the schedule that it stands for; its mistakes are those of the field itself."""
     return value if isinstance(value, Mapping | Section) else {"at": {0: _codec_text(value)}}
@@ -39,9 +42,7 @@ def _from_step_0(at: dict[int, str]) -> dict[int, str]:
 class CodecsSection(Section):
     """The codec from each step on."""
 
-    at: Annotated[
-        dict[Annotated[int, Field(ge=0)], Annotated[str, BeforeValidator(_codec_text)]], AfterValidator(_from_step_0)
-    ]
+    at: Annotated[dict[Annotated[int, Field(ge=0)], _CodecText], AfterValidator(_from_step_0)]
 
     @property
     def schedule(self) -> CodecSchedule:
@@ -88,7 +89,7 @@ class CompressionSection(DirectionsSection):
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     auto: bool = False
-    allow: tuple[Annotated[str, BeforeValidator(_codec_text)], ...] = ()
+    allow: tuple[_CodecText, ...] = ()
     unless_slower: bool = False
 
     @property

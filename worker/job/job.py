@@ -62,7 +62,10 @@ class Job(Section):
     strategy: StrategyName = "ps"
     model: AnyModel
     data: AnyData
-    features: Annotated[Mapping[str, FeatureSection], BeforeValidator(_with_defaults)] = {}  # of data.reader tabular
+    features: Annotated[
+        Mapping[str, FeatureSection],
+        BeforeValidator(_with_defaults, json_schema_input_type=Mapping[str, FeatureSection | None]),
+    ] = {}  # of data.reader tabular
     embedding: EmbeddingSection
     dense: DenseSection = DenseSection()
     train: TrainSection

@@ -40,6 +40,9 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+ONE_OR_MORE = BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])
+
+
 def is_off(value: object) -> bool:
     """Whether a field says `off`, which YAML 1.1 reads as false."""
     return value is False or value == "off"
@@ -181,8 +184,8 @@ class DINSection(ModelSection):
     """DIN: `target` and `history` name features of the data in pairs: a category, and a sequence of its values."""
 
     name: Literal["din"]
-    target: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
-    history: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+    target: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
+    history: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
     attention: tuple[Count, ...] = (80, 40)
     hidden: tuple[Count, ...] = (200, 80)
     batch_norm: bool = False
@@ -405,7 +408,8 @@ if TYPE_CHECKING:
     AnyInitializer = InitializerSection
 else:
     _losses = {"bce": BceSection, "bpr": LossSection, "sampled_softmax": LossSection, "ccl": CclSection}
-    AnyLoss = Annotated[_choice({**_losses, CUSTOM: CodeSection}, CUSTOM), BeforeValidator(_as_loss)]
+    _loss = _choice({**_losses, CUSTOM: CodeSection}, CUSTOM)
+    AnyLoss = Annotated[_loss, BeforeValidator(_as_loss, json_schema_input_type=str | _loss)]
     _ctr = (
         XDeepFMSection,
         DINSection,

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 
 from embershard.worker.data.files import as_file, is_delimiter, is_url
 from embershard.worker.job.data_section import SPLITS, DataSection
-from embershard.worker.job.sections import Count, Section, Share
+from embershard.worker.job.sections import ONE_OR_MORE, Count, Section, Share
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch and pyarrow
     from embershard.worker.data.batch import Dataset
@@ -33,13 +33,6 @@ _MEANT_FOR = {  # field -> the types of features that have it
     "missing": ("number",),
 }
 _OF_IDS = ("table", "dim", "ids", "num_ids", "buckets", "vocabulary", "min_count")
-
-
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-_TEXTS = BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])
 
 
 def _encoding(value: str) -> str:
@@ -65,6 +58,8 @@ def _texts_of_labels(value: object) -> object:
 
 
 LabelTexts = tuple[str, str]  # of 0 and of 1
+_GivenText = str | bool | int | float
+_GivenTexts = tuple[_GivenText, _GivenText]
 
 
 class FeatureSection(Section):
@@ -102,7 +97,7 @@ class FeatureSection(Section):
     """A column of lists with the weights of a list's values."""
     weight_separator: Name | None = None
     """Before the weight of a value that is text, as : in a:0.5|b:1."""
-    transform: Annotated[tuple[Literal["log", "standardise", "min_max", "quantile"], ...], _TEXTS] = ()
+    transform: Annotated[tuple[Literal["log", "standardise", "min_max", "quantile"], ...], ONE_OR_MORE] = ()
     """What becomes of a number, in this order; what it needs is learnt from the training data."""
     bucketise: Annotated[int, Field(ge=2)] | tuple[float, ...] | None = None
     """Boundaries, or the number of buckets of equal size, in place of the number, each with a row of its own."""
@@ -174,7 +169,7 @@ class NegativesSection(Section):
     """How many for each row; their labels are 0."""
     by: Literal["uniform", "popularity"] = "uniform"
     """uniform: each item is as likely as another; popularity: as often as it is in the training rows."""
-    features: Annotated[tuple[Name, ...], Field(min_length=1), _TEXTS]
+    features: Annotated[tuple[Name, ...], Field(min_length=1), ONE_OR_MORE]
     """The features of the item, which those of another one take the place of."""
 
 
@@ -185,23 +180,26 @@ class TabularSection(DataSection):
     """
 
     reader: Literal["tabular"]
-    train: Annotated[tuple[Name, ...], Field(min_length=1), _TEXTS]
-    valid: Annotated[tuple[Name, ...], _TEXTS] = ()
-    test: Annotated[tuple[Name, ...], _TEXTS] = ()
+    train: Annotated[tuple[Name, ...], Field(min_length=1), ONE_OR_MORE]
+    valid: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
+    test: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
     format: Literal["parquet", "csv", "tsv", "jsonl"] | None = None
     """That of the files' names by default."""
     delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
     encoding: Annotated[str, AfterValidator(_encoding)] = "utf-8"
     decimal: Literal[".", ","] = "."
     """Between the whole part of a number and its fraction, in CSV."""
-    missing: Annotated[tuple[str, ...], _TEXTS] = ("",)
+    missing: Annotated[tuple[str, ...], ONE_OR_MORE] = ("",)
     """Texts of a CSV file that stand for a missing number."""
     columns: tuple[Name, ...] = ()
     """Names of the columns of CSV files without a header line."""
-    label: Annotated[tuple[Name, ...], _TEXTS] = ("label",)
+    label: Annotated[tuple[Name, ...], ONE_OR_MORE] = ("label",)
     """The column of the label, or of several labels, of which some may be missing; []: each row has label 1."""
     label_range: tuple[float, float] | Literal["any"] = (0.0, 1.0)
-    label_values: Annotated[LabelTexts | dict[Name, LabelTexts] | None, BeforeValidator(_texts_of_labels)] = None
+    label_values: Annotated[
+        LabelTexts | dict[Name, LabelTexts] | None,
+        BeforeValidator(_texts_of_labels, json_schema_input_type=_GivenTexts | dict[str, _GivenTexts] | None),
+    ] = None
     """The texts that stand for 0 and for 1, as ["no", "yes"], of all labels, or of each that has some."""
     weight: Name | None = None
     """The column of how much each sample counts, in the loss and in the metrics of labels."""

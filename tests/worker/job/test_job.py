@@ -597,3 +597,20 @@ def test_gzipped_text_is_not_dealt_out_where_it_streams(folder):
     load(folder, SPLITS, "data={reader: ctr_csv, train: a.csv.gz, splits: 8}")  # read once, into memory
     (folder / "a.csv").write_text("label,a\n1,2\n")
     load(folder, SPLITS, "data={reader: ctr_csv, train: a.csv, stream: true, splits: 8}")
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "short"),
+    [
+        ("DINSection", "target", "'anyOf': [{'type': 'string'}"),
+        ("DINSection", "history", "'anyOf': [{'type': 'string'}"),
+        ("Job", "loss", "'type': 'string'"),
+        ("Job", "features", "'type': 'null'"),
+        ("TabularSection", "label_values", "'type': 'integer'"),
+        ("CompressionSection", "allow", "'type': 'boolean'"),
+    ],
+)
+def test_the_schema_takes_short_forms_as_files_may_say_them(section, field, short):
+    schema = Job.model_json_schema()
+    fields = schema if section == "Job" else schema["$defs"][section]
+    assert short in str(fields["properties"][field])
