@@ -367,7 +367,8 @@ def test_what_changed_before_a_snapshot_that_failed_is_in_the_next(disk_job, mon
     for number in range(times):
         with monkeypatch.context() as patch:
             fail(patch)
-            with raises(errors.SnapshotNotWritten, reason=re.compile("No space left")):
+            # the shard that fails first may remove the empty folder while the other makes its own in it
+            with raises(errors.SnapshotNotWritten, reason=re.compile("No space left|No such file")):
                 job.take(f"failed-{number}")
         job.push(np.arange(200 + number, 300))
     assert list_snapshots(job.url) == ["full"]
