@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from embershard.proto.errors import (
     EmbershardError,
+    JobOver,
     LeaseLost,
     MemoryLost,
     RowsLost,
@@ -23,7 +24,7 @@ from embershard.proto.errors import (
 # the exit code of a worker that lost a shard or another worker: EX_TEMPFAIL of sysexits.h, for which a retry may help
 LOST_EXIT_CODE = 75
 LOST_ERRORS: tuple[type[EmbershardError], ...] = (
-    LeaseLost, MemoryLost, RowsLost, ShardRestarted, ShardUnavailable, WorkerLost,
+    JobOver, LeaseLost, MemoryLost, RowsLost, ShardRestarted, ShardUnavailable, WorkerLost,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
         codecs        UnknownCodec, BadCodec
-        workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, RendezvousOver, ModeMismatch, MemoryLost,
+        workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, JobOver, RendezvousOver, ModeMismatch, MemoryLost,
                       OtherLineage, OtherTerm, RowsLost, WorkerLost, WorkersApart, UpdateFailed
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
@@ -240,6 +240,16 @@ class StaleRun(EmbershardError):
         "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards{by}; end what is "
         "left of the earlier one. `embershard train` numbers its runs by the time of their start: if this one is the "
         "later, correct the clock of the machine that started it"
+    )
+
+
+class JobOver(EmbershardError):
+    """A worker of a job that is over: it was evicted, and once all others were gone, another job began."""
+
+    status = Status.ABORTED
+    template = (
+        "worker {worker} was evicted, and its job is over: when none of its workers was left, a worker that was "
+        "started anew began another job on these shards. Start this worker again, and it takes part in that"
     )
 
 

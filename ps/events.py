@@ -231,17 +231,8 @@ class EventLog(Protocol):
         ...
 
     @property
-    def is_two_stage(self) -> bool:
-        """Whether an event survives the process some time before it is safe, as the disk takes it later."""
-        ...
-
-    @property
     def safe_lsn(self) -> int:
         """The events up to this one are safe."""
-        ...
-
-    def when_written(self, lsn: int, call: Callable[[], None]) -> None:
-        """Call this once the events up to `lsn` survive the process: at once, or later from any thread."""
         ...
 
     def when_safe(self, lsn: int, call: Callable[[], None]) -> None:

@@ -82,18 +82,9 @@ class ShardLog:
         return self.journal.append(record)
 
     @property
-    def is_two_stage(self) -> bool:
-        """Whether an event is written before it is safe: the disk takes it later."""
-        return self.journal.segments.syncs
-
-    @property
     def safe_lsn(self) -> int:
         """The events up to this one are safe."""
         return self.journal.safe.lsn
-
-    def when_written(self, lsn: int, call: Callable[[], None]) -> None:
-        """Call this once the events up to `lsn` are written: at once, or on the thread that writes."""
-        self.journal.when_written(lsn, call)
 
     def when_safe(self, lsn: int, call: Callable[[], None]) -> None:
         """Call this once the events up to `lsn` are safe: at once, or on the thread that writes."""

@@ -207,14 +207,12 @@ class Shard:
     def release(self, end: Callable[[], None]) -> None:
         """Call `end` once the answer to the request that was handled last may leave.
 
-        That is at once without a log, and for pulls and heartbeats, which may show what is not safe yet. All other
-        answers wait for the events before them too: so does that to a duplicate, for the event of the original. That to
-        a push whose sender keeps it waits only until its event survives this process.
+        That is at once without a log, for pulls and heartbeats, which may show what is not safe yet, and for a push
+        whose sender keeps it until it is safe. All other answers wait for the events before them too: so does that to a
+        duplicate, for the event of the original.
         """
-        if self._log is None or not self._awaited:
+        if self._log is None or not self._awaited or self._is_early:
             end()
-        elif self._is_early:
-            self._log.when_written(self._awaited, end)
         else:
             self._log.when_safe(self._awaited, end)
 
@@ -425,7 +423,7 @@ class Shard:
                 if part.route:
                     self._routes.forget(token.worker, token.epoch, part.route)
         revision, seconds = self.core.compression.revision, self._coding.seconds
-        if not request.early or self._log is None or not self._log.is_two_stage:
+        if not request.early or self._log is None:
             return Pushed(is_duplicate, done.rows, done.skipped, revision, seconds)
         acknowledged = self._acknowledged(token.worker, token.epoch)
         self._is_early = not is_duplicate and self._early.add(token, self._lsn)

@@ -19,6 +19,7 @@ from typing import Any
 from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
+    JobOver,
     LeaseLost,
     ModeMismatch,
     StaleRun,
@@ -68,6 +69,7 @@ class Member:
     serial: int  # of all members that this shard has had: another one after each time that it was gone
     paused: bool = False
     lost: bool = False  # its lease ran out, or a later run began
+    job: int = -1  # of the shard's; -1: not known, as in what older versions wrote
 
     @property
     def sender(self) -> Sender:
@@ -145,13 +147,16 @@ class Clock:
         )
         if not self.members and not may_rejoin:
             self._begin(request)
+        elif gone is not None and gone.lost and gone.job not in (-1, self.job):
+            # it would wait for clocks of the job before, and the others for it
+            raise JobOver(worker=worker)
         # a clock that it has pushed before it was gone is not pushed a second time
         first = max(self.open, gone.clock) if gone else self.open
         if request.clock < first:
             return Joined(member=False, clock=first, started=self.started, members=self.workers_here())
         if member is None:
             self._serial += 1
-            member = Member(worker, epoch, request.clock, request.lease_ms, self.run, self._serial)
+            member = Member(worker, epoch, request.clock, request.lease_ms, self.run, self._serial, job=self.job)
             self.members[worker] = member
         member.clock = max(member.clock, request.clock)
         member.lease_ms, member.paused = request.lease_ms, False

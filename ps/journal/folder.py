@@ -33,6 +33,7 @@ DurabilityMode = Literal["log", "fsync"]
 
 _log = logging.getLogger(__name__)
 _BASE = re.compile(r"base-[0-9]{20}-[0-9a-f]{16}")
+_PIECE_BYTES = 2**20
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -70,6 +71,7 @@ class LogFolder:
         self._lock = lock
         self._new_id = new_id
         self._reader: LogReader | None = None
+        self._inherited: set[SegmentName] = set()  # of which a sync of an earlier process may have failed
 
     @classmethod
     def open(
@@ -157,8 +159,12 @@ class LogFolder:
                     "records behind it are given up", self.folder, end.position.lsn, end.lost_records
                 )  # fmt: skip
             kept = self._cut(end.position)
+            self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
-                self._write_again(kept)
+                if self.manifest.mode == "fsync":
+                    self._write_group_again(kept)
+                else:
+                    self._write_inherited_again(kept)
                 self._sync(kept)
             term, boot = self.manifest.term + 1, self.disk.boot_id()
             self.write_manifest(replace(self.manifest, term=term, mode=mode, boot=boot))
@@ -193,7 +199,9 @@ class LogFolder:
             raise LogLocked(path=str(self.folder), holder="another process: the lock was lost")
         if not segments.syncs:  # a loss of power must not leave the log shorter than its base
             try:
-                self._sync([name for name in segments.names if name.first_lsn <= base.lsn])
+                needed = [name for name in segments.names_from(base.redo_lsn) if name.first_lsn <= base.lsn]
+                self._write_inherited_again(needed)
+                self._sync(needed)
                 self.disk.sync_folder(self.folder)
             except OSError as error:
                 raise SyncFailed(f"{self.folder}: {error.strerror or error}") from error
@@ -256,12 +264,12 @@ class LogFolder:
             if _BASE.fullmatch(name) and name not in kept:
                 remove_base(self.disk, self.folder / name)
 
-    def _write_again(self, kept: list[SegmentName]) -> None:
-        """Write the last group again, and its segment's header.
+    # Where a sync failed, the process ended, and the kernel may say that what only it has is on the disk (Rebello et
+    # al., ATC 2020): a sync of the next process would do nothing then. So what an earlier process may have failed to
+    # sync is written again before it is synced: of mode `fsync` its last group, of mode `log` all that is needed.
 
-        Where its sync failed, the process ended, and the kernel may say that what only it has is on the disk (Rebello
-        et al., ATC 2020): a sync of this process would do nothing then.
-        """
+    def _write_group_again(self, kept: list[SegmentName]) -> None:
+        """Write the last group again, and its segment's header."""
         group = self.reader.last_group
         if group is None or group.segment not in kept:
             return
@@ -271,6 +279,17 @@ class LogFolder:
                 file.pwritev([file.pread(end - start, start)], start)
         finally:
             file.close()
+
+    def _write_inherited_again(self, names: list[SegmentName]) -> None:
+        """Write those of the segments again that are of earlier processes, once."""
+        for name in self._inherited.intersection(names):
+            file = self.disk.open(self.folder / str(name), write=True)
+            try:
+                for offset in range(0, file.size(), _PIECE_BYTES):
+                    file.pwritev([file.pread(_PIECE_BYTES, offset)], offset)
+            finally:
+                file.close()
+            self._inherited.remove(name)
 
     def _check_room(self, segment_bytes: int) -> None:
         """LogUnusable where not one segment has room."""

@@ -3,7 +3,9 @@
     apply thread   check_room -> apply -> append -> when_safe(lsn, answer)
     log thread     write_group: all that waits (at most 8 MiB) -> checksums -> pwritev -> [fdatasync] -> the answers
 
-There is no timer: a group is what gathered while the last one was written.
+What is appended is written at once, as one piece if it gathered while the last one was written. In mode `fsync` several
+of these are synced as one group, until an answer waits for it (those to pushes that their senders keep do not), or it
+has GROUP_BYTES, or is SYNC_SECONDS old.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from embershard.ps.journal.segments import SegmentWriter
 GROUP_BYTES = 8 * 2**20
 WAITING_BYTES = 256 * 2**20  # as the apply queue's own
 RETRY_MS = 1000  # of a client, while the log cannot be written
+SYNC_SECONDS = 0.02  # about a step of training
+
+_SYNC = object()  # in the queue: somebody waits for what was appended
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +55,17 @@ class Journal:
         self.segments = segments
         self.term = term
         self.last_lsn = next_lsn - 1  # of what was appended
-        self.written = Watermark(self.last_lsn, clock)  # what survives this process
         self.safe = Watermark(self.last_lsn, clock)  # what survives what the mode promises
+        self._clock = clock
         self._group_bytes = group_bytes
         self._max_waiting_bytes = waiting_bytes
         self._queue = clock.queue()
         self._group: list[_Waiting] = []  # taken, and not written yet
         self._appended_bytes = self._written_bytes = 0  # each is changed by one thread
+        self._written_lsn = self.last_lsn
+        self._unsynced = 0  # records of the group that is written, and not synced
+        self._sync_at = 0.0  # when it has to be
+        self._synced_bytes = 0  # of _written_bytes
         self._stalled: OSError | None = None
         self._is_closed = False
 
@@ -92,11 +101,8 @@ class Journal:
 
     def when_safe(self, lsn: int, call: Callable[[], object]) -> None:
         """Call once everything up to `lsn` is safe: now, or on the thread that writes the log."""
-        self.safe.when(lsn, call)
-
-    def when_written(self, lsn: int, call: Callable[[], object]) -> None:
-        """Call once everything up to `lsn` survives the end of this process."""
-        self.written.when(lsn, call)
+        if not self.safe.when(lsn, call) and self.segments.syncs:
+            self._queue.put(_SYNC)
 
     def write_group(self, *, wait: bool = False) -> bool:
         """Write what was appended, and call who waits for it; whether there was anything.
@@ -106,7 +112,7 @@ class Journal:
         """
         if not self._group:
             self._group = self._take(wait)
-        if not self._group:
+        if not self._group and not self._unsynced:
             return False
         try:
             while self._group:
@@ -115,6 +121,8 @@ class Journal:
             self._stalled = error
             raise
         self._stalled = None
+        if self._unsynced and (not wait or self._is_closed or self._is_sync_due()):
+            self._sync()
         return True
 
     def close(self) -> None:
@@ -124,39 +132,57 @@ class Journal:
     def _take(self, wait: bool) -> list[_Waiting]:
         taken: list[_Waiting] = []
         num_bytes = 0
-        while not self._is_closed and num_bytes < self._group_bytes and len(taken) < MAX_GROUP:
+        while not self._is_closed and num_bytes < self._group_bytes and len(taken) + self._unsynced < MAX_GROUP:
+            block = wait and not taken
+            timeout = max(0.0, self._sync_at - self._clock.now()) if block and self._unsynced else None
             try:
-                waiting = self._queue.get(block=wait and not taken)
+                waiting = self._queue.get(block, timeout)
             except Empty:
                 break
             if waiting is None:
                 self._is_closed = True
-                break
-            taken.append(waiting)
-            num_bytes += waiting.num_bytes
+            elif waiting is _SYNC:
+                if self._unsynced and not taken:
+                    break
+            else:
+                taken.append(waiting)
+                num_bytes += waiting.num_bytes
         return taken
 
     def _write_part(self) -> None:
         """Write as much of the group as one segment takes: what a segment synced is a group to its readers."""
         segments, group = self.segments, self._group
         if group[0].num_bytes > segments.left_bytes:
+            if self._unsynced:
+                self._sync()
             segments.rotate(group[0].lsn, group[0].num_bytes)
         pieces: list[bytes | memoryview] = []
         num_bytes = count = 0
         for lsn, term, record_bytes, record in group:
             if num_bytes + record_bytes > segments.left_bytes:
                 break
-            pieces += encode_record(record, lsn, term, count, segments.id)
+            pieces += encode_record(record, lsn, term, self._unsynced + count, segments.id)
             num_bytes += record_bytes
             count += 1
         segments.write(pieces, num_bytes)
-        last = group[count - 1].lsn
+        self._written_lsn = group[count - 1].lsn
         self._written_bytes += num_bytes
         self._group = group[count:]
-        self.written.advance(last)
-        if segments.syncs:
-            segments.sync()
-        self.safe.advance(last)
+        if not segments.syncs:
+            self.safe.advance(self._written_lsn)
+            return
+        if not self._unsynced:
+            self._sync_at, self._synced_bytes = self._clock.now() + SYNC_SECONDS, self._written_bytes - num_bytes
+        self._unsynced += count
+
+    def _is_sync_due(self) -> bool:
+        gathered = self._written_bytes - self._synced_bytes
+        return self.safe.is_awaited or gathered >= self._group_bytes or self._clock.now() >= self._sync_at
+
+    def _sync(self) -> None:
+        self.segments.sync()
+        self._unsynced = 0
+        self.safe.advance(self._written_lsn)
 
 
 class Watermark:
@@ -167,13 +193,19 @@ class Watermark:
         self._lock = clock.lock()
         self._waiting: list[tuple[int, Callable[[], object]]] = []
 
-    def when(self, lsn: int, call: Callable[[], object]) -> None:
-        """Call once it is `lsn` or higher."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for it."""
+        return bool(self._waiting)
+
+    def when(self, lsn: int, call: Callable[[], object]) -> bool:
+        """Call once it is `lsn` or higher; whether it is that now."""
         with self._lock:
             if lsn > self.lsn:
                 self._waiting.append((lsn, call))
-                return
+                return False
         call()
+        return True
 
     def advance(self, lsn: int) -> None:
         """Raise it, and call who waited for that, in the order in which they came."""

@@ -144,6 +144,14 @@ class SegmentWriter:
         with self._names_lock:
             return sum(self._sizes.values()) + len(self._spares) * self._segment_bytes
 
+    def names_from(self, lsn: int) -> list[SegmentName]:
+        """The segments that have the records from this LSN on."""
+        with self._names_lock:
+            return self._names[self._first_with(lsn) :]
+
+    def _first_with(self, lsn: int) -> int:
+        return max(0, sum(name.first_lsn <= lsn for name in self._names) - 1)
+
     def bytes_up_to(self, lsn: int) -> int:
         """Bytes of the files of segments that begin up to an LSN; one at least."""
         with self._names_lock:
@@ -239,8 +247,7 @@ class SegmentWriter:
 
     def _recycle(self, redo_lsn: int) -> None:
         with self._names_lock:
-            keep = max(0, sum(name.first_lsn <= redo_lsn for name in self._names) - 1)
-            done = self._names[:keep]
+            done = self._names[: self._first_with(redo_lsn)]
         self._most_freed = max(self._most_freed, len(done))
         most = NUM_SPARES + self._most_freed
         for name in done:

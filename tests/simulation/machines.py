@@ -102,7 +102,6 @@ class ShardMachine:
             self.has_power = False
             self.disk.lose_power(self.sim.world.random)
             self.oracle.may_lose |= self.sim.scenario.durability == "log"
-            self.oracle.may_lose_early = True
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             random = self.sim.world.random

@@ -185,7 +185,7 @@ class Simulation:
             for machine in self.machines:
                 model = machine.oracle.model.tables.get(table.name)
                 for ids, rows, _ in model.scan() if model else ():
-                    total[ids] += rows
+                    total[ids] += -rows if self.scenario.local_steps else rows  # differences are added
             if not np.abs(total).max() <= 1e-3:
                 self.world.fail(f"table {table.name}: pushed = applied + held is off by {np.abs(total).max():.3g}")
 

@@ -20,9 +20,13 @@ FOUND = {  # by seeds as they are now; the faults are mended, and mutants/ has s
     186: "that a first push was put off opened a window, and was no event",
     227: "a push that was answered early and sent again was kept for ever",
     228: "the same, with asynchronous workers",
+    277: "a sync for a base failed, and the next process took what it had not written for written",
     420: "a push of a table that was lost with the power was sent again for ever",
     577: "a push that a row function refused came again",
+    589: "a push that was sent again was taken although one before it, acknowledged meanwhile, was lost with the power",
     645: "a worker paused with pushes that nobody had answered",
+    667: "an evicted worker came back to a job that another one had begun anew, and both waited",
+    725: "a worker was waited for whose pause was lost with the power",
     775: "a paused worker that was evicted was waited for",
 }
 

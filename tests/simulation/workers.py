@@ -12,6 +12,7 @@ from embershard.proto.errors import (
     ClientClosed,
     EmbershardError,
     InvalidRequest,
+    JobOver,
     LeaseLost,
     MemoryLost,
     MessageTooLarge,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .simulation import Simulation
 
 NUM_IDS, NUM_DENSE = 24, 6
-EXPECTED = (ShardUnavailable, WorkerLost, ClientClosed)
+EXPECTED = (ShardUnavailable, WorkerLost, ClientClosed, JobOver)
 
 
 class SimulatedWorker:
@@ -242,6 +243,8 @@ class SimulatedWorker:
                 break
             except ShardUnavailable:
                 self._pause(client)
+            except (InvalidRequest, BadOptimizer) as error:  # of a push before, which was kept
+                self._check_refused(error)
         if all(len(pull.tables) for pull, _ in self.pulled.values()):
             self._check(reads, rows)
         return rows
@@ -269,7 +272,7 @@ class SimulatedWorker:
             )
         except ShardUnavailable:  # it is kept, and sent before the next one
             self._pause(client)
-        except (InvalidRequest, BadOptimizer) as error:  # perhaps of a push before, which was kept
+        except (InvalidRequest, BadOptimizer) as error:  # perhaps of a push before, as in _pull
             self._check_refused(error)
 
     def _check_refused(self, error: EmbershardError) -> None:

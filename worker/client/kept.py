@@ -38,6 +38,8 @@ class KeptPushes:
         self._bytes: defaultdict[int, int] = defaultdict(int)
         self._acknowledged: defaultdict[int, int] = defaultdict(int)  # up to this seq they are safe
         self._refused: list[tuple[int, Push, EmbershardError]] = []
+        # shard -> the first load of which nobody knows that it was answered
+        self._loading: dict[int, int] = {}
 
     def add(self, shard: int, push: Push) -> None:
         """Keep a push that is sent now, perhaps again."""
@@ -74,11 +76,25 @@ class KeptPushes:
                 self._acknowledged[shard] = seq
                 self._drop(shard)
 
-    def first_seq(self, shard: int) -> int | None:
-        """Of the first push that is kept for a shard."""
+    def first_incomplete(self, shard: int, seq: int) -> int:
+        """The first of a shard's pushes and loads up to `seq` that is not known to be safe."""
         with self._lock:  # a reply to another thread may drop it in between
             kept = self._kept[shard]
-            return kept[0].push.token.seq if kept else None
+            first = kept[0].push.token.seq if kept else seq
+            return min(first, self._loading.get(shard, seq))
+
+    def load_begins(self, shard: int, seq: int) -> None:
+        """A load is sent."""
+        with self._lock:
+            self._loading.setdefault(shard, seq)
+
+    def loads_end(self, shard: int | None = None) -> None:
+        """All loads, or those to one shard, were answered."""
+        with self._lock:
+            if shard is None:
+                self._loading.clear()
+            else:
+                self._loading.pop(shard, None)
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
@@ -103,7 +119,8 @@ class KeptPushes:
         with self._lock:
             waiting = list(self._kept[shard])
         for kept in waiting:
-            push = replace(kept.push, term=term)
+            first = self.first_incomplete(shard, kept.push.token.seq)
+            push = with_first_incomplete(replace(kept.push, term=term), first)
             outcome = send(push)
             if isinstance(outcome, UnknownRoute):  # a pull had left the ids with the process of before
                 outcome = send(replace(push, tables=tuple(replace(part, route=0) for part in push.tables)))
@@ -133,6 +150,15 @@ class KeptPushes:
         kept, acknowledged = self._kept[shard], self._acknowledged[shard]
         while kept and kept[0].is_answered and kept[0].push.token.seq <= acknowledged:
             self._bytes[shard] -= kept.popleft().num_bytes
+
+
+def with_first_incomplete(push: Push, first: int) -> Push:
+    """The push, which says that those before `first` are safe.
+
+    Else a shard that has lost one of them with its machine's power would take it.
+    """
+    token = push.token
+    return replace(push, token=replace(token, first_incomplete=first)) if first > token.first_incomplete else push
 
 
 def _num_bytes(push: Push) -> int:

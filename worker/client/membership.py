@@ -99,6 +99,7 @@ class Membership:
         self.may_rejoin = True
         self._connections, self._epoch, self._timeout = connections, epoch, timeout
         self._next = 0  # after the last clock that was pushed
+        self._paused_terms: dict[int, int] = {}  # shard -> term of the process that knows of the pause
         self._lock = connections.clock.rlock()  # of joining
         self._ended = connections.clock.event()
 
@@ -117,8 +118,9 @@ class Membership:
 
     def pause(self) -> None:
         """Let the others' clock advance without this worker; a rendezvous still waits for it."""
-        self.paused = True
-        self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True))
+        with self._lock:
+            self.paused = True
+            self._say_paused()
 
     def resume(self, clock: int = 0) -> int:
         """End a pause: push again from `clock` on, or as soon after it as all shards agree; the clock."""
@@ -225,7 +227,7 @@ class Membership:
             self._join(self._next)
             self.lost_leases += 1
             if self.paused:
-                self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True))
+                self._say_paused()
         _log.warning(
             "worker %d was evicted: no request of it arrived within its lease of %s. It joined again at clock %d and "
             "drops what it computed in between",
@@ -278,6 +280,14 @@ class Membership:
                 raise WorkerLost(worker=self.worker, world_size=terms.workers, reason=reason)
             clock, margin = max(reply.clock for reply in replies) + margin, 2 * margin
 
+    def _say_paused(self) -> None:
+        terms = self._terms()
+        self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True))
+        self._paused_terms = terms
+
+    def _terms(self) -> dict[int, int]:
+        return {shard: self._connections.term(shard) for shard in self._connections.shards}
+
     def _ask_first(self, request: Request, wait_timeout: timedelta | None = None) -> Reply:
         """The reply of shard 0, from a member."""
         outcome = self.call_with_rejoin(lambda: self.wait({0: request}, wait_timeout=wait_timeout))[0]
@@ -311,6 +321,10 @@ class Membership:
         if self.paused and self.may_rejoin and any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
             with suppress(EmbershardError):  # the next heartbeat tries again
                 self.rejoin(lost_leases)  # no request of its own would say so, and others may wait for it there
+        elif self.paused and self._paused_terms != self._terms():
+            with suppress(EmbershardError), self._lock:  # the pause may be lost with the power of a machine
+                if self.paused:
+                    self._say_paused()
         first = outcomes[self._connections.shards[0]]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)

@@ -25,6 +25,7 @@ from embershard.worker.client.connections import (
     ShardConnections,
     split_into_messages,
 )
+from embershard.worker.client.kept import with_first_incomplete
 from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
@@ -69,7 +70,6 @@ class PushQueue:
         # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
         self._unconfirmed: defaultdict[int, list[Push]] = defaultdict(list)
         self._next_seq: defaultdict[int, int] = defaultdict(lambda: 1)
-        self._loading: dict[int, int] = {}  # shard -> the first load of which nobody knows that it was answered
         self._refused: EmbershardError | None = None  # that nobody was told of
 
     @property
@@ -129,20 +129,18 @@ class PushQueue:
         """The token of the next push to a shard."""
         waiting, seq = self._waiting[shard], self._next_seq[shard]
         self._next_seq[shard] += 1
-        first = self._kept.first_seq(shard)
-        if first is None:  # pushes leave in order: the head is the first that is not acknowledged
-            first = waiting[0].token.seq if waiting else seq
-        return PushToken(self._worker, self._epoch, seq, min(first, self._loading.get(shard, seq)))
+        first = waiting[0].token.seq if waiting else seq  # pushes leave in order
+        return PushToken(self._worker, self._epoch, seq, self._kept.first_incomplete(shard, first))
 
     def next_load_token(self, shard: int) -> PushToken:
         """The token of the next load, which is answered, or given up, before the push after it: see `loaded`."""
         token = self.next_token(shard)
-        self._loading.setdefault(shard, token.seq)
+        self._kept.load_begins(shard, token.seq)
         return token
 
     def loaded(self) -> None:
         """All loads were answered. One that was given up is not acknowledged: its shard may never have seen it."""
-        self._loading.clear()
+        self._kept.loads_end()
 
     def _append(
         self, shard: int, update: Update, tables: tuple[TableGradients, ...], placement_epoch: int, *, last: bool
@@ -205,15 +203,10 @@ class PushQueue:
         return Pushed(duplicate, applied, skipped)
 
     def _head(self, shard: int) -> Push:
-        """The next push to a shard. It says that those before it were answered, also of the same update.
-
-        Else a shard that has lost one of them with its machine's power would take it.
-        """
+        """The next push to a shard. It says that those before it were answered, also of the same update."""
         push = self._waiting[shard][0]
-        kept, seq = self._kept.first_seq(shard), push.token.seq
-        first = min(seq if kept is None else kept, self._loading.get(shard, seq))
-        if first > push.token.first_incomplete:
-            push = self._waiting[shard][0] = replace(push, token=replace(push.token, first_incomplete=first))
+        first = self._kept.first_incomplete(shard, push.token.seq)
+        push = self._waiting[shard][0] = with_first_incomplete(push, first)
         return push
 
     def _with_ids(self, push: Push) -> Push:
@@ -228,7 +221,7 @@ class PushQueue:
 
     def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
         """Give back what a shard will not apply, now that it has answered."""
-        self._loading.pop(shard, None)
+        self._kept.loads_end(shard)
         if gathers and not push.weight:
             return  # nobody would have applied it
         refused, unconfirmed = isinstance(outcome, EmbershardError), self._unconfirmed[shard]

@@ -538,6 +538,23 @@ class TestRuns:
         assert job.status.clock == 0  # the other worker of this run is still to come
         assert job.join(1, **later) == joined(True, 0, True, 0, 1)
 
+    def test_an_evicted_worker_of_a_job_that_another_incarnation_began_anew_is_told(self, job):
+        job.together(2)
+        job.push_all(2, 0)
+        job.wait(2 * LEASE)  # nobody is left
+        job.join(0, epoch=2)
+        with raises(errors.JobOver, worker=1):
+            job.join(1, 1)
+        assert job.join(1, epoch=2) == joined(True, 0, True, 0, 1)
+
+    def test_evicted_workers_that_come_back_first_go_on(self, job):
+        job.together(2)
+        job.push_all(2, 0)
+        job.wait(2 * LEASE)
+        assert job.join(1, 1).member
+        assert job.join(0, 1, epoch=2).member
+        assert job.status.clock == 1
+
     def test_what_is_left_of_an_earlier_one_is_refused(self, job):
         job.together(2, run=1)
         job.push(0, 0)

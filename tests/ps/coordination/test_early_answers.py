@@ -1,4 +1,4 @@
-"""A push whose sender keeps it is answered when it is written; what is safe by then, later replies say."""
+"""A push whose sender keeps it is answered when it is applied; what is safe by then, later replies say."""
 
 import pytest
 
@@ -12,10 +12,10 @@ from harness.shards import gradients, ids_of, join, make_shard, push, rows, tabl
 class Sent:
     """Requests to a shard whose log is on a slow disk, and the replies that have left, by name."""
 
-    def __init__(self, **log):
-        self.log = HeldLog(**log)
+    def __init__(self):
+        self.log = HeldLog()
         self.shard = make_shard(table(), log=self.log)
-        self.finish()
+        self.log.sync()
         self.left = {}
 
     def send(self, name, request):
@@ -25,14 +25,10 @@ class Sent:
             reply = error
         self.shard.release(lambda: self.left.setdefault(name, reply))
 
-    def finish(self):
-        self.log.write()
-        self.log.sync()
-
 
 @pytest.fixture
 def sent():
-    return Sent(is_two_stage=True)
+    return Sent()
 
 
 def early(seq, **fields):
@@ -43,16 +39,13 @@ def pull(**fields):
     return Pull(1, (TableIds("items", ids_of(1)),), epoch=1, **fields)
 
 
-def test_a_push_that_is_kept_is_answered_when_it_is_written_and_what_is_safe_follows(sent):
+def test_a_push_that_is_kept_is_answered_at_once_and_what_is_safe_follows(sent):
     sent.send("one", early(1))
-    assert not sent.left
-    sent.log.write()
     assert (sent.left["one"].early, sent.left["one"].acknowledged) == (True, 0)
     sent.send("not safe", pull())
     sent.log.sync()
     sent.send("safe", pull())
     sent.send("two", early(2))
-    sent.log.write()
     assert [sent.left[name].acknowledged for name in ("not safe", "safe", "two")] == [0, 1, 1]
     sent.send("of another", pull(worker=3))
     assert sent.left["of another"].acknowledged == 0
@@ -62,7 +55,6 @@ def test_everything_else_waits_until_it_is_safe(sent):
     refused = push(gradients([1], name="other"), seq=3, early=True)
     for name, request in {"kept by nobody": push(gradients([1]), seq=1), "refused": refused, "join": join()}.items():
         sent.send(name, request)
-        sent.log.write()
         assert name not in sent.left
         sent.log.sync()
         assert name in sent.left
@@ -73,7 +65,6 @@ def test_everything_else_waits_until_it_is_safe(sent):
 def test_a_duplicate_and_what_comes_out_of_order_are_answered_when_they_are_safe(sent):
     for name, seq in {"three": 3, "again": 3, "two": 2}.items():
         sent.send(name, early(seq, first=1))
-    sent.log.write()
     assert list(sent.left) == ["three"]
     sent.log.sync()
     assert [(sent.left[name].duplicate, sent.left[name].early) for name in ("again", "two")] == [
@@ -86,7 +77,6 @@ def test_a_duplicate_and_what_comes_out_of_order_are_answered_when_they_are_safe
 
 def test_a_heartbeat_that_asks_is_answered_when_all_is_safe_from_any_worker(sent):
     sent.send("one", early(1))
-    sent.log.write()
     sent.send("ask", Heartbeat(worker=0, epoch=1, flush=True))
     assert "ask" not in sent.left
     sent.log.sync()
@@ -95,18 +85,10 @@ def test_a_heartbeat_that_asks_is_answered_when_all_is_safe_from_any_worker(sent
     assert isinstance(sent.left["no member"], errors.InvalidRequest)
 
 
-def test_where_written_is_safe_nothing_is_kept():
-    sent = Sent()
-    sent.send("one", early(1))
-    sent.log.write()
-    assert (sent.left["one"].early, sent.left["one"].acknowledged) == (False, 0)
-
-
 def test_another_incarnation_begins_anew(sent):
     sent.send("one", early(5, first=1))
-    sent.finish()
+    sent.log.sync()
     sent.send("other", push(gradients([1]), epoch=2, seq=1, early=True))
-    sent.log.write()
     assert (sent.left["other"].early, sent.left["other"].acknowledged) == (True, 0)
 
 

@@ -57,7 +57,7 @@ def logged(request, serve_grpc):
         shard = make_shard(table(dim=2))
         made = Logged(shard, SharedTransport(shard, "local/0", threading.Condition()))
     yield made
-    made.log.write()
+    made.log.sync()
     made.transport.close()
     if request.param == "stream":
         server.stop()
@@ -72,7 +72,7 @@ def test_an_answer_leaves_when_its_event_is_safe_one_to_a_repeated_push_no_earli
     assert not any(answer.done() for answer in (first, again, refused))
     if logged.apply is not None:
         assert logged.apply.queued_bytes > 0
-    log.write()
+    log.sync()
     assert (first.result(60), again.result(60)) == (Pushed(False, 2, 0), Pushed(True, 2, 0))
     with pytest.raises(WrongDim):
         refused.result(60)
@@ -85,13 +85,13 @@ def test_a_join_waits_and_a_heartbeat_does_not(logged):
     joined = logged.send_held(join())
     assert logged.send(Heartbeat(worker=0, epoch=1)).result(60).members == [0]
     assert not joined.done()
-    logged.log.write()
+    logged.log.sync()
     assert joined.result(60).member
 
 
 def test_a_call_within_a_process_ends_by_its_deadline_though_the_log_hangs():
     shard = make_shard(table(dim=2), log=HeldLog())
-    shard._log.write()
+    shard._log.sync()
     transport = SharedTransport(shard, "local/0", threading.Condition())
     answer = transport.submit(PUSH, timedelta(seconds=0.05))
     with pytest.raises(Unreachable):

@@ -58,9 +58,7 @@ class ShardOracle:
     contents: dict[bytes, Token] = field(default_factory=dict)
     lsn_of: dict[Token, int] = field(default_factory=dict)
     released: int = 0  # the highest LSN that an answer which has left stands for
-    released_early: int = 0  # the same of answers that only say that the process may end
     may_lose: bool = False  # since the last recovery the machine lost power in mode `log`
-    may_lose_early: bool = False  # since the last recovery the machine lost power
     logged: set[Token] = field(default_factory=set)  # that were events once
     missing: set[Token] = field(default_factory=set)  # answered early, and lost; their senders have them
     damaged: Any = None  # (LSN, path name) that was flipped in a file
@@ -115,6 +113,9 @@ class ShardOracle:
         for token in self._acknowledged_by(request, outcome):
             if self.sent[token].state == "early":
                 self.sent[token].state = "acknowledged"
+                if token in self.missing and self.has_lost:  # this was on its way while the machine lost power
+                    self.missing.discard(token)
+                    self.lost.add(token)
         if not isinstance(request, Push | Load) or request.token is None:
             return
         sent = self.sent[_token(request)]
@@ -122,6 +123,7 @@ class ShardOracle:
             if not outcome.retryable and type(outcome).__name__ != "UnknownRoute":
                 sent.state = "refused"
                 self.missing.discard(_token(request))
+                self.lost.discard(_token(request))  # it came again, and its sender is told that it is not applied
             if isinstance(outcome, MemoryLost):
                 self.world.covered["loss of power told by MemoryLost"] += 1
                 self.world.note("memory lost", self.shard, _token(request))
@@ -234,9 +236,9 @@ class ShardOracle:
         """An answer that was made when this was the last LSN leaves the shard."""
         safe = [self.lsn_of[token] for token in self._acknowledged_by(request, reply) if token in self.lsn_of]
         self.released = max([self.released, *safe])
-        if isinstance(reply, Pushed) and reply.early:
-            self.released_early = max(self.released_early, lsn)
-        elif not isinstance(request, READS) or (isinstance(request, Heartbeat) and request.flush):
+        is_kept = isinstance(reply, Pushed) and reply.early  # by its sender
+        waits = not isinstance(request, READS) or (isinstance(request, Heartbeat) and request.flush)
+        if waits and not is_kept:
             self.released = max(self.released, lsn)
 
     def _acknowledged_by(self, request: Any, reply: object) -> list[Token]:
@@ -285,8 +287,6 @@ class ShardOracle:
         self.world.covered[f"recoveries of a log that ends {reader.end.state}"] += 1
         if last < self.released and not self.may_lose:
             self.fail(f"LSN {self.released} was acknowledged, the log ends with {last}")
-        if last < self.released_early and not self.may_lose_early:
-            self.fail(f"LSN {self.released_early} was answered, the process ended, and the log ends with {last}")
         self.has_lost |= last < self.released
         self._cut(last)
 
@@ -304,8 +304,8 @@ class ShardOracle:
             self.model, self.lsn_of = ModelShard(), {}
             for lsn, logged in enumerate(self.history, start=1):
                 self._apply(lsn, logged)
-        self.released, self.released_early = min(self.released, last), min(self.released_early, last)
-        self.may_lose = self.may_lose_early = False
+        self.released = min(self.released, last)
+        self.may_lose = False
 
     def recovered(self, core: Core) -> None:
         """A shard serves again."""

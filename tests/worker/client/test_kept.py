@@ -30,7 +30,7 @@ from harness.simulated_disk import SimulatedDisk
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 
 
-class PowerLost(Exception):
+class Ended(Exception):
     pass
 
 
@@ -47,8 +47,9 @@ class Worst(random.Random):
 class Machine:
     """A shard with a log, whose machine loses its power while the disk is asked to take something, as `lose` says.
 
-    What the log has written, and its disk has not, is gone then; answers that could leave have left. Who was connected
-    notices it at the next request, or, where `silent`, reaches the next process without a word.
+    What the log has written, and its disk has not, is gone then; answers that could leave have left. In mode `log` it
+    is the process that ends, before anything is written. Who was connected notices it at the next request, or, where
+    `silent`, reaches the next process without a word.
     """
 
     def __init__(self, mode="fsync", silent=False):
@@ -84,8 +85,11 @@ class Machine:
             while self.log.journal.write_group():
                 pass
             assert left
-        except PowerLost:
-            self.disk.lose_power(Worst())
+        except Ended:
+            if self.mode == "fsync":
+                self.disk.lose_power(Worst())
+            else:
+                self.disk.kill()
             self.restarts += 1
             self._start()
             if not left:
@@ -96,8 +100,8 @@ class Machine:
         return outcome
 
     def _fail(self, operation, path):
-        if operation == "sync" and path.name.startswith("log-"):
-            raise PowerLost
+        if operation == ("sync" if self.mode == "fsync" else "pwritev") and path.name.startswith("log-"):
+            raise Ended
 
     def client(self, worker=0, **terms):
         client = Client([LocalTransport(self.handle, "machine/0")], worker=worker)
@@ -107,9 +111,9 @@ class Machine:
         return client
 
 
-@pytest.fixture(params=["told", "silent"])
+@pytest.fixture(params=["told", "silent", "killed"])
 def machine(request):
-    return Machine(silent=request.param == "silent")
+    return Machine("log" if request.param == "killed" else "fsync", silent=request.param == "silent")
 
 
 def step(client, number, *ids):
@@ -222,7 +226,10 @@ def test_flush_asks_until_all_is_safe_also_after_a_loss(machine):
     client.flush()
     assert unsafe(client) == []
     assert [r.flush for r in machine.seen if isinstance(r, Heartbeat)][-1]
-    machine.disk.lose_power(Worst())
+    if machine.mode == "fsync":
+        machine.disk.lose_power(Worst())
+    else:
+        machine.disk.kill()
     machine._start()
     assert row(client) == -2.0
 
@@ -246,13 +253,6 @@ def test_what_the_next_process_refuses_is_told_of(machine, monkeypatch):
     assert row(client) == -3.0  # all but the refused one
 
 
-def test_a_mode_that_is_safe_at_once_keeps_nothing():
-    machine = Machine("log")
-    client = machine.client()
-    reply = step(client, 0)
-    assert (reply.early, client.connections.kept.first_seq(0)) == (False, None)
-
-
 def test_what_is_kept_is_bounded_and_a_push_waits_for_the_disk(monkeypatch):
     monkeypatch.setattr(kept_module, "KEPT_PUSHES", 3)
     kept, asked = [], []
@@ -262,7 +262,7 @@ def test_what_is_kept_is_bounded_and_a_push_waits_for_the_disk(monkeypatch):
 
     def handle(request):  # a disk that is asked for, and takes nothing before
         if isinstance(request, Heartbeat):
-            asked.append(client.connections.kept.first_seq(0))
+            asked.append(client.connections.kept.first_incomplete(0, 99))
         reply = original(request)
         return replace(reply, acknowledged=0) if isinstance(reply, Pushed) else reply
 
@@ -286,16 +286,16 @@ def test_bytes_are_bounded_too_but_for_one_push_that_is_larger():
     kept.answered(0, large)
     assert kept.is_full(0, large)
     kept.acknowledge(0, 1)
-    assert (kept.first_seq(0), kept.num_bytes(0)) == (2, 16 * 400_000)
+    assert (kept.first_incomplete(0, 99), kept.num_bytes(0)) == (2, 16 * 400_000)
 
 
 def test_a_reply_that_overtakes_the_answer_of_a_push_is_not_forgotten():
     kept, one = KeptPushes(), push(gradients([1]))
     kept.add(0, one)
     kept.acknowledge(0, 1)
-    assert kept.first_seq(0) == 1  # it is on its way
+    assert kept.first_incomplete(0, 99) == 1  # it is on its way
     kept.answered(0, one)
-    assert kept.first_seq(0) is None
+    assert kept.first_incomplete(0, 99) == 99
 
 
 @pytest.mark.parametrize("outcome", [Pushed(True, 1, 0), errors.LeaseLost(worker=0, lease_ms=1)])
@@ -304,9 +304,9 @@ def test_a_push_that_was_sent_again_before_its_sender_knew_its_early_answer_is_n
     kept, one = KeptPushes(), push(gradients([1]))
     kept.add(0, one)
     assert kept.resend(0, 2, lambda push: outcome) is None  # while the call waits for another shard
-    assert kept.first_seq(0) == 1
+    assert kept.first_incomplete(0, 99) == 1
     kept.answered(0, one)
-    assert (kept.first_seq(0), kept.unsafe([0])) == (None, [])
+    assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == (99, [])
     assert [error for _, _, error in kept.take_refused()] == [outcome] * isinstance(outcome, errors.LeaseLost)
 
 
