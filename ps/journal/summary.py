@@ -48,7 +48,7 @@ def find_logs(path: Path) -> list[Path]:
     """The folders of shards' logs at a path: itself, or those in it. LogUnusable where none is."""
     if (path / MANIFEST).exists() or any(path.glob("log-*")):
         return [path]
-    found = [one for one in path.glob("shard-*") if one.is_dir() and any(one.iterdir())]
+    found = [one for one in path.glob("shard-*") if one.is_dir()]
     found.sort(key=lambda one: (len(one.name), one.name))  # shard-2 before shard-10
     if not found:
         raise LogUnusable(

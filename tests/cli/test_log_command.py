@@ -187,11 +187,18 @@ def unmanifested(folder):
     (folder / MANIFEST).unlink()
 
 
+def emptied(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
 def with_a_folder_for_a_segment(folder):
     (folder / f"log-{21:020}-{5:016x}").mkdir()
 
 
-@pytest.mark.parametrize(("spoil", "error"), [(unmanifested, LogDamaged), (with_a_folder_for_a_segment, LogUnusable)])
+@pytest.mark.parametrize(
+    ("spoil", "error"), [(unmanifested, LogDamaged), (emptied, LogUnusable), (with_a_folder_for_a_segment, LogUnusable)]
+)
 def test_inspect_shows_the_other_logs_where_one_cannot_be_read(logs, spoil, error):
     spoil(logs / "shard-0")
     done = CliRunner().invoke(cli.app, ["log", "inspect", str(logs), "--json"])
