@@ -21,6 +21,7 @@ from embershard.ps.journal.reader import LoggedRecord, LogPosition, LogReader
 from embershard.ps.journal.record import HEADER_BYTES
 from embershard.ps.journal.segments import (
     LOCK,
+    LOCK_LOST,
     SEGMENT_BYTES,
     SegmentName,
     SegmentWriter,
@@ -210,7 +211,7 @@ class LogFolder:
         """
         segments, base = journal.segments, bases[-1]
         if not segments.is_locked:
-            raise LogLocked(path=str(self.folder), holder="another process: the lock was lost")
+            raise LogLocked(path=str(self.folder), holder=LOCK_LOST)
         if not segments.syncs:  # a loss of power must not leave the log shorter than its base
             try:
                 self._sync([name for name in segments.names if name.first_lsn <= base.lsn])

@@ -197,7 +197,8 @@ def with_a_folder_for_a_segment(folder):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error"), [(unmanifested, LogDamaged), (emptied, LogUnusable), (with_a_folder_for_a_segment, LogUnusable)]
+    ("spoil", "error"),
+    [(unmanifested, LogDamaged), (emptied, LogUnusable), (with_a_folder_for_a_segment, LogUnusable)],
 )
 def test_inspect_shows_the_other_logs_where_one_cannot_be_read(logs, spoil, error):
     spoil(logs / "shard-0")
