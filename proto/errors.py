@@ -550,7 +550,10 @@ class SnapshotUnknown(EmbershardError):
     """A snapshot, or a restore, that a shard knows nothing of (any more)."""
 
     status = Status.ABORTED
-    template = "the shard does not work on {what} {name!r} any more: another one took its place; start it again"
+    template = (
+        "the shard does not work on {what} {name!r} any more: another one took its place, or the shard was started "
+        "anew; start it again"
+    )
 
 
 class SnapshotTooLate(EmbershardError):

@@ -133,11 +133,12 @@ def _recover(shard: Shard, options: ServerOptions, progress: RecoveryProgress) -
     mode = check_durability(options.durability, options.log_dir)
     if mode == "memory" or options.log_dir is None:
         return None
-    from embershard.ps.journal.folder import LogFolder, log_folder
+    from embershard.ps.journal.folder import LogFolder, check_log_dir, log_folder
     from embershard.ps.journal.progress import RecoveryRate
     from embershard.ps.recovery import recover, sha256_of_modules
 
     rate = RecoveryRate(_seconds_since_start())
+    check_log_dir(options.log_dir.absolute(), options.shard, options.of)
     path = log_folder(options.log_dir.absolute(), options.shard)
     modules = sha256_of_modules(options.imports)
     folder = LogFolder.open(path, shard=options.shard, num_shards=options.of, modules=modules, package=_version())

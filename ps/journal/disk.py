@@ -119,7 +119,8 @@ class LocalDisk:
     def open(self, path: Path, *, write: bool = False, create: bool = False) -> DiskFile:
         """Open a file; one that `create` makes must be new."""
         flags = os.O_RDWR if write else os.O_RDONLY
-        return _LocalFile(os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | os.O_CLOEXEC, 0o644))
+        descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | os.O_CLOEXEC, 0o644)
+        return _LocalFile(descriptor, path)
 
     def rename(self, old: Path, new: Path) -> None:
         """Give a file another name, in place of the file that has it."""
@@ -157,16 +158,19 @@ class LocalDisk:
 
 
 class _LocalFile:
-    """A file descriptor."""
+    """A file descriptor; `path` is what errors of reads name."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor, self._path = descriptor, path
 
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
-        data = os.pread(self._descriptor, num_bytes, offset)
+        try:
+            data = os.pread(self._descriptor, num_bytes, offset)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} at byte {offset}", str(self._path)) from None
         if len(data) == num_bytes or not data:
             return data
         return data + self.pread(num_bytes - len(data), offset + len(data))  # a signal, or 2 GiB: Linux's limit

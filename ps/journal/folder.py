@@ -7,20 +7,21 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
-from embershard.proto.errors import LogDamaged, LogLocked, LogUnusable
+from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogMismatch, LogUnusable
 from embershard.ps.journal.disk import Disk, DiskLock, LocalDisk
 from embershard.ps.journal.journal import Journal
-from embershard.ps.journal.manifest import MANIFEST, LogBase, LogManifest, read_manifest, write_manifest
+from embershard.ps.journal.manifest import MANIFEST, OTHER_LOG, LogBase, LogManifest, read_manifest, write_manifest
 from embershard.ps.journal.reader import LoggedRecord, LogPosition, LogReader
 from embershard.ps.journal.record import HEADER_BYTES
 from embershard.ps.journal.segments import (
     LOCK,
+    LOCK_LOST,
     SEGMENT_BYTES,
     SegmentName,
     SegmentWriter,
@@ -32,6 +33,7 @@ from embershard.ps.journal.segments import (
 DurabilityMode = Literal["log", "fsync"]
 
 _log = logging.getLogger(__name__)
+_OF_SHARD = re.compile(r"shard-[0-9]+")
 _BASE = re.compile(r"base-[0-9]{20}-[0-9a-f]{16}")
 _PIECE_BYTES = 2**20
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -40,6 +42,25 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 def log_folder(log_dir: Path, shard: int) -> Path:
     """The folder of a shard in the folder of all logs."""
     return log_dir / f"shard-{shard}"
+
+
+def check_log_dir(log_dir: Path, shard: int, num_shards: int, disk: Disk | None = None) -> None:
+    """Before a shard begins a log: LogUnusable in the folder of one log, LogMismatch beside those of other jobs."""
+    disk = disk or LocalDisk()
+    try:
+        names = set(disk.list(log_dir))
+    except OSError:  # what is wrong with it shows when it is used
+        return
+    if MANIFEST in names:
+        reason = f"it is the log of one shard; name the folder above it, {log_dir.parent}"
+        raise LogUnusable(path=str(log_dir), reason=reason)
+    for name in sorted(filter(_OF_SHARD.fullmatch, names - {f"shard-{shard}"})):
+        manifest = None
+        with suppress(OSError, EmbershardError):  # it is another shard's to say so
+            manifest = read_manifest(disk, log_dir / name)
+        if manifest is not None and manifest.num_shards != num_shards:
+            path, got, want = str(log_dir / name / MANIFEST), str(manifest.num_shards), str(num_shards)
+            raise LogMismatch(path=path, what="a shard of", got=got, want=want, remedy=OTHER_LOG)
 
 
 def remove_base(disk: Disk, path: Path) -> None:
@@ -196,7 +217,7 @@ class LogFolder:
         """
         segments, base = journal.segments, bases[-1]
         if not segments.is_locked:
-            raise LogLocked(path=str(self.folder), holder="another process: the lock was lost")
+            raise LogLocked(path=str(self.folder), holder=LOCK_LOST)
         if not segments.syncs:  # a loss of power must not leave the log shorter than its base
             try:
                 needed = [name for name in segments.names_from(base.redo_lsn) if name.first_lsn <= base.lsn]
@@ -215,7 +236,8 @@ class LogFolder:
         self.manifest = manifest
 
     def lost_by_cut(self, lsn: int) -> LostRecords:
-        """What `cut` at this LSN takes, intact records behind damage included. LogDamaged below it."""
+        """What `cut` at this LSN takes, intact records behind damage included. Errors as those of `cut`."""
+        self._check_cut(lsn)
         kinds: Counter[int] = Counter()
         num_bytes = last_lsn = 0
         with named_errors(self.folder):
@@ -227,13 +249,18 @@ class LogFolder:
 
     def cut(self, lsn: int) -> None:
         """Remove all records from this LSN on. LogDamaged below it; LogUnusable where a base needs it."""
-        needed = max((base.lsn for base in self.manifest.bases), default=self.manifest.first_lsn - 1)
-        if lsn <= needed:
-            reason = f"it cannot be cut at LSN {lsn}: the shard's image has all events up to {needed}"
-            raise LogUnusable(path=str(self.folder), reason=reason)
+        self._check_cut(lsn)
         with named_errors(self.folder):
             self._sync(self._cut(self.reader.find(lsn)))
         self._reader = None
+
+    def _check_cut(self, lsn: int) -> None:
+        if lsn <= (needed := self.manifest.last_base_lsn):
+            reason = (
+                f"it cannot be cut at LSN {lsn}: the shard's image has all events up to {needed}. To give those up, "
+                "too, begin a new log in another folder, and restore a snapshot of the job"
+            )
+            raise LogUnusable(path=str(self.folder), reason=reason)
 
     def _cut(self, position: LogPosition) -> list[SegmentName]:
         """Remove what is behind a place, the last file first, so that at no time a gap is left; what is kept.
@@ -315,6 +342,8 @@ def manifest_of(folder: Path, disk: Disk) -> LogManifest:
         except (FileNotFoundError, NotADirectoryError):
             manifest = None
         if manifest is None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                _refuse_segments(disk, folder)
             raise LogUnusable(path=str(folder), reason=f"it has no {MANIFEST}; name the folder of one shard's log")
     return manifest
 

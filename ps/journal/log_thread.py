@@ -11,6 +11,7 @@ from functools import partial
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import LogLocked
 from embershard.ps.journal.journal import Journal
+from embershard.ps.journal.segments import LOCK_LOST
 
 _RETRY_SECONDS = 0.25  # after a write that failed
 _WATCH_SECONDS = 1.0
@@ -85,7 +86,7 @@ class LogThread:
         while not self._ended.is_set():
             segments.wants_spare.clear()
             if not segments.is_locked:
-                raise LogLocked(path=str(segments.folder), holder="another process: the lock was lost")
+                raise LogLocked(path=str(segments.folder), holder=LOCK_LOST)
             with suppress(OSError):  # the segments keep it, and it is tried again
                 while not self._ended.is_set() and segments.prepare_spare():
                     pass

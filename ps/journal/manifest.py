@@ -54,6 +54,11 @@ class LogManifest:
     mode: str = "fsync"  # of the last process: with "log" it synced nothing
     boot: int = 0  # the start of the machine under which it began to write; 0: not known
 
+    @property
+    def last_base_lsn(self) -> int:
+        """The event up to which the log cannot do without its base; 0 where it has none."""
+        return max((base.lsn for base in self.bases), default=0)
+
     def check(self, folder: Path, shard: int, num_shards: int, lineage: int, modules: Mapping[str, str]) -> None:
         """LogMismatch where it is not the log of this shard, job (lineage 0: of any) and code."""
         facts = [("shard", f"{self.shard} of {self.num_shards}", f"{shard} of {num_shards}", OTHER_LOG)]

@@ -315,8 +315,12 @@ class LogReader:
     def _damaged(self, position: LogPosition, reason: str) -> LogDamaged:
         path = self.folder / str(position.segment or "")
         remedy = (
-            "Restore the file from a copy of the folder; or cut the log there: `embershard log truncate "
-            f"{self.folder} --at {position.lsn}` says what would be lost, and asks"
+            NO_COPY
+            if position.lsn <= self._manifest.last_base_lsn
+            else (
+                "Restore the file from a copy of the folder; or cut the log there: `embershard log truncate "
+                f"{self.folder} --at {position.lsn}` says what would be lost, and asks"
+            )
         )
         return LogDamaged(path=str(path), offset=position.offset, lsn=position.lsn, reason=reason, remedy=remedy)
 

@@ -20,6 +20,7 @@ from embershard.ps.journal.record import HEADER_BYTES, VERSION, SegmentFlag, Seg
 SEGMENT_BYTES = 256 * 2**20
 NUM_SPARES = 2
 LOCK = "LOCK"
+LOCK_LOST = f"another process, or was removed: its {LOCK} is not that of this process any more"
 
 _NAME = re.compile(r"log-([0-9]{20})-([0-9a-f]{16})")
 _SPARE = re.compile(r"spare-[0-9a-f]{16}")
@@ -189,7 +190,7 @@ class SegmentWriter:
         SyncFailed, or LogLocked where the folder is another process's now.
         """
         if not self.is_locked:
-            raise LogLocked(path=str(self.folder), holder="another process: the lock was lost")
+            raise LogLocked(path=str(self.folder), holder=LOCK_LOST)
         name = SegmentName(first_lsn, self._new_id())
         size = max(self._segment_bytes, HEADER_BYTES + num_bytes)
         path = self.folder / str(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embershard.proto.errors import LogDamaged, LogUnusable
 from embershard.ps.journal.disk import Disk, LocalDisk
-from embershard.ps.journal.folder import manifest_of
+from embershard.ps.journal.folder import manifest_of, named_errors
 from embershard.ps.journal.manifest import MANIFEST, LogManifest
 from embershard.ps.journal.reader import LogEnd, LogReader
 from embershard.ps.journal.record import SegmentFlag
@@ -46,9 +46,10 @@ class LogSummary:
 
 def find_logs(path: Path) -> list[Path]:
     """The folders of shards' logs at a path: itself, or those in it. LogUnusable where none is."""
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).exists() or any(path.glob("log-*")):
         return [path]
-    found = sorted(manifest.parent for manifest in path.glob(f"shard-*/{MANIFEST}"))
+    found = [one for one in path.glob("shard-*") if one.is_dir()]
+    found.sort(key=lambda one: (len(one.name), one.name))  # shard-2 before shard-10
     if not found:
         raise LogUnusable(
             path=str(path), reason=f"neither it nor a folder shard-S in it has a {MANIFEST}; name that of --log-dir"
@@ -62,11 +63,12 @@ def summarize(folder: Path, disk: Disk | None = None) -> LogSummary:
     place: tuple[object, ...] = ()
     for left in range(_TRIES - 1, -1, -1):
         try:
-            summary = _read(folder, disk)
-        except FileNotFoundError as error:  # a running shard gave up a segment that was listed
-            if not left:
-                raise LogUnusable(path=str(folder), reason=f"{error.filename}: {error.strerror}") from error
-            continue
+            with named_errors(folder):
+                summary = _read(folder, disk)
+        except LogUnusable as error:
+            if not left or not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            continue  # a running shard gave up a segment that was listed
         before, place = place, () if summary.damage is None else tuple(summary.damage.fields.values())
         if not place or place == before:
             break  # what a running shard was just writing may look like damage, and is none at the next look

@@ -12,6 +12,8 @@ from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogU
 from embershard.proto.messages import Declare
 from embershard.proto.routing import Placement
 from embershard.ps.journal.folder import LogFolder
+from embershard.ps.journal.manifest import MANIFEST
+from embershard.ps.journal.reader import NO_COPY
 from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
@@ -160,3 +162,47 @@ def test_a_log_that_is_in_use_is_not_cut_and_what_is_no_log_is_named(logs, tmp_p
     for words in (["inspect", tmp_path / "none"], ["truncate", logs, "--at", 1]):
         with pytest.raises(LogUnusable):
             run(*words)
+
+
+def test_a_log_with_a_base_is_not_cut_at_or_before_it(tmp_path):
+    folder = tmp_path / "shard-0"
+    shutil.copytree(GOLDEN, folder)
+    before = inspected(folder)
+    for lsn in (3, 9):
+        with pytest.raises(LogUnusable):
+            run("truncate", folder, "--at", lsn, "--yes")
+    assert inspected(folder) == before
+
+
+def test_damage_that_no_cut_mends_has_another_remedy(tmp_path):
+    folder = tmp_path / "shard-0"
+    shutil.copytree(GOLDEN, folder)
+    damage(folder, 9)
+    done = CliRunner().invoke(cli.app, ["log", "inspect", str(folder), "--json"])
+    assert isinstance(done.exception, LogDamaged)
+    assert (done.exception.fields["lsn"], done.exception.fields["remedy"]) == (9, NO_COPY)
+
+
+def unmanifested(folder):
+    (folder / MANIFEST).unlink()
+
+
+def emptied(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def with_a_folder_for_a_segment(folder):
+    (folder / f"log-{21:020}-{5:016x}").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [(unmanifested, LogDamaged), (emptied, LogUnusable), (with_a_folder_for_a_segment, LogUnusable)],
+)
+def test_inspect_shows_the_other_logs_where_one_cannot_be_read(logs, spoil, error):
+    spoil(logs / "shard-0")
+    done = CliRunner().invoke(cli.app, ["log", "inspect", str(logs), "--json"])
+    assert isinstance(done.exception, error)
+    assert done.exception.fields["path"].startswith(str(logs / "shard-0"))
+    assert json.loads(done.stdout)["shard"] == 1

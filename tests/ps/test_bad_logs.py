@@ -156,6 +156,23 @@ def test_a_log_of_another_shard_or_number_of_shards_is_refused(shard, of, tmp_pa
     assert content(tmp_path / "shard-0") == before
 
 
+def test_a_shard_begins_no_log_beside_those_of_another_number_of_shards(tmp_path):
+    log_of(tmp_path / "shard-0")
+    with pytest.raises(errors.LogMismatch) as raised:
+        start(tmp_path, shard=1, of=2)
+    assert raised.value.fields["path"] == str(tmp_path / "shard-0" / MANIFEST)
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-0"]
+
+
+def test_a_shard_begins_no_log_in_the_folder_of_one(tmp_path):
+    log_of(tmp_path / "shard-0")
+    before = content(tmp_path / "shard-0")
+    with pytest.raises(errors.LogUnusable) as raised:
+        start(tmp_path / "shard-0")
+    assert raised.value.fields["path"] == str(tmp_path / "shard-0")
+    assert content(tmp_path / "shard-0") == before
+
+
 def test_a_row_function_that_has_changed_since_the_log_was_written_is_refused(tmp_path, monkeypatch):
     source = tmp_path / "row_functions_of_mine.py"
     monkeypatch.syspath_prepend(tmp_path)

@@ -13,9 +13,12 @@ from embershard.proto import errors
 from embershard.proto.messages import Declare, Load, Push, Pushed
 from embershard.proto.routing import Placement
 from embershard.proto.spec import SGD, Adam
+from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.coordination import pushes
 from embershard.ps.coordination.clock import TERM_VERSIONS
+from embershard.ps.dispatch import Dispatch
 from embershard.ps.events import PushEvent, Term
+from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
@@ -336,3 +339,17 @@ def test_an_event_that_may_not_be_in_the_log_ends_the_process():
     with pytest.raises(RuntimeError):
         shard.handle(push(gradients([1])))
     assert fatal == [defect]
+
+
+def test_a_status_during_a_recovery_has_the_shards_own_memory_budget(monkeypatch):
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(Declare(table()))
+    while log.journal.write_group():
+        pass
+    disk.kill()
+    fresh = Shard(0, Placement.even(1), OptimizerRegistry(), memory=2**30)
+    dispatch, apply, seen = Dispatch(fresh, ApplyThread(), RecoveryProgress()), fresh.core.apply, []
+    monkeypatch.setattr(fresh.core, "apply", lambda event: seen.append(dispatch.status()) or apply(event))
+    recover(fresh, open_log(disk), "log", segment_bytes=SEGMENT_BYTES)
+    assert {(status.recovering, status.budget_bytes) for status in seen} == {(True, 2**30)}

@@ -28,6 +28,7 @@ from embershard.proto.errors import (
     SnapshotScattered,
     SnapshotTimeout,
     SnapshotTooLate,
+    SnapshotUnknown,
 )
 from embershard.proto.messages import Restore, Restored, Snapshot, Snapshotted, replace
 from embershard.proto.snapshot.manifest import (
@@ -123,9 +124,20 @@ def take_snapshot(
     incremental: bool = False,
     wait_timeout: timedelta = WAIT_TIMEOUT,
 ) -> SnapshotInfo:
-    """Take a snapshot of all shards into a folder of `url` and wait until it is whole; see `begin_snapshot`."""
-    running = begin_snapshot(client, url, name, at_clock=at_clock, incremental=incremental, wait_timeout=wait_timeout)
-    return running.finish(extra, keep=keep)
+    """Take a snapshot of all shards into a folder of `url` and wait until it is whole; see `begin_snapshot`.
+
+    It is begun again where a shard is started anew meanwhile, and has its rows from its log.
+    """
+    for left in reversed(range(_TRIES)):
+        running = begin_snapshot(
+            client, url, name, at_clock=at_clock, incremental=incremental, wait_timeout=wait_timeout
+        )
+        try:
+            return running.finish(extra, keep=keep)
+        except SnapshotUnknown:
+            if not left:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def begin_snapshot(
@@ -339,17 +351,25 @@ def drop_tables(client: Client) -> None:
 
 
 def _restore(client: Client, request: Restore, check: Callable[[int], None], wait_timeout: timedelta) -> None:
-    """Have all shards read what is theirs, `check` the rows that they found, and put it in place."""
-    request = replace(request, id=secrets.randbits(64), step="begin")
-    try:
-        client.ask_all(request)
-        check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
-        client.ask_all(replace(request, step="install"))
-        client.lineage.check()  # the shards have another one now
-    except BaseException:
-        cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
-        client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
-        raise
+    """Have all shards read what is theirs, `check` the rows that they found, and put it in place.
+
+    All of it again where a shard is started anew meanwhile, and knows nothing of it.
+    """
+    for left in reversed(range(_TRIES)):
+        request = replace(request, id=secrets.randbits(64), step="begin")
+        try:
+            client.ask_all(request)
+            check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
+            install = replace(request, step="install")
+            request = replace(request, replace=True)  # from here on, tables that are in the way are of this restore
+            client.ask_all(install)
+            client.lineage.check()  # the shards have another one now
+            return
+        except BaseException as error:
+            cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
+            client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
+            if not left or not isinstance(error, SnapshotUnknown):
+                raise
 
 
 def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, wait_timeout: timedelta) -> list[R]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from embershard.proto.errors import EmbershardError, Status, TablesInTheWay
+from embershard.proto.errors import EmbershardError, SnapshotUnknown, Status, TablesInTheWay
 from embershard.worker.checkpoint.checkpoint import (
     SNAPSHOT,
     BadCheckpoint,
@@ -32,6 +33,8 @@ from embershard.worker.training.evaluate import Best
 
 RANDOM, COMPRESSION, LOCAL_STEPS, TRIAL = "random", "compression", "local_steps", "trial"
 LOCAL_WEIGHTS, BUFFERS = "local_weights", "buffers"
+
+_log = logging.getLogger(__name__)
 
 
 class NotRestored(EmbershardError):
@@ -166,6 +169,7 @@ class Saver:
         elif best_folder is not None and job.checkpoint.best:
             self._folder = CheckpointFolder(str(best_folder), 0, source)
         self._writing: WritingCheckpoint | None = None
+        self._begun = ""  # url of the last one that was begun
         self.not_kept = ""  # why the best weights could not be written, as the first worker knows
 
     def save(self, step: int, *, best: bool, due: bool, wait: bool) -> None:
@@ -173,22 +177,27 @@ class Saver:
 
         `best`: the evaluation just made is the best. `due`: the job's plan has a checkpoint here. The first worker
         writes it, in a thread of its own: from here on it may train. `wait` until it is written; else the next one
-        does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before.
+        does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before. One that a shard
+        was started anew under is given up, as its rows have changed since; a job that waits for it takes it again.
         """
         if best:
             self._best.checkpoint = None  # until it is kept
         if self._folder is None:
             return
         best = best and self._job.checkpoint.best
-        if best or (due and self.saves):
-            self._settle(self._folder)
+        begins = best or (due and self.saves)
+        if begins:
+            if not self._settle(self._folder) and self._best.checkpoint == self._begun:
+                self._forget_best()
             self._begin(self._folder, step, best)
         if wait:
-            self._settle(self._folder)
+            while not self._settle(self._folder) and begins:
+                self._begin(self._folder, step, best)
 
     def _begin(self, folder: CheckpointFolder, step: int, best: bool) -> None:
         group = self._group
         url: str = group.broadcast_json(folder.new_url(step) if group.is_first else "")
+        self._begun = url
         if best:
             self._best.checkpoint = url
         shared = _states(self._shared)  # by all: weights that are sharded are gathered
@@ -206,8 +215,11 @@ class Saver:
                 shards=self._client,
             )
 
-    def _settle(self, folder: CheckpointFolder) -> None:
-        """Wait for a checkpoint that is being written; its error is raised on all workers of a job that wants it."""
+    def _settle(self, folder: CheckpointFolder) -> bool:
+        """Wait for a checkpoint that is being written; False where it was given up.
+
+        Another error is raised on all workers of a job that wants checkpoints.
+        """
         failure: EmbershardError | None = None
         writing, self._writing = self._writing, None
         try:
@@ -215,15 +227,19 @@ class Saver:
                 writing.wait()
         except EmbershardError as error:
             failure = error
-        (failed,) = self._group.decide(failure is not None)
+        failed, given_up = self._group.decide(failure is not None, isinstance(failure, SnapshotUnknown))
+        if given_up:
+            _log.warning("checkpoint %s was given up: a shard was started anew while it was written", self._begun)
+            return False
         if failed and not self.saves:  # the result says so
             self._best.checkpoint, self.not_kept = None, str(failure or "")
-            return
+            return True
         if failure is not None:
             raise failure
         if failed:
             reason = "the first worker could not; see its log"
             raise CheckpointNotWritten(path=folder.url, reason=reason, previous="not known here")
+        return True
 
     def restore(self, checkpoint: Checkpoint) -> bool:
         """Put every part of this worker back to where it was; whether it was there. The shards were restored before.
@@ -254,7 +270,11 @@ class Saver:
         whole = whole_checkpoint(url) if url and self._group.is_first else None
         self._best.checkpoint = self._group.broadcast_json(whole)
         if self._best.checkpoint is None and url is not None:
-            self._best.value = math.nan
+            self._forget_best()
+
+    def _forget_best(self) -> None:
+        """Have the next evaluation be the best."""
+        self._best.checkpoint, self._best.value = None, math.nan
 
     def restore_best(self) -> State:
         """Put the weights of the best evaluation onto the shards and into the workers; the first worker's state then.

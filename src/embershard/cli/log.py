@@ -40,9 +40,13 @@ def inspect(
 
     Nothing is changed, and a shard may go on writing meanwhile.
     """
-    damage = None
+    damage: EmbershardError | None = None
     for one in find_logs(folder):
-        summary, bases, damaged = _read(one)
+        try:
+            summary, bases, damaged = _read(one)
+        except EmbershardError as unreadable:  # of the others there may be something to show
+            damage = damage or unreadable
+            continue
         typer.echo(json.dumps(_plain(summary, bases))) if as_json else _show(summary, bases, Console())
         damage = damage or damaged or summary.damage
     if damage is not None:

@@ -1,5 +1,6 @@
 """The disk of this machine: writes of many pieces, and systems that take or give less than they were asked for."""
 
+import errno
 import os
 from contextlib import closing
 
@@ -49,3 +50,13 @@ def test_a_file_that_is_created_is_new_and_one_that_is_opened_is_there(file, tmp
     assert disk.list(tmp_path) == []
     assert disk.free_bytes(tmp_path) > 0
     assert disk.boot_id() == LocalDisk().boot_id()
+
+
+def test_a_read_that_fails_names_file_and_byte(file, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", refuse)
+    with pytest.raises(OSError, match="4096") as raised:
+        file.pread(10, 4096)
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(tmp_path / "file"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embershard.local_shards import local
-from embershard.proto.errors import JobError, SnapshotNotWritten
+from embershard.proto.errors import JobError, SnapshotNotWritten, SnapshotUnknown
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import (
     MANIFEST,
@@ -24,7 +24,7 @@ from embershard.worker.checkpoint.checkpoint import (
     OtherJob,
     find_checkpoint,
 )
-from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, read_manifest, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.training import CheckpointSection
@@ -203,7 +203,7 @@ class Second(WorkerGroup):
         return []
 
     def decide(self, *flags):
-        return (self.failed,)
+        return self.failed, False
 
     def broadcast_json(self, value):
         return "of the first"
@@ -393,6 +393,25 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(tmp_path, monkeypatc
     with pytest.raises(CheckpointNotWritten, match=r"28: OSError: No space left .*the last whole checkpoint is .*14"):
         train(trained, None)
     assert names(tmp_path) == ["step-000000014"]
+
+
+@pytest.mark.parametrize("step", [14, 56], ids=["while training goes on", "at the end"])
+def test_a_checkpoint_is_given_up_where_a_shard_was_started_anew_meanwhile_and_the_last_one_taken_again(
+    make_session, tmp_path, monkeypatch, step
+):
+    finish, left = RunningSnapshot.finish, [step]
+
+    def restarted(self, *args, **settings):
+        if left and f"{left[0]:09d}" in self._storage.url:
+            left.clear()
+            self.cancel()
+            raise SnapshotUnknown(what="snapshot", name=self.name)
+        return finish(self, *args, **settings)
+
+    monkeypatch.setattr(RunningSnapshot, "finish", restarted)
+    train(job(tmp_path), make_session(2))
+    assert not left
+    assert names(tmp_path) == [f"step-{one:09d}" for one in (14, 28, 42, 56) if one != step or step == 56]
 
 
 def test_a_state_of_other_weights_is_refused(tmp_path):

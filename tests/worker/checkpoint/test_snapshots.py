@@ -15,7 +15,7 @@ from half_codec import HALF_CODEC
 
 from embershard.local_shards import InProcessShards, local
 from embershard.proto import errors, spec
-from embershard.proto.messages import Snapshot
+from embershard.proto.messages import Restore, Snapshot
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot.manifest import MANIFEST, pack_part
 from embershard.proto.snapshot.storage import Storage
@@ -337,3 +337,39 @@ def test_the_format_is_what_the_page_says(tmp_path):
                 assert arrays["state"].shape == (file["rows"], table["num_state"])
                 found.update(zip(arrays["ids"].tolist(), arrays["rows"], strict=True))
     assert np.array_equal(np.stack([found[i] for i in IDS.tolist()]), rows(client))
+
+
+def forgets_once(wire, kind, step):
+    """Have a shard be asked for a step as the process that has its rows from a log, and knows of nothing that runs."""
+    forgotten = []
+
+    def forget(request):
+        if isinstance(request, kind) and request.step == step and not forgotten:
+            forgotten.append(request)
+            wire.shard._snapshots._writer = wire.shard._restores._reader = None
+
+    wire.before = forget
+    return forgotten
+
+
+def test_a_snapshot_is_taken_again_where_a_shard_was_started_anew_meanwhile(make_wires, tmp_path):
+    wires = make_wires(2)
+    client = wires.client()
+    client.declare(TABLE)
+    push(client)
+    forgotten = forgets_once(wires.wires[1], Snapshot, "watch")
+    assert take_snapshot(client, str(tmp_path), "one").rows == len(IDS)
+    assert forgotten
+    assert sorted(path.name.split("-")[1] for path in (tmp_path / "one").glob("shard-*")) == ["0", "1"]
+
+
+@pytest.mark.parametrize("step", ["watch", "install"])
+def test_a_restore_begins_again_where_a_shard_was_started_anew_meanwhile(step, make_wires, tmp_path):
+    client = trained()
+    take_snapshot(client, str(tmp_path))
+    wires = make_wires(2)
+    forgotten = forgets_once(wires.wires[1], Restore, step)
+    other = wires.client()
+    assert restore_snapshot(other, str(tmp_path)).rows == len(IDS)
+    assert forgotten
+    assert np.array_equal(rows(other), rows(client))
