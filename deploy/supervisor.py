@@ -63,6 +63,7 @@ class _Process:
         self.tail: deque[str] = deque(maxlen=LOG_LINES)
         self.address = ""  # once it serves
         self.rpc_address = ""  # where it serves torch.distributed.rpc, if it was asked to
+        self.metrics_address = ""  # and its metrics
         self._served_since = 0.0  # time.monotonic()
         self._ended_at = 0.0
         self._last_line = time.monotonic()
@@ -127,6 +128,7 @@ class _Process:
                     continue
                 self._served_since = time.monotonic()
                 self.rpc_address = str(said.get("rpc", ""))
+                self.metrics_address = str(said.get("metrics", ""))
                 self.address = str(said["address"])
                 self._said.set()
         self._said.set()
@@ -161,9 +163,10 @@ class LocalShards:
     `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
     again; by default they are not. With `durability` "log" or "fsync" they keep a log in `log_dir`, from which one that
     is started again has its rows; else these are lost. Each may take `log_bytes`. With `rpc` they serve
-    torch.distributed.rpc too, on loopback, which executes pickles and imports torch. A shard that logs nothing for
-    `start_timeout` before it serves is killed. `report` gets a line for people at every event, `forward` every line
-    that a shard logs; both are called from threads.
+    torch.distributed.rpc too, on loopback, which executes pickles and imports torch. `metrics` are the addresses at
+    which they serve their metrics, by index. A shard that logs nothing for `start_timeout` before it serves is killed.
+    `report` gets a line for people at every event, `forward` every line that a shard logs; both are called from
+    threads.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class LocalShards:
         durability: str = "memory",
         log_dir: Path | None = None,
         log_bytes: int | None = None,
+        metrics: Sequence[str] = (),
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -191,6 +195,7 @@ class LocalShards:
         self._restart = restart
         self._rpc = rpc
         self._durability, self._log_dir, self._log_bytes = durability, log_dir, log_bytes
+        self._metrics = tuple(metrics)
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
         self._forward = forward
@@ -212,6 +217,11 @@ class LocalShards:
     def rpc_addresses(self) -> tuple[str, ...]:
         """Where they serve torch.distributed.rpc ("127.0.0.1:port"), by index; empty texts where they do not."""
         return tuple(process.rpc_address for process in self._processes)
+
+    @property
+    def metrics_addresses(self) -> tuple[str, ...]:
+        """Where they serve their metrics, by index; empty texts where they do not."""
+        return tuple(process.metrics_address for process in self._processes)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -283,6 +293,7 @@ class LocalShards:
         if self._log_dir is not None:
             command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]
+        command += ["--metrics", self._metrics[index]] if self._metrics else []
         command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]

@@ -119,6 +119,11 @@ class ApplyThread:
         """Bytes of the requests accepted and not yet handled."""
         return self._queued_bytes + self._parked_bytes + self._held_bytes
 
+    @property
+    def idle_seconds(self) -> float:
+        """For how long the thread has not looked at its queue, which it does all the time unless a request hangs."""
+        return 0.0 if self._closed else self._clock.now() - self._looked
+
     def watch(self, watched: Watched) -> None:
         """Try parked work again when this has moved, and let its time pass."""
         self._watched = watched

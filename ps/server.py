@@ -15,7 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     from grpc.aio import Server
     from grpc_health.v1.health import aio as health_aio
 
+    from embershard.proto.monitoring.exporter import MetricsServer
+    from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
+    from embershard.ps.monitoring.export import MonitoredShard
     from embershard.ps.recovery import ShardLog
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
@@ -40,6 +44,7 @@ LAST_SECONDS = 8.0  # after them, for all that is left: less than a supervisor w
 _LOG_SECONDS = 4.0  # for what is not written yet
 _REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
 _PARENT_POLL_SECONDS = 0.5
+_LOOP_TICK_SECONDS = 1.0
 
 Durability = Literal["memory", "log", "fsync"]
 
@@ -57,7 +62,8 @@ class ServerOptions:
     machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
     record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
-    `restarts` is how often its supervisor has started it again, for its status.
+    `restarts` is how often its supervisor has started it again, for its status. `metrics` is "host:port" for /metrics
+    and the probes; port 0: any free one.
     """
 
     shard: int
@@ -75,6 +81,7 @@ class ServerOptions:
     log_dir: Path | None = None
     log_bytes: int | None = None
     restarts: int = 0
+    metrics: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -109,11 +116,25 @@ def serve(options: ServerOptions) -> int:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
     address.check(options.insecure)
-    shard = _make_shard(options)
+    with _metrics_server(options) as metrics:
+        shard = _make_shard(options)
 
-    import uvloop
+        import uvloop
 
-    return uvloop.run(_serve(shard, address, options))
+        return uvloop.run(_serve(shard, address, options, metrics))
+
+
+@contextmanager
+def _metrics_server(options: ServerOptions) -> Iterator[MetricsServer | None]:
+    """The server of --metrics, which shows nothing yet; None where none was asked for."""
+    if not options.metrics:
+        yield None
+        return
+    from embershard.proto.monitoring.exporter import MetricsServer
+    from embershard.proto.monitoring.metrics import SHARD_METRICS
+
+    with MetricsServer(options.metrics, SHARD_METRICS, {"shard": str(options.shard)}) as server:
+        yield server
 
 
 def _make_shard(options: ServerOptions) -> Shard:
@@ -157,7 +178,7 @@ def _seconds_since_start() -> float:
         return 0.0
 
 
-async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
+async def _serve(shard: Shard, address: Address, options: ServerOptions, metrics: MetricsServer | None = None) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
@@ -170,6 +191,8 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     apply = ApplyThread(max_bytes=options.queue_bytes, counters=Counters(options.restarts))
     progress = RecoveryProgress()
     dispatch = Dispatch(shard, apply, progress)
+    if metrics is not None:
+        metrics.monitored = _monitored(dispatch, apply, loop)
     transports = await _Transports.start(dispatch, address, sockets, options)
     # in a thread: workers are told meanwhile how far it is
     recovery = loop.run_in_executor(None, _recover, shard, options, progress)
@@ -187,6 +210,8 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
     if transports.rpc is not None:
         ready["rpc"] = transports.rpc.address
+    if metrics is not None:
+        ready["metrics"] = metrics.address
     _settle()
     print(json.dumps(ready), flush=True)
     loop.run_in_executor(
@@ -213,6 +238,25 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
         return 1
     _log.info("done: everything accepted was applied")
     return 130 if signum == signal.SIGINT else 0
+
+
+def _monitored(dispatch: Dispatch, apply: ApplyThread, loop: asyncio.AbstractEventLoop) -> MonitoredShard:
+    """The shard as its exporter sees it."""
+    from embershard.ps.monitoring.export import MonitoredShard
+
+    looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        looked = time.monotonic()
+        loop.call_later(_LOOP_TICK_SECONDS, look)
+
+    look()
+    return MonitoredShard(
+        dispatch.status,
+        dispatch.counters,
+        lambda: {"I/O loop": time.monotonic() - looked, "apply thread": apply.idle_seconds},
+    )
 
 
 def _end_while_recovering(signum: int) -> NoReturn:

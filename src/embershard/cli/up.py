@@ -16,7 +16,9 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
+from embershard.cli.monitoring import MetricsOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.proto.monitoring.exporter import check_addresses
 
 DEFAULT_PORT = 7700
 _WATCH = timedelta(seconds=0.5)
@@ -36,8 +38,11 @@ def up(
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
+    metrics: MetricsOption = "",
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
+
+    With --metrics HOST:PORT shard 0 serves its metrics at this port, the others at those that follow.
 
     Without a log, a shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
     """
@@ -54,12 +59,15 @@ def up(
         durability=mode,
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
+        metrics=check_addresses(metrics, shards) if metrics else (),
         report=_say,
         forward=_say,
     )
     with local:
         for index, (address, pid) in enumerate(zip(local.addresses, local.pids, strict=True)):
             typer.echo(f"shard {index} serves at {address} (pid {pid})")
+        for address in filter(None, local.metrics_addresses):
+            typer.echo(f"metrics: http://{address}/metrics")
         typer.echo(f"connect with {','.join(local.addresses)}; Ctrl-C ends them")
         while not stop.is_set():
             if failure := local.wait(_WATCH):
