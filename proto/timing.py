@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -137,6 +137,8 @@ class Recorder:
         self._start = time.perf_counter()
         self._thread = threading.get_ident()
         self._before: Recorder | None = None
+        # called with the seconds of every step and of its parts, by name and whether other threads did them
+        self.watch: Callable[[float, Mapping[tuple[str, bool], float]], None] | None = None
 
     def __enter__(self) -> Self:
         global _recorder
@@ -172,6 +174,8 @@ class Recorder:
             for key, ring in self._seconds.items():
                 ring[at] = now.get(key, 0.0)
             self._step_seconds[at] = seconds
+        if self.watch is not None:
+            self.watch(seconds, now)
 
     def add(self, name: str, seconds: float) -> None:
         """Count time of this thread that no span could hold."""

@@ -44,7 +44,6 @@ LAST_SECONDS = 8.0  # after them, for all that is left: less than a supervisor w
 _LOG_SECONDS = 4.0  # for what is not written yet
 _REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
 _PARENT_POLL_SECONDS = 0.5
-_LOOP_TICK_SECONDS = 1.0
 
 Durability = Literal["memory", "log", "fsync"]
 
@@ -242,20 +241,14 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions, metrics
 
 def _monitored(dispatch: Dispatch, apply: ApplyThread, loop: asyncio.AbstractEventLoop) -> MonitoredShard:
     """The shard as its exporter sees it."""
+    from embershard.proto.monitoring.exporter import LoopWatch
     from embershard.ps.monitoring.export import MonitoredShard
 
-    looked = time.monotonic()
-
-    def look() -> None:
-        nonlocal looked
-        looked = time.monotonic()
-        loop.call_later(_LOOP_TICK_SECONDS, look)
-
-    look()
+    watch = LoopWatch(loop)
     return MonitoredShard(
         dispatch.status,
         dispatch.counters,
-        lambda: {"I/O loop": time.monotonic() - looked, "apply thread": apply.idle_seconds},
+        lambda: {"I/O loop": watch.idle_seconds, "apply thread": apply.idle_seconds},
     )
 
 

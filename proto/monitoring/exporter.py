@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import json
@@ -9,9 +10,11 @@ import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
 from embershard.proto.errors import CannotListen, EmbershardError
@@ -19,6 +22,7 @@ from embershard.proto.monitoring.metrics import HistogramValue, Metric, Sample
 
 LOOPBACK = "127.0.0.1"
 _IDLE_SECONDS = 10.0  # for a client to ask, and to take the answer
+_TICK_SECONDS = 1.0
 _MOST_CLIENTS = 16  # at a time; a scraper is one
 
 _log = logging.getLogger(__name__)
@@ -28,6 +32,12 @@ class MetricsNotInstalled(EmbershardError):
     """`--metrics` needs the optional package prometheus_client."""
 
     template = "--metrics needs prometheus_client: pip install 'embershard[metrics]'"
+
+
+def check_installed() -> None:
+    """MetricsNotInstalled without prometheus_client, which is not imported for it."""
+    if find_spec("prometheus_client") is None:
+        raise MetricsNotInstalled()
 
 
 class Monitored(Protocol):
@@ -48,6 +58,33 @@ class Monitored(Protocol):
     def as_json(self) -> Mapping[str, object]:
         """Its state, for programs that do not read metrics."""
         ...
+
+
+STUCK_SECONDS = 30.0  # a thread that did not move for so long is taken to hang
+
+
+class LoopWatch:
+    """Looks every second whether an event loop still runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._looked = time.monotonic()
+        loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        self._loop.call_later(_TICK_SECONDS, self._look)
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long it has not run."""
+        return time.monotonic() - self._looked
+
+
+def stuck(idle_seconds: Mapping[str, float]) -> str:
+    """Which of the parts of a process hang, by how long they have not moved; empty where none does."""
+    found = {name: seconds for name, seconds in idle_seconds.items() if seconds > STUCK_SECONDS}
+    return "; ".join(f"the {name} has not moved for {seconds:.0f} s" for name, seconds in found.items())
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from google.protobuf.json_format import MessageToDict
 
 from embershard.proto.messages import METHODS, ShardStatus
+from embershard.proto.monitoring.exporter import stuck
 from embershard.proto.monitoring.histogram import BOUNDS
 from embershard.proto.monitoring.metrics import SHARD_METRICS, HistogramValue, Sample, by_table
 from embershard.ps.monitoring.counters import Counters
-
-STUCK_SECONDS = 30.0  # a loop or an apply thread that did not move for so long is taken to hang
 
 _PREFIX = "embershard_shard_"
 _OF_STATUS = {
@@ -62,8 +61,7 @@ class MonitoredShard:
 
     def not_live(self) -> str:
         """Why the process should be started again; empty where it should not."""
-        stuck = {name: seconds for name, seconds in self._idle_seconds().items() if seconds > STUCK_SECONDS}
-        return "; ".join(f"the {name} has not moved for {seconds:.0f} s" for name, seconds in stuck.items())
+        return stuck(self._idle_seconds())
 
     def not_ready(self) -> str:
         """Why no request should be sent here now; empty where one may."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from embershard.proto.monitoring.exporter import MetricsServer
+from embershard.proto.monitoring.metrics import WORKER_METRICS
 
 MetricsOption = Annotated[
     str,
@@ -16,3 +22,14 @@ MetricsOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+@contextmanager
+def open_metrics(address: str, rank: int, output: Path | None) -> Iterator[MetricsServer | None]:
+    """The server of a worker's --metrics, which shows nothing yet; None where none was asked for."""
+    if not address:
+        yield None
+        return
+    run = "" if output is None else output.name
+    with MetricsServer(address, WORKER_METRICS, {"worker": str(rank), "run": run}) as server:
+        yield server

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embershard.cli.monitoring import MetricsOption
 from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
@@ -36,6 +37,7 @@ from embershard.deploy.attempts import (
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
+from embershard.proto.monitoring.exporter import check_addresses, check_installed, parse_address
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -104,9 +106,13 @@ def train(
             help="Print where the first worker's time goes; profile.json and trace.json go into the run's folder.",
         ),
     ] = False,
+    metrics: MetricsOption = "",
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
+
+    With --metrics HOST:PORT the shards started here serve their metrics at this port and those that follow, then the
+    workers.
 
     A job with checkpoints goes on from the latest one where a shard or a worker is lost (train.recover).
     """
@@ -118,6 +124,7 @@ def train(
     if is_from_environment(context) and (shards is not None or not settings.has_shards):
         ps = None
     _check_shards(settings, ps, shards, imports)
+    addresses = _metrics_addresses(settings, ps, metrics)
     check_user_code([settings], imports or (), starts_shards=ps is None)
     if ps is not None:
         ps = ",".join(parse_addresses(ps))
@@ -134,7 +141,18 @@ def train(
         typer.echo(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
     try:
-        _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
+        started = _LocalJob(
+            job=settings,
+            command=command,
+            folder=folder,
+            ps=ps,
+            imports=imports or (),
+            replace=replace,
+            recoveries=Recoveries(folder, typer.echo),
+            metrics=addresses,
+        )
+        with ended_by_signals():
+            started.train(checkpoint)
     except (EmbershardError, OSError) as error:
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
         stopped = isinstance(error, WorkerFailed | ShardUnavailable)
@@ -191,6 +209,21 @@ def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[st
         raise typer.BadParameter("--ps names shards that run already: --shards has no meaning with it")
 
 
+def _metrics_addresses(job: Job, ps: str | None, metrics: str) -> Sequence[str]:
+    """Where shards that are started here, and then workers, serve their metrics; none of the ports is in use."""
+    if not metrics:
+        return ()
+    check_installed()
+    if parse_address(metrics)[1] == 0:
+        raise typer.BadParameter(
+            "name a port: workers and shards take it and those that follow", param_hint="--metrics"
+        )
+    shards = job.shards if job.has_shards and ps is None else 0
+    addresses = check_addresses(metrics, shards + job.workers)
+    typer.echo(f"metrics: {' '.join(f'http://{address}/metrics' for address in addresses)}")
+    return addresses
+
+
 def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     """The checkpoint to go on from; the folder of new ones is looked at too, before anything starts."""
     if resume is None and job.checkpoint.folder is None:
@@ -203,28 +236,12 @@ def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     return checkpoint
 
 
-def _run(
-    job: Job,
-    command: list[str],
-    folder: Path,
-    ps: str | None,
-    imports: Sequence[str],
-    checkpoint: Checkpoint | None,
-    *,
-    replace: bool,
-) -> None:
-    """Train the job to its end, and end all that was started for it."""
-    recoveries = Recoveries(folder, typer.echo)
-    started = _LocalJob(
-        job=job, command=command, folder=folder, ps=ps, imports=imports, replace=replace, recoveries=recoveries
-    )
-    with ended_by_signals():
-        started.train(checkpoint)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _LocalJob:
-    """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already."""
+    """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already.
+
+    `metrics` are the addresses at which shards that are started here, and then workers, serve their metrics.
+    """
 
     job: Job
     command: Sequence[str]
@@ -233,6 +250,7 @@ class _LocalJob:
     imports: Sequence[str]
     replace: bool
     recoveries: Recoveries
+    metrics: Sequence[str] = ()
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -285,6 +303,7 @@ class _LocalJob:
                 job.workers,
                 command,
                 self.folder,
+                metrics=self.metrics[-job.workers :],
                 elastic=job.elastic(job.workers),
                 restarts=job.train.restart_workers,
                 say=typer.echo,
@@ -310,7 +329,7 @@ class _LocalJob:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
         job = self.job
         if job.durability == "memory":
-            return LocalShards(job.shards, imports=self.imports)
+            return LocalShards(job.shards, imports=self.imports, metrics=self._shard_metrics)
         _remove_logs(self.folder)
         logs = self.folder / f"{_LOGS}-{time.time_ns()}"
         stack.callback(_remove_logs, self.folder)
@@ -320,8 +339,13 @@ class _LocalJob:
             restart=RestartPolicy(),
             durability=job.durability,
             log_dir=logs,
+            metrics=self._shard_metrics,
             report=typer.echo,
         )
+
+    @property
+    def _shard_metrics(self) -> Sequence[str]:
+        return self.metrics[: -self.job.workers]
 
     def _look(self, local: LocalShards | None) -> EmbershardError | None:
         """What is looked at while the workers train; the failure of a shard ends the wait for them."""

@@ -18,7 +18,7 @@ from embershard.cli.durability import (
 )
 from embershard.cli.monitoring import MetricsOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
-from embershard.proto.monitoring.exporter import check_addresses
+from embershard.proto.monitoring.exporter import check_addresses, check_installed
 
 DEFAULT_PORT = 7700
 _WATCH = timedelta(seconds=0.5)
@@ -47,6 +47,8 @@ def up(
     Without a log, a shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
     """
     mode = checked_durability(durability, log_dir)
+    if metrics:
+        check_installed()
     if base_port + shards > 65536:
         raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
     stop = threading.Event()

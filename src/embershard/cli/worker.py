@@ -18,6 +18,7 @@ import torch
 import typer
 
 from embershard.cli.app import fail
+from embershard.cli.monitoring import MetricsOption, open_metrics
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
@@ -35,6 +36,7 @@ from embershard.worker.job.user_code import search_from
 from embershard.worker.reporting.callbacks import Callback
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
+from embershard.worker.reporting.prometheus import StepCounters
 from embershard.worker.reporting.records import Observer
 from embershard.worker.reporting.terminal import Terminal
 from embershard.worker.session.connect import connect
@@ -98,6 +100,7 @@ def worker(
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
     ] = None,
+    metrics: MetricsOption = "",
     started_here: Annotated[
         bool,
         typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
@@ -127,7 +130,7 @@ def worker(
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     timeout = timedelta(seconds=join_timeout)
     own = rank if local_rank is None else local_rank
-    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here)
+    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here, metrics)
     _prepare(settings, place)
     profile = profile and rank == 0
     try:
@@ -156,6 +159,7 @@ class WorkerRanks:
     join_timeout: timedelta
     run: int = 0
     started_here: bool = False
+    metrics: str = ""
 
 
 def _train(
@@ -171,6 +175,7 @@ def _train(
 ) -> None:
     """Train as one worker; the data's paths start at `base`."""
     with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(open_metrics(place.metrics, place.rank, output))
 
         def open_observers() -> list[Observer]:
             observers = _observers(job, output)
@@ -205,6 +210,9 @@ def _train(
         )
         assert output is not None or not profile
         with Profile(output) if output is not None and profile else Recorder() as recorder:
+            if metrics is not None:
+                recorder.watch = steps = StepCounters()
+                metrics.monitored = trainer.monitored(steps)
             trainer.run()
         if isinstance(recorder, Profile):
             typer.echo(recorder.summary())

@@ -77,7 +77,7 @@ def test_the_values_are_those_of_the_shard(watched):
 
 def test_an_apply_thread_that_hangs_is_not_live_and_one_that_is_idle_is(watched, monkeypatch):
     shard, _, server = watched
-    monkeypatch.setattr("embershard.ps.monitoring.export.STUCK_SECONDS", 0.5)
+    monkeypatch.setattr("embershard.proto.monitoring.exporter.STUCK_SECONDS", 0.5)
     time.sleep(0.8)
     assert server.monitored.not_live() == ""
     held = shard.apply.submit(lambda: time.sleep(1.5), 0, time.monotonic() + 10)
