@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from embershard.proto.monitoring.logs import LogFormat, log_as_json
 from embershard.ps.transport.address import BACKLOG, Address
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class ServerOptions:
     record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
     `restarts` is how often its supervisor has started it again, for its status. `metrics` is "host:port" for /metrics
-    and the probes; port 0: any free one.
+    and the probes; port 0: any free one. `log_format` is that of its log, on stderr.
     """
 
     shard: int
@@ -81,6 +82,7 @@ class ServerOptions:
     log_bytes: int | None = None
     restarts: int = 0
     metrics: str = ""
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -107,9 +109,13 @@ def serve(options: ServerOptions) -> int:
 
     CannotListen where the address is not to be had.
     """
-    log = logging.StreamHandler(sys.stderr)
-    log.setFormatter(LineFormatter(f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[log])
+    json_log = None
+    if options.log_format == "json":
+        json_log = log_as_json(sys.stderr, shard=options.shard)
+    else:
+        log = logging.StreamHandler(sys.stderr)
+        log.setFormatter(LineFormatter(f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"))
+        logging.basicConfig(level=logging.INFO, handlers=[log])
     _allow_files()
     if options.parent_pid:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
@@ -117,6 +123,8 @@ def serve(options: ServerOptions) -> int:
     address.check(options.insecure)
     with _metrics_server(options) as metrics:
         shard = _make_shard(options)
+        if json_log is not None:
+            json_log.fields["instance"] = shard.greeting.instance
 
         import uvloop
 

@@ -1,7 +1,8 @@
-"""`--metrics`: how commands are watched while they run."""
+"""`--metrics` and `--log-format`: how commands are watched while they run."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from embershard.proto.monitoring.exporter import MetricsServer
+from embershard.proto.monitoring.logs import LogFormat, logs_json
 from embershard.proto.monitoring.metrics import WORKER_METRICS
 
 MetricsOption = Annotated[
@@ -22,6 +24,21 @@ MetricsOption = Annotated[
         show_default=False,
     ),
 ]
+
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option("--log-format", help="text, or json: an object for each event, for programs that collect logs."),
+]
+
+_log = logging.getLogger("embershard.cli")
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Tell the user something: on stdout or stderr, or in the log where that is JSON."""
+    if logs_json():
+        _log.log(logging.WARNING if err else logging.INFO, line)
+    else:
+        typer.echo(line, err=err)
 
 
 @contextmanager

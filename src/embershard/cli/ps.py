@@ -15,7 +15,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
-from embershard.cli.monitoring import MetricsOption
+from embershard.cli.monitoring import LogFormatOption, MetricsOption
 from embershard.cli.sizes import memory_bytes
 from embershard.ps.server import ServerOptions, serve
 
@@ -56,6 +56,7 @@ def ps(
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
     metrics: MetricsOption = "",
+    log_format: LogFormatOption = "text",
     restarts: Annotated[int, typer.Option(hidden=True, help="How often this shard was started again.", min=0)] = 0,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
@@ -81,5 +82,6 @@ def ps(
         log_bytes=checked_log_bytes(log_bytes, log_dir),
         restarts=restarts,
         metrics=metrics,
+        log_format=log_format,
     )
     raise typer.Exit(serve(options))

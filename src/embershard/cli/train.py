@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from embershard.cli.monitoring import MetricsOption
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, say
 from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
@@ -38,6 +38,7 @@ from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
 from embershard.proto.monitoring.exporter import check_addresses, check_installed, parse_address
+from embershard.proto.monitoring.logs import log_as_json
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -107,6 +108,7 @@ def train(
         ),
     ] = False,
     metrics: MetricsOption = "",
+    log_format: LogFormatOption = "text",
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
@@ -116,6 +118,8 @@ def train(
 
     A job with checkpoints goes on from the latest one where a shard or a worker is lost (train.recover).
     """
+    if log_format == "json":
+        log_as_json(sys.stdout)
     if parent_pid:
         end_with_parent(parent_pid)
     given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
@@ -134,11 +138,12 @@ def train(
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
     command += ["--profile"] if profile else []
+    command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
     make_folder(folder)
-    try_job(settings, job, sets, data, imports or (), typer.echo)
+    try_job(settings, job, sets, data, imports or (), say)
     for line in compression_advice(settings):
-        typer.echo(f"advice: {line}")
+        say(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
     try:
         started = _LocalJob(
@@ -148,7 +153,7 @@ def train(
             ps=ps,
             imports=imports or (),
             replace=replace,
-            recoveries=Recoveries(folder, typer.echo),
+            recoveries=Recoveries(folder, say),
             metrics=addresses,
         )
         with ended_by_signals():
@@ -157,9 +162,7 @@ def train(
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
         stopped = isinstance(error, WorkerFailed | ShardUnavailable)
         if stopped and ps is not None and settings.checkpoint.folder is not None:
-            typer.echo(
-                f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True
-            )
+            say(f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
         raise
 
 
@@ -176,7 +179,7 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
         return []
     if checkpoint is None:
         counted = ", ".join(f"{count:,} of {part}" for part, count in data.fitted["samples"].items())
-        typer.echo(f"read the data once for what its features need: {counted}")
+        say(f"read the data once for what its features need: {counted}")
     path = folder / "preprocessing.json"
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))
@@ -220,7 +223,7 @@ def _metrics_addresses(job: Job, ps: str | None, metrics: str) -> Sequence[str]:
         )
     shards = job.shards if job.has_shards and ps is None else 0
     addresses = check_addresses(metrics, shards + job.workers)
-    typer.echo(f"metrics: {' '.join(f'http://{address}/metrics' for address in addresses)}")
+    say(f"metrics: {' '.join(f'http://{address}/metrics' for address in addresses)}")
     return addresses
 
 
@@ -268,20 +271,20 @@ class _LocalJob:
                     try:
                         checkpoint = self._latest(began) or checkpoint
                     except EmbershardError as unreadable:
-                        typer.echo(f"the job is not started again: {unreadable}", err=True)
+                        say(f"the job is not started again: {unreadable}", err=True)
                         raise error from unreadable
                     if checkpoint is not None:
                         attempts.on(CheckpointSeen(checkpoint.url, checkpoint.manifest.step))
                 decision = attempts.on(event)
                 if not isinstance(decision, Restart):
                     if decision in (GiveUp.NO_PROGRESS, GiveUp.NO_CHECKPOINT):
-                        typer.echo(f"the job is not started again: {decision.value}", err=True)
+                        say(f"the job is not started again: {decision.value}", err=True)
                     raise
                 url, step = (None, 0) if (seen := decision.checkpoint) is None else (seen.url, seen.step)
                 self.recoveries.begin(_first_line(error), url, step)
             if self.ps is not None:
                 timeout = _RETURN_TIMEOUT
-                typer.echo(f"waiting up to {timeout.total_seconds():.0f} s for the shards at {self.ps}")
+                say(f"waiting up to {timeout.total_seconds():.0f} s for the shards at {self.ps}")
             time.sleep(decision.pause.total_seconds())
 
     def _attempt(self, checkpoint: Checkpoint | None, timeout: timedelta) -> None:
@@ -306,7 +309,7 @@ class _LocalJob:
                 metrics=self.metrics[-job.workers :],
                 elastic=job.elastic(job.workers),
                 restarts=job.train.restart_workers,
-                say=typer.echo,
+                say=say,
             )
             stack.enter_context(running)
             stack.callback(self.recoveries.stop)  # before the processes are ended, which may take a while
@@ -320,10 +323,10 @@ class _LocalJob:
             running.wait(lambda: self._look(local))
         if running.lost:
             lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
-            typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
+            say(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
         if self.recoveries.made:
-            typer.echo(self.recoveries.summary())
-        typer.echo(f"log: {self.folder / 'log.jsonl'}")
+            say(self.recoveries.summary())
+        say(f"log: {self.folder / 'log.jsonl'}")
 
     def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
@@ -340,7 +343,7 @@ class _LocalJob:
             durability=job.durability,
             log_dir=logs,
             metrics=self._shard_metrics,
-            report=typer.echo,
+            report=say,
         )
 
     @property

@@ -18,12 +18,13 @@ import torch
 import typer
 
 from embershard.cli.app import fail
-from embershard.cli.monitoring import MetricsOption, open_metrics
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, open_metrics, say
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
+from embershard.proto.monitoring.logs import log_as_json, logs_json
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
@@ -34,7 +35,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.user_code import search_from
 from embershard.worker.reporting.callbacks import Callback
-from embershard.worker.reporting.log import JsonLog, TensorBoardLog
+from embershard.worker.reporting.log import JsonLog, RunEvents, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
 from embershard.worker.reporting.prometheus import StepCounters
 from embershard.worker.reporting.records import Observer
@@ -101,6 +102,7 @@ def worker(
         str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
     ] = None,
     metrics: MetricsOption = "",
+    log_format: LogFormatOption = "text",
     started_here: Annotated[
         bool,
         typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
@@ -114,6 +116,8 @@ def worker(
     """
     if parent_pid:
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
+    if log_format == "json":
+        log_as_json(sys.stdout, worker=rank, run=output.name if output is not None else "")
     if imports:
         search_from(Path())
     if rank >= world_size:
@@ -215,7 +219,7 @@ def _train(
                 metrics.monitored = trainer.monitored(steps)
             trainer.run()
         if isinstance(recorder, Profile):
-            typer.echo(recorder.summary())
+            say(recorder.summary())
         if job.all_reduces:
             group.barrier()  # whoever is done first keeps its connections until all are
 
@@ -276,7 +280,7 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
         imports=imports,
     )
     if place.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
-        session.switching.say = typer.echo
+        session.switching.say = say
     return session
 
 
@@ -292,6 +296,9 @@ def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
 @contextlib.contextmanager
 def _compilation_shown(place: WorkerRanks) -> Iterator[None]:
     """Show on stderr, which is the worker's log under `train`, that kernels are compiled; the first worker says it."""
+    if logs_json():
+        yield
+        return
     log, handler = logging.getLogger(compile_missing.__module__), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     told: list[bool] = [] if place.rank == 0 else [True]
@@ -328,7 +335,8 @@ def _observers(job: Job, folder: Path | None) -> list[Observer]:
         observers.append(JsonLog(folder))
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
-    observers.append(Terminal())  # after the logs: what is shown is in them, whatever becomes of this process
+    # after the logs: what is shown is in them, whatever becomes of this process
+    observers.append(RunEvents() if logs_json() else Terminal())
     return [*observers, *(Callback(callback.code, callback.args) for callback in job.callbacks)]
 
 
