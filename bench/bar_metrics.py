@@ -233,29 +233,49 @@ def scrape() -> dict[str, Any]:
 
 
 def rate(folder: Path, pairs: int) -> dict[str, Any]:
-    """Samples per second while the job is scraped, against those while it is not."""
-    run, windows = folder / "rate", list[tuple[bool, float, float]]()
-    with training(run, "evaluate.every=1_000_000_000") as addresses:
+    """Samples per second while the job is scraped, against those while it is not; and CPU per sample."""
+    rates, costs = list[dict[bool, float]](), list[dict[bool, float]]()
+    with training(folder / "rate", "evaluate.every=1_000_000_000") as addresses:
         time.sleep(10)
+        pids = pids_of(folder / "rate")
         for number in range(2 * pairs):
-            scraped, began = number % 4 in (0, 3), time.time()  # there and back
+            if number % 2 == 0:
+                rates.append({})
+                costs.append({})
+            scraped = number % 4 in (0, 3)  # there and back
+            began, samples, cpu = time.time(), samples_of(addresses[2]), cpu_of(pids)
             while time.time() - began < SECONDS:
                 second = time.time()
                 for address in addresses if scraped else ():
                     assert get(f"http://{address}/metrics")
                 time.sleep(max(0.0, 1.0 - (time.time() - second)))
-            windows.append((scraped, began, time.time()))
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    seen = [(line["time"], line["seconds"], line["samples"]) for line in lines if line["record"] == "train"]
-    rates = []
-    for _, began, end in windows:
-        inside = [one for one in seen if began < one[0] < end]
-        rates.append((inside[-1][2] - inside[0][2]) / (inside[-1][1] - inside[0][1]))
-    ratios = []
-    for first in range(0, len(rates), 2):
-        both = {windows[i][0]: rates[i] for i in (first, first + 1)}
-        ratios.append(both[True] / both[False])
-    return judged("while scraped each second", ratios)
+            done, seconds = samples_of(addresses[2]) - samples, time.time() - began
+            rates[-1][scraped], costs[-1][scraped] = done / seconds, (cpu_of(pids) - cpu) / done
+    found = judged("while scraped each second", [one[True] / one[False] for one in rates])
+    ratios = [one[True] / one[False] for one in costs]
+    low, high = interval(ratios)
+    print(f"CPU of a sample, scraped against not: {median(ratios):.4f} ({low:.4f} to {high:.4f})")
+    return {**found, "cpu": {"ratio": round(median(ratios), 4), "low": round(low, 4), "high": round(high, 4)}}
+
+
+def samples_of(worker: str) -> int:
+    """Samples that a worker has trained on."""
+    return int(json.loads(get(f"http://{worker}/status.json"))["samples"])
+
+
+def pids_of(run: Path) -> list[int]:
+    """The processes of a job that runs here: its shards and its worker."""
+    import psutil
+
+    (top,) = [one for one in psutil.Process().children() if str(run) in " ".join(one.cmdline())]
+    return [one.pid for one in top.children(recursive=True)]
+
+
+def cpu_of(pids: list[int]) -> float:
+    """CPU seconds that they have used."""
+    import psutil
+
+    return float(sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids))
 
 
 def before(folder: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -164,9 +164,9 @@ class LocalShards:
     again; by default they are not. With `durability` "log" or "fsync" they keep a log in `log_dir`, from which one that
     is started again has its rows; else these are lost. Each may take `log_bytes`. With `rpc` they serve
     torch.distributed.rpc too, on loopback, which executes pickles and imports torch. `metrics` are the addresses at
-    which they serve their metrics, by index, and `log_format` is that of their logs. A shard that logs nothing for
-    `start_timeout` before it serves is killed. `report` gets a line for people at every event, `forward` every line
-    that a shard logs; both are called from threads.
+    which they serve their metrics, by index; `log_format` is that of their logs, and `trace` where their traces go. A
+    shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a line for people at every
+    event, `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -182,6 +182,7 @@ class LocalShards:
         log_bytes: int | None = None,
         metrics: Sequence[str] = (),
         log_format: str = "text",
+        trace: str = "",
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -197,7 +198,7 @@ class LocalShards:
         self._rpc = rpc
         self._durability, self._log_dir, self._log_bytes = durability, log_dir, log_bytes
         self._metrics = tuple(metrics)
-        self._log_format = log_format
+        self._log_format, self._trace = log_format, trace
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
         self._forward = forward
@@ -296,6 +297,7 @@ class LocalShards:
             command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]
         command += ["--log-format", self._log_format] if self._log_format != "text" else []
+        command += ["--trace", self._trace] if self._trace else []
         command += ["--metrics", self._metrics[index]] if self._metrics else []
         command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]

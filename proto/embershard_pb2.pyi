@@ -141,7 +141,7 @@ class Loaded(_message.Message):
     def __init__(self, rows: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock", "term")
+    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock", "term", "trace")
     class TableIds(_message.Message):
         __slots__ = ("table", "ids", "route", "codec", "since", "packed_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -163,13 +163,15 @@ class PullRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     placement_epoch: int
     tables: _containers.RepeatedCompositeFieldContainer[PullRequest.TableIds]
     worker: int
     epoch: int
     required_clock: int
     term: int
-    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    trace: bytes
+    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ..., term: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds", "held_seconds", "acknowledged")
@@ -190,7 +192,7 @@ class Rows(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ..., held_seconds: _Optional[float] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference", "early", "term")
+    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference", "early", "term", "trace")
     class TableGradients(_message.Message):
         __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids", "unique_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +225,7 @@ class PushRequest(_message.Message):
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     EARLY_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     seq: int
@@ -236,7 +239,8 @@ class PushRequest(_message.Message):
     difference: bool
     early: bool
     term: int
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ..., early: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
+    trace: bytes
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ..., early: _Optional[bool] = ..., term: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Pushed(_message.Message):
     __slots__ = ("duplicate", "applied", "skipped", "settings", "coding_seconds", "early", "acknowledged")

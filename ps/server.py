@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from grpc_health.v1.health import aio as health_aio
 
     from embershard.proto.monitoring.exporter import MetricsServer
+    from embershard.proto.monitoring.tracing import RequestTracer
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
@@ -63,7 +64,8 @@ class ServerOptions:
     record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
     `restarts` is how often its supervisor has started it again, for its status. `metrics` is "host:port" for /metrics
-    and the probes; port 0: any free one. `log_format` is that of its log, on stderr.
+    and the probes; port 0: any free one. `log_format` is that of its log, on stderr. `trace` is the URL
+    of the OpenTelemetry collector that gets the spans of traced requests.
     """
 
     shard: int
@@ -83,6 +85,7 @@ class ServerOptions:
     restarts: int = 0
     metrics: str = ""
     log_format: LogFormat = "text"
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -121,14 +124,26 @@ def serve(options: ServerOptions) -> int:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
     address.check(options.insecure)
-    with _metrics_server(options) as metrics:
+    with _metrics_server(options) as metrics, _tracer(options) as tracer:
         shard = _make_shard(options)
         if json_log is not None:
             json_log.fields["instance"] = shard.greeting.instance
 
         import uvloop
 
-        return uvloop.run(_serve(shard, address, options, metrics))
+        return uvloop.run(_serve(shard, address, options, metrics, tracer))
+
+
+@contextmanager
+def _tracer(options: ServerOptions) -> Iterator[RequestTracer | None]:
+    """What makes spans of traced requests; None where nobody wants them."""
+    if not options.trace:
+        yield None
+        return
+    from embershard.proto.monitoring.tracing import RequestTracer, SpanSender
+
+    with SpanSender(options.trace, "embershard-shard", shard=options.shard) as sender:
+        yield RequestTracer(sender)
 
 
 @contextmanager
@@ -185,7 +200,13 @@ def _seconds_since_start() -> float:
         return 0.0
 
 
-async def _serve(shard: Shard, address: Address, options: ServerOptions, metrics: MetricsServer | None = None) -> int:
+async def _serve(
+    shard: Shard,
+    address: Address,
+    options: ServerOptions,
+    metrics: MetricsServer | None = None,
+    tracer: RequestTracer | None = None,
+) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
@@ -198,6 +219,7 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions, metrics
     apply = ApplyThread(max_bytes=options.queue_bytes, counters=Counters(options.restarts))
     progress = RecoveryProgress()
     dispatch = Dispatch(shard, apply, progress)
+    dispatch.tracer = tracer
     if metrics is not None:
         metrics.monitored = _monitored(dispatch, apply, loop)
     transports = await _Transports.start(dispatch, address, sockets, options)

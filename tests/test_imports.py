@@ -21,9 +21,9 @@ FOLDERS = ("proto", "ps", "worker", "deploy")
 # with an __init__, which proto/ must not have.
 FLOORS = (
     {"proto/arrays", "proto/clock", "proto/errors"},
-    {"proto/compiled"},
+    {"proto/compiled", "proto/monitoring"},
     {"proto/routing", "proto/timing", "proto/user_modules", "proto/wire"},
-    {"proto/codec/values", "proto/monitoring", "proto/reference", "proto/torch_rpc"},
+    {"proto/codec/values", "proto/reference", "proto/torch_rpc"},
     {"proto/codec"},
     {"proto/spec"},
     {"proto/messages", "proto/optim", "proto/snapshot"},

@@ -30,6 +30,17 @@ LogFormatOption = Annotated[
     typer.Option("--log-format", help="text, or json: an object for each event, for programs that collect logs."),
 ]
 
+TraceOption = Annotated[
+    str,
+    typer.Option(
+        "--trace",
+        metavar="URL",
+        help="Send traces to the OpenTelemetry collector there (http://localhost:4318). Needs the extra `tracing`.",
+        show_default=False,
+    ),
+]
+TraceEveryOption = Annotated[int, typer.Option("--trace-every", help="Trace one step in so many.", min=1)]
+
 _log = logging.getLogger("embershard.cli")
 
 

@@ -15,7 +15,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
-from embershard.cli.monitoring import LogFormatOption, MetricsOption
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption
 from embershard.cli.sizes import memory_bytes
 from embershard.ps.server import ServerOptions, serve
 
@@ -57,6 +57,7 @@ def ps(
     log_bytes: LogBytesOption = None,
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
     restarts: Annotated[int, typer.Option(hidden=True, help="How often this shard was started again.", min=0)] = 0,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
@@ -83,5 +84,6 @@ def ps(
         restarts=restarts,
         metrics=metrics,
         log_format=log_format,
+        trace=trace,
     )
     raise typer.Exit(serve(options))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from embershard.cli.monitoring import LogFormatOption, MetricsOption, say
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
@@ -109,6 +109,8 @@ def train(
     ] = False,
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
+    trace_every: TraceEveryOption = 1000,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
@@ -138,6 +140,7 @@ def train(
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
     command += ["--profile"] if profile else []
+    command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
     make_folder(folder)
@@ -155,6 +158,7 @@ def train(
             replace=replace,
             recoveries=Recoveries(folder, say),
             metrics=addresses,
+            trace=trace,
         )
         with ended_by_signals():
             started.train(checkpoint)
@@ -254,6 +258,7 @@ class _LocalJob:
     replace: bool
     recoveries: Recoveries
     metrics: Sequence[str] = ()
+    trace: str = ""
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -332,7 +337,7 @@ class _LocalJob:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
         job = self.job
         if job.durability == "memory":
-            return LocalShards(job.shards, imports=self.imports, metrics=self._shard_metrics)
+            return LocalShards(job.shards, imports=self.imports, metrics=self._shard_metrics, trace=self.trace)
         _remove_logs(self.folder)
         logs = self.folder / f"{_LOGS}-{time.time_ns()}"
         stack.callback(_remove_logs, self.folder)
@@ -343,6 +348,7 @@ class _LocalJob:
             durability=job.durability,
             log_dir=logs,
             metrics=self._shard_metrics,
+            trace=self.trace,
             report=say,
         )
 

@@ -18,7 +18,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
-from embershard.cli.monitoring import LogFormatOption, MetricsOption, say
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption, say
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto.monitoring.exporter import check_addresses, check_installed
 from embershard.proto.monitoring.logs import log_as_json
@@ -43,6 +43,7 @@ def up(
     log_bytes: LogBytesOption = None,
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
@@ -69,6 +70,7 @@ def up(
         log_bytes=checked_log_bytes(log_bytes, log_dir),
         metrics=check_addresses(metrics, shards) if metrics else (),
         log_format=log_format,
+        trace=trace,
         report=partial(say, err=True),
         forward=partial(typer.echo, err=True),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -18,13 +19,21 @@ import torch
 import typer
 
 from embershard.cli.app import fail
-from embershard.cli.monitoring import LogFormatOption, MetricsOption, open_metrics, say
+from embershard.cli.monitoring import (
+    LogFormatOption,
+    MetricsOption,
+    TraceEveryOption,
+    TraceOption,
+    open_metrics,
+    say,
+)
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
 from embershard.proto.monitoring.logs import log_as_json, logs_json
+from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
@@ -103,6 +112,8 @@ def worker(
     ] = None,
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
+    trace_every: TraceEveryOption = 1000,
     started_here: Annotated[
         bool,
         typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
@@ -135,6 +146,7 @@ def worker(
     timeout = timedelta(seconds=join_timeout)
     own = rank if local_rank is None else local_rank
     place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here, metrics)
+    place = dataclasses.replace(place, trace=trace, trace_every=trace_every)
     _prepare(settings, place)
     profile = profile and rank == 0
     try:
@@ -164,6 +176,8 @@ class WorkerRanks:
     run: int = 0
     started_here: bool = False
     metrics: str = ""
+    trace: str = ""
+    trace_every: int = 1000
 
 
 def _train(
@@ -214,6 +228,9 @@ def _train(
         )
         assert output is not None or not profile
         with Profile(output) if output is not None and profile else Recorder() as recorder:
+            if place.trace:
+                sender = stack.enter_context(SpanSender(place.trace, "embershard-worker", worker=place.rank))
+                recorder.tracer = StepTracer(sender, place.trace_every)
             if metrics is not None:
                 recorder.watch = steps = StepCounters()
                 metrics.monitored = trainer.monitored(steps)
