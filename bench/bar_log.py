@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from peer_embershard import C, PullPush, dlrm_batches, make_dlrm
-from timing import finish, load, machine, median, print_table
+from timing import finish, interval, load, machine, median, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCHES = 50
@@ -274,13 +274,6 @@ class Figures(NamedTuple):
         if self.rates and what == "wall":
             theirs = [max(one, self.log_bytes / rate) for one, rate in zip(theirs, self.rates, strict=True)]
         return [one / other for one, other in zip(ours, theirs, strict=True)]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median: order statistics, by the normal approximation of the binomial's ranks."""
-    ordered, count = sorted(values), len(values)
-    low = max(0, int(count / 2 - 0.98 * count**0.5))
-    return ordered[low], ordered[count - 1 - low]
 
 
 def run(bar: Bar, args: argparse.Namespace) -> Figures:

@@ -31,6 +31,13 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median: order statistics, by the normal approximation of the binomial's ranks."""
+    ordered, count = sorted(values), len(values)
+    low = max(0, int(count / 2 - 0.98 * count**0.5))
+    return ordered[low], ordered[count - 1 - low]
+
+
 def machine() -> str:
     """Processor and cores, for the line that goes beside a figure."""
     model = platform.processor() or platform.machine()

@@ -63,6 +63,7 @@ class _Process:
         self.tail: deque[str] = deque(maxlen=LOG_LINES)
         self.address = ""  # once it serves
         self.rpc_address = ""  # where it serves torch.distributed.rpc, if it was asked to
+        self.metrics_address = ""  # and its metrics
         self._served_since = 0.0  # time.monotonic()
         self._ended_at = 0.0
         self._last_line = time.monotonic()
@@ -127,6 +128,7 @@ class _Process:
                     continue
                 self._served_since = time.monotonic()
                 self.rpc_address = str(said.get("rpc", ""))
+                self.metrics_address = str(said.get("metrics", ""))
                 self.address = str(said["address"])
                 self._said.set()
         self._said.set()
@@ -161,9 +163,10 @@ class LocalShards:
     `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
     again; by default they are not. With `durability` "log" or "fsync" they keep a log in `log_dir`, from which one that
     is started again has its rows; else these are lost. Each may take `log_bytes`. With `rpc` they serve
-    torch.distributed.rpc too, on loopback, which executes pickles and imports torch. A shard that logs nothing for
-    `start_timeout` before it serves is killed. `report` gets a line for people at every event, `forward` every line
-    that a shard logs; both are called from threads.
+    torch.distributed.rpc too, on loopback, which executes pickles and imports torch. `metrics` are the addresses at
+    which they serve their metrics, by index; `log_format` is that of their logs, and `trace` where their traces go. A
+    shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a line for people at every
+    event, `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -177,6 +180,9 @@ class LocalShards:
         durability: str = "memory",
         log_dir: Path | None = None,
         log_bytes: int | None = None,
+        metrics: Sequence[str] = (),
+        log_format: str = "text",
+        trace: str = "",
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -191,11 +197,14 @@ class LocalShards:
         self._restart = restart
         self._rpc = rpc
         self._durability, self._log_dir, self._log_bytes = durability, log_dir, log_bytes
+        self._metrics = tuple(metrics)
+        self._log_format, self._trace = log_format, trace
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
         self._forward = forward
         self._listen = [f"127.0.0.1:{base_port + i if base_port else 0}" for i in range(num_shards)]
         self._processes: list[_Process] = []
+        self._restarts = [0] * num_shards  # how often each was started again
         self._watchers: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # a restart and a stop must not miss each other
@@ -211,6 +220,11 @@ class LocalShards:
     def rpc_addresses(self) -> tuple[str, ...]:
         """Where they serve torch.distributed.rpc ("127.0.0.1:port"), by index; empty texts where they do not."""
         return tuple(process.rpc_address for process in self._processes)
+
+    @property
+    def metrics_addresses(self) -> tuple[str, ...]:
+        """Where they serve their metrics, by index; empty texts where they do not."""
+        return tuple(process.metrics_address for process in self._processes)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -282,6 +296,10 @@ class LocalShards:
         if self._log_dir is not None:
             command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]
+        command += ["--log-format", self._log_format] if self._log_format != "text" else []
+        command += ["--trace", self._trace] if self._trace else []
+        command += ["--metrics", self._metrics[index]] if self._metrics else []
+        command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's
@@ -326,6 +344,7 @@ class LocalShards:
         with self._lock:
             if self._stopping.is_set():
                 return False
+            self._restarts[index] += 1
             process = self._processes[index] = self._spawn(index)
         if process.wait_until_serving(self._start_timeout):
             self._report(f"shard {index} serves again at {process.address} (pid {process.popen.pid})")

@@ -41,6 +41,8 @@ class LocalWorkers:
     another: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends with an
     error of its own ends all of them: the others would come to it too.
 
+    `metrics` are the addresses at which they serve their metrics, by their numbers.
+
     Each worker is a session of its own: what a user's code starts in it ends with the worker.
     """
 
@@ -50,6 +52,7 @@ class LocalWorkers:
         command: Sequence[str],
         logs: Path,
         *,
+        metrics: Sequence[str] = (),
         elastic: bool = False,
         restarts: int = 0,
         say: Callable[[str], object] = lambda text: None,
@@ -57,6 +60,7 @@ class LocalWorkers:
         self._num_workers = num_workers
         self._command = tuple(command)
         self._logs = logs
+        self._metrics = tuple(metrics)
         self._elastic, self._restarts, self._say = elastic, restarts, say
         self._meeting: dict[str, str] = {}
         self._port: socket.socket | None = None  # keeps other programs from the port that they connect on
@@ -170,6 +174,7 @@ class LocalWorkers:
         # what this process can import, its workers can
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-P", "-m", "embershard.cli", "worker", *self._command]
+        command += ["--metrics", self._metrics[rank]] if self._metrics else []
         process = subprocess.Popen(
             [*command, "--parent-pid", str(os.getpid())],
             stdin=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """Generate the references from the code: jobs from pydantic's models, commands from typer, the API from the stub.
 
-`python docs/generate.py` writes docs/job.schema.json, which is kept; `make docs` writes the pages of docs/reference.
+`python docs/generate.py` writes docs/job.schema.json and the tables of docs/monitoring.md, which are kept; `make docs`
+writes the pages of docs/reference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 _DOCS = Path(__file__).parent
 SCHEMA = _DOCS / "job.schema.json"
+MONITORING = _DOCS / "monitoring.md"
 _Schema = dict[str, Any]
 
 
@@ -281,5 +283,39 @@ def api_page() -> str:
     return "\n".join(lines)
 
 
+def monitoring_page() -> str:
+    """docs/monitoring.md with its tables of metrics and alerts."""
+    text = MONITORING.read_text()
+    for name, table in (("metrics", _metrics()), ("alerts", _alerts())):
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+        before, _, rest = text.partition(begin)
+        text = before + begin + "\n".join(table) + "\n" + end + rest.partition(end)[2]
+    return text
+
+
+def _metrics() -> list[str]:
+    from embershard.proto.monitoring.metrics import SHARD_METRICS, WORKER_METRICS
+
+    lines = []
+    for title, metrics in (("Shards", SHARD_METRICS), ("Workers", WORKER_METRICS)):
+        header = "| metric | type | labels | what it is | where it comes from |"
+        lines += ["", f"### {title}", "", header, "|---|---|---|---|---|"]
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `{metric.name}` | {metric.type} | {labels} | {metric.help} | {metric.source} |")
+    return [*lines, ""]
+
+
+def _alerts() -> list[str]:
+    from embershard.deploy.grafana.alerts import ALERTS
+
+    lines = ["", "| alert | fires when | for | what to do |", "|---|---|---|---|"]
+    for alert in ALERTS:
+        query = alert.query.replace("|", "\\|")
+        lines.append(f"| {alert.name} ({alert.severity}) | `{query}` | {alert.wait} | {alert.remedy} |")
+    return [*lines, ""]
+
+
 if __name__ == "__main__":
+    MONITORING.write_text(monitoring_page())
     SCHEMA.write_text(json.dumps(job_schema(), indent=1, ensure_ascii=False) + "\n")

@@ -141,7 +141,7 @@ class Loaded(_message.Message):
     def __init__(self, rows: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock", "term")
+    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock", "term", "trace")
     class TableIds(_message.Message):
         __slots__ = ("table", "ids", "route", "codec", "since", "packed_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -163,13 +163,15 @@ class PullRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     placement_epoch: int
     tables: _containers.RepeatedCompositeFieldContainer[PullRequest.TableIds]
     worker: int
     epoch: int
     required_clock: int
     term: int
-    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    trace: bytes
+    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ..., term: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds", "held_seconds", "acknowledged")
@@ -190,7 +192,7 @@ class Rows(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ..., held_seconds: _Optional[float] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference", "early", "term")
+    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference", "early", "term", "trace")
     class TableGradients(_message.Message):
         __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids", "unique_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +225,7 @@ class PushRequest(_message.Message):
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     EARLY_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     seq: int
@@ -236,7 +239,8 @@ class PushRequest(_message.Message):
     difference: bool
     early: bool
     term: int
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ..., early: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
+    trace: bytes
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ..., early: _Optional[bool] = ..., term: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Pushed(_message.Message):
     __slots__ = ("duplicate", "applied", "skipped", "settings", "coding_seconds", "early", "acknowledged")
@@ -261,7 +265,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("name", "dim", "rows", "bytes", "optimizer", "loading", "push_codec", "pull_codec")
+    __slots__ = ("name", "dim", "rows", "bytes", "optimizer", "loading", "push_codec", "pull_codec", "pulled_rows", "pushed_rows", "skipped_rows")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +274,9 @@ class TableStatus(_message.Message):
     LOADING_FIELD_NUMBER: _ClassVar[int]
     PUSH_CODEC_FIELD_NUMBER: _ClassVar[int]
     PULL_CODEC_FIELD_NUMBER: _ClassVar[int]
+    PULLED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dim: int
     rows: int
@@ -278,7 +285,30 @@ class TableStatus(_message.Message):
     loading: bool
     push_codec: str
     pull_codec: str
-    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ...) -> None: ...
+    pulled_rows: int
+    pushed_rows: int
+    skipped_rows: int
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., skipped_rows: _Optional[int] = ...) -> None: ...
+
+class DurationHistogram(_message.Message):
+    __slots__ = ("counts", "sum")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class TransportStatus(_message.Message):
+    __slots__ = ("name", "received_bytes", "sent_bytes", "connections")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    received_bytes: int
+    sent_bytes: int
+    connections: int
+    def __init__(self, name: _Optional[str] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., connections: _Optional[int] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("worker", "clock", "paused", "lease_seconds")
@@ -293,7 +323,14 @@ class MemberStatus(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., paused: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term", "recovering", "recovered_bytes", "recovery_seconds", "base_lsn")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term", "recovering", "recovered_bytes", "recovery_seconds", "base_lsn", "apply_busy_seconds", "queue_seconds", "pull_seconds", "push_seconds", "transports", "rejected", "restarts", "draining", "last_snapshot")
+    class RejectedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +363,15 @@ class ShardStatus(_message.Message):
     RECOVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BASE_LSN_FIELD_NUMBER: _ClassVar[int]
+    APPLY_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LAST_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -358,7 +404,16 @@ class ShardStatus(_message.Message):
     recovered_bytes: int
     recovery_seconds: float
     base_lsn: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., base_lsn: _Optional[int] = ...) -> None: ...
+    apply_busy_seconds: float
+    queue_seconds: DurationHistogram
+    pull_seconds: DurationHistogram
+    push_seconds: DurationHistogram
+    transports: _containers.RepeatedCompositeFieldContainer[TransportStatus]
+    rejected: _containers.ScalarMap[str, int]
+    restarts: int
+    draining: bool
+    last_snapshot: float
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., base_lsn: _Optional[int] = ..., apply_busy_seconds: _Optional[float] = ..., queue_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., pull_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., push_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportStatus, _Mapping]]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., restarts: _Optional[int] = ..., draining: _Optional[bool] = ..., last_snapshot: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run")

@@ -127,6 +127,7 @@ class Pull:
     epoch: int = 0
     required_clock: int = 0
     term: int = 0
+    trace: bytes = b""  # see embershard.proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ class Push:
     difference: bool = False
     early: bool = False
     term: int = 0  # as in Pull
+    trace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,7 @@ def _pack_pull(m: Pull) -> pb.PullRequest:
         epoch=m.epoch,
         required_clock=m.required_clock,
         term=m.term,
+        trace=m.trace,
     )
 
 
@@ -192,7 +193,7 @@ def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     for part, data in zip(p.tables, bulk, strict=True):
         values, packed = ids.read(data, part.table, part.packed_ids)
         tables.append(TableIds(part.table, values, part.route, part.codec, part.since, packed))
-    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.required_clock, p.term)
+    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.required_clock, p.term, p.trace)
 
 
 def _pack_rows(m: Rows) -> pb.Rows:
@@ -243,6 +244,7 @@ def _pack_push(m: Push) -> pb.PushRequest:
         difference=m.difference,
         early=m.early,
         term=m.term,
+        trace=m.trace,
     )
 
 
@@ -274,6 +276,7 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
         p.difference,
         early=p.early,
         term=p.term,
+        trace=p.trace,
     )
 
 

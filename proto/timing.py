@@ -11,21 +11,23 @@ A span stays in one thread and holds no await: what ran meanwhile on an event lo
 
 from __future__ import annotations
 
+import secrets
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from embershard.proto.arrays import Doubles
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
+from embershard.proto.monitoring.tracing import SPAN_BYTES, Span
 
 KEPT_STEPS = 4096  # the last ones: 32 KiB per part
 
@@ -116,6 +118,18 @@ def _line(name: str, part: PartTimes) -> str:
     return f"{name:<20}{part.p50_ms:>9.3f} ms{part.p99_ms:>9.3f} ms{part.share:>8.1%}"
 
 
+class Tracer(Protocol):
+    """Who traces steps: StepTracer of proto/monitoring/tracing.py."""
+
+    def begin(self) -> list[Span] | None:
+        """Begin a step: where its spans go, None where it is not traced."""
+        ...
+
+    def end(self, spans: list[Span]) -> None:
+        """End a step that was traced."""
+        ...
+
+
 class Recorder:
     """Collects the spans of all threads, step by step, while it is installed (`with Recorder() as recorder:`).
 
@@ -137,6 +151,10 @@ class Recorder:
         self._start = time.perf_counter()
         self._thread = threading.get_ident()
         self._before: Recorder | None = None
+        # called with the seconds of every step and of its parts, by name and whether other threads did them
+        self.tracer: Tracer | None = None  # of some of the steps
+        self.traced: list[Span] | None = None  # the spans of this step, where it is traced
+        self.watch: Callable[[float, Mapping[tuple[str, bool], float]], None] | None = None
 
     def __enter__(self) -> Self:
         global _recorder
@@ -156,6 +174,8 @@ class Recorder:
         with self._lock:
             self._done.clear()
             self._start = time.perf_counter()
+        if self.tracer is not None:
+            self.traced = self.tracer.begin()
 
     def end(self) -> None:
         """The step ends, and the next one begins."""
@@ -172,6 +192,12 @@ class Recorder:
             for key, ring in self._seconds.items():
                 ring[at] = now.get(key, 0.0)
             self._step_seconds[at] = seconds
+        if self.watch is not None:
+            self.watch(seconds, now)
+        if self.tracer is not None:
+            if self.traced is not None:
+                self.tracer.end(self.traced)
+            self.traced = self.tracer.begin()
 
     def add(self, name: str, seconds: float) -> None:
         """Count time of this thread that no span could hold."""
@@ -209,12 +235,13 @@ def _part(seconds: Doubles, total: float) -> PartTimes:
 
 
 class _Span:
-    __slots__ = ("_inner", "_name", "_outer", "_range", "_recorder", "_start")
+    __slots__ = ("_inner", "_name", "_outer", "_range", "_recorder", "_start", "span")
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name
         self._inner = 0.0  # seconds of the spans inside
         self._range: AbstractContextManager[object] | None = None
+        self.span = b"" if recorder.traced is None else secrets.token_bytes(SPAN_BYTES)  # its id in a trace
 
     def __enter__(self) -> None:
         recorder = self._recorder
@@ -234,7 +261,11 @@ class _Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        seconds = time.perf_counter() - self._start
+        end = time.perf_counter()
+        seconds = end - self._start
+        if self.span and (traced := self._recorder.traced) is not None:
+            parent = b"" if self._outer is None else self._outer.span
+            traced.append(Span(self._name, self.span, parent, self._start, end, {}))
         if self._range is not None:
             self._range.__exit__(kind, error, trace)
         self._recorder.local.top = self._outer

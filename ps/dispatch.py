@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from embershard.proto.errors import EmbershardError, InternalError
-from embershard.proto.messages import GetStatus, Hello, Reply, Request, ShardStatus
+from embershard.proto.messages import METHODS, GetStatus, Hello, Pull, Push, Reply, Request, ShardStatus
+from embershard.proto.monitoring.tracing import Context, RequestTracer
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.shard import Shard
@@ -36,6 +38,8 @@ class Dispatch:
         self._budget_bytes = shard.core.budget.limit  # which a replay lifts
         if recovery is None:
             apply.watch(shard)
+        self.counters = apply.counters
+        self.tracer: RequestTracer | None = None
         self._answered = 0  # Hello and Status, which the shard does not see
         self._lock = threading.Lock()  # of _answered
 
@@ -53,6 +57,7 @@ class Dispatch:
             status.recovery_seconds = recovery.seconds_left
         status.requests += self._answered
         status.queued_bytes = self._apply.queued_bytes
+        self.counters.fill(status)
         return status
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
@@ -81,7 +86,7 @@ class Dispatch:
         if kind not in (Hello, GetStatus):
             try:
                 return self._apply.submit(
-                    lambda: _guarded(kind, lambda: write(self._shard.handle(read(), self._apply.arrived, peer))),
+                    lambda: _guarded(kind, lambda: self._handled(read, write, peer)),
                     num_bytes,
                     deadline,
                 )
@@ -93,6 +98,24 @@ class Dispatch:
         except EmbershardError as error:
             return _failed(error)
         return done
+
+    def _handled(self, read: Callable[[], Request], write: Callable[[Reply], T], peer: str) -> T:
+        """What `write` makes of the reply to what `read` gives; on the apply thread."""
+        tracer = self.tracer
+        if tracer is None:
+            return write(self._shard.handle(read(), self._apply.arrived, peer))
+        moments = [self._apply.arrived, time.monotonic()]
+        request = read()
+        moments.append(time.monotonic())
+        reply = self._shard.handle(request, self._apply.arrived, peer)
+        moments.append(time.monotonic())
+        written = write(reply)
+        if isinstance(request, (Pull, Push)) and (context := Context.read(request.trace)) is not None:
+            kind = "gather" if isinstance(request, Pull) else "apply"
+            tracer.handled(
+                context, METHODS[type(request)][0], [*moments, time.monotonic()], ("queue", "decode", kind, "encode")
+            )
+        return written
 
     def _at_once(self, request: Request) -> Reply:
         with self._lock:

@@ -15,21 +15,27 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from embershard.proto.monitoring.logs import LogFormat, log_as_json
 from embershard.ps.transport.address import BACKLOG, Address
 
 if TYPE_CHECKING:
     from grpc.aio import Server
     from grpc_health.v1.health import aio as health_aio
 
+    from embershard.proto.monitoring.exporter import MetricsServer
+    from embershard.proto.monitoring.tracing import RequestTracer
+    from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
+    from embershard.ps.monitoring.export import MonitoredShard
     from embershard.ps.recovery import ShardLog
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
@@ -57,6 +63,9 @@ class ServerOptions:
     machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
     record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
+    `restarts` is how often its supervisor has started it again, for its status. `metrics` is "host:port" for /metrics
+    and the probes; port 0: any free one. `log_format` is that of its log, on stderr. `trace` is the URL
+    of the OpenTelemetry collector that gets the spans of traced requests.
     """
 
     shard: int
@@ -73,6 +82,10 @@ class ServerOptions:
     durability: Durability | None = None
     log_dir: Path | None = None
     log_bytes: int | None = None
+    restarts: int = 0
+    metrics: str = ""
+    log_format: LogFormat = "text"
+    trace: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -99,19 +112,51 @@ def serve(options: ServerOptions) -> int:
 
     CannotListen where the address is not to be had.
     """
-    log = logging.StreamHandler(sys.stderr)
-    log.setFormatter(LineFormatter(f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[log])
+    json_log = None
+    if options.log_format == "json":
+        json_log = log_as_json(sys.stderr, shard=options.shard)
+    else:
+        log = logging.StreamHandler(sys.stderr)
+        log.setFormatter(LineFormatter(f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"))
+        logging.basicConfig(level=logging.INFO, handlers=[log])
     _allow_files()
     if options.parent_pid:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
     address.check(options.insecure)
-    shard = _make_shard(options)
+    with _metrics_server(options) as metrics, _tracer(options) as tracer:
+        shard = _make_shard(options)
+        if json_log is not None:
+            json_log.fields["instance"] = shard.greeting.instance
 
-    import uvloop
+        import uvloop
 
-    return uvloop.run(_serve(shard, address, options))
+        return uvloop.run(_serve(shard, address, options, metrics, tracer))
+
+
+@contextmanager
+def _tracer(options: ServerOptions) -> Iterator[RequestTracer | None]:
+    """What makes spans of traced requests; None where nobody wants them."""
+    if not options.trace:
+        yield None
+        return
+    from embershard.proto.monitoring.tracing import RequestTracer, SpanSender
+
+    with SpanSender(options.trace, "embershard-shard", shard=options.shard) as sender:
+        yield RequestTracer(sender)
+
+
+@contextmanager
+def _metrics_server(options: ServerOptions) -> Iterator[MetricsServer | None]:
+    """The server of --metrics, which shows nothing yet; None where none was asked for."""
+    if not options.metrics:
+        yield None
+        return
+    from embershard.proto.monitoring.exporter import MetricsServer
+    from embershard.proto.monitoring.metrics import SHARD_METRICS
+
+    with MetricsServer(options.metrics, SHARD_METRICS, {"shard": str(options.shard)}) as server:
+        yield server
 
 
 def _make_shard(options: ServerOptions) -> Shard:
@@ -156,18 +201,28 @@ def _seconds_since_start() -> float:
         return 0.0
 
 
-async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
+async def _serve(
+    shard: Shard,
+    address: Address,
+    options: ServerOptions,
+    metrics: MetricsServer | None = None,
+    tracer: RequestTracer | None = None,
+) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
+    from embershard.ps.monitoring.counters import Counters
 
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
     sockets = address.listen()
     bound = address.bound(sockets[0])
-    apply = ApplyThread(max_bytes=options.queue_bytes)
+    apply = ApplyThread(max_bytes=options.queue_bytes, counters=Counters(options.restarts))
     progress = RecoveryProgress()
     dispatch = Dispatch(shard, apply, progress)
+    dispatch.tracer = tracer
+    if metrics is not None:
+        metrics.monitored = _monitored(dispatch, apply, loop)
     transports = await _Transports.start(dispatch, address, sockets, options)
     # in a thread: workers are told meanwhile how far it is
     recovery = loop.run_in_executor(None, _recover, shard, options, progress)
@@ -185,6 +240,8 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
     if transports.rpc is not None:
         ready["rpc"] = transports.rpc.address
+    if metrics is not None:
+        ready["metrics"] = metrics.address
     _settle()
     print(json.dumps(ready), flush=True)
     loop.run_in_executor(
@@ -211,6 +268,19 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
         return 1
     _log.info("done: everything accepted was applied")
     return 130 if signum == signal.SIGINT else 0
+
+
+def _monitored(dispatch: Dispatch, apply: ApplyThread, loop: asyncio.AbstractEventLoop) -> MonitoredShard:
+    """The shard as its exporter sees it."""
+    from embershard.proto.monitoring.exporter import LoopWatch
+    from embershard.ps.monitoring.export import MonitoredShard
+
+    watch = LoopWatch(loop)
+    return MonitoredShard(
+        dispatch.status,
+        dispatch.counters,
+        lambda: {"I/O loop": watch.idle_seconds, "apply thread": apply.idle_seconds},
+    )
 
 
 def _end_while_recovering(signum: int) -> NoReturn:

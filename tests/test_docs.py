@@ -135,8 +135,9 @@ def test_commands_are_parsed(block, monkeypatch):
             check_command(words)
 
 
-def test_the_schema_of_jobs_is_that_of_the_code():
-    """`python docs/generate.py` writes it."""
+def test_the_schema_of_jobs_and_the_tables_of_metrics_are_those_of_the_code():
+    """`python docs/generate.py` writes them."""
+    assert (ROOT / "docs" / "monitoring.md").read_text() == generator().monitoring_page()
     assert json.loads((ROOT / "docs" / "job.schema.json").read_text()) == generator().job_schema()
 
 

@@ -97,7 +97,7 @@ def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(run, monkeypat
     def fail(*_, **__):
         raise WorkerFailed(worker=0, how="exit code 1", log="worker-0.log", lines="(nothing)")
 
-    monkeypatch.setattr(train, "_run", fail)
+    monkeypatch.setattr(train._LocalJob, "train", fail)
     monkeypatch.setattr(train.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert type(run("train", "job.yaml", "--output", "out").exception) is named
 

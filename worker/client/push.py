@@ -16,6 +16,7 @@ from embershard.proto.errors import (
     UnknownRoute,
 )
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
+from embershard.proto.monitoring.tracing import trace_bytes
 from embershard.proto.routing import Placement, Route
 from embershard.worker.client.connections import (
     MESSAGE_OVERHEAD,
@@ -158,6 +159,7 @@ class PushQueue:
                 difference=update.difference,
                 early=term > 0,
                 term=term,
+                trace=trace_bytes(),
             )
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import platform
 import tempfile
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FILE_NAME = "log.jsonl"
+
+_log = logging.getLogger(__name__)
 
 
 def make_folder(path: Path) -> Path:
@@ -80,6 +83,35 @@ class JsonLog:
         line = {"record": record, "time": round(time.time(), 3), **fields}
         self._file.write(json.dumps(finite(line), separators=(",", ":")) + "\n")
         self._file.flush()
+
+
+class RunEvents:
+    """Logs what happens to a run, with the fields of log.jsonl, for programs that collect logs."""
+
+    def started(self, plan: RunPlan) -> None:
+        """Log that the run begins."""
+        self._log("config" if plan.reporter is None else "takeover", dataclasses.asdict(plan))
+
+    def trained(self, interval: Interval) -> None:
+        """Log the steps since the last call."""
+        self._log("train", dataclasses.asdict(interval))
+
+    def evaluating(self) -> None:
+        """Do nothing: an evaluation is logged once it is done."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Log the figures of an evaluation."""
+        self._log("eval", dataclasses.asdict(evaluation))
+
+    def finished(self, result: RunResult) -> None:
+        """Log the result."""
+        self._log("result", dataclasses.asdict(result))
+
+    def close(self) -> None:
+        """Do nothing: the log goes on."""
+
+    def _log(self, event: str, fields: dict[str, object]) -> None:
+        _log.info(event, extra={"fields": finite(fields)})
 
 
 def finite(value: object) -> object:

@@ -56,6 +56,7 @@ class Report:
         self._observers = observers
         self._plan: RunPlan | None = None  # until it is told
         self._best: Evaluation | None = None
+        self.last: Evaluation | None = None
         self._evaluations = 0
         self._warnings: list[str] = []
 
@@ -136,6 +137,7 @@ class Report:
             warnings=(warning,) if warning else (),
             reliability=reliability,
         )
+        self.last = evaluation
         if improved or self._best is None:
             self._best = evaluation
         for observer in self._active_observers(self._group.is_first):  # as all of them agree

@@ -72,6 +72,7 @@ class Throughput:
         self.moved: dict[BytePart, ByteCount] = {}  # in these
         self._moved_at: ByteCounts = {}  # at the last look
         self._workers = world_size  # that train
+        self.last: Interval | None = None  # that was reported
         self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
         self._met_at = 0  # samples of this worker then
 
@@ -198,6 +199,7 @@ class Throughput:
         self._new_samples = self._new_counted = 0
         self._new_loss = 0.0
         self._new_trained, self._new_waited = 0.0, Waited()
+        self.last = result
         return result
 
     def _waits(self, stats: ClientStats) -> Waited:

@@ -22,6 +22,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import num_dense_parameters
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
+from embershard.worker.reporting.prometheus import MonitoredWorker, StepCounters
 from embershard.worker.reporting.records import BestWeights, RunResult
 from embershard.worker.reporting.report import Observers, Report
 from embershard.worker.reporting.throughput import Throughput
@@ -69,7 +70,7 @@ class Trainer:
         best_folder: Path | None = None,
         restore_best: bool = True,
     ) -> None:
-        self._job, self._dataset, self._group = job, dataset, group
+        self._job, self._dataset, self._group, self._session = job, dataset, group, session
         self.device = device_of(job)
         model = build_model(job, dataset)
         self._dense_parameters = num_dense_parameters(model)
@@ -113,6 +114,10 @@ class Trainer:
         self._resumed_step = None if before is None else begun
         if resume is not None:
             self._restore(resume)
+
+    def monitored(self, steps: StepCounters) -> MonitoredWorker:
+        """This worker as its exporter sees it; `steps` counts those of the installed Recorder."""
+        return MonitoredWorker(steps, self._meter, self._report, self.strategy, self._session)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         was_there = self._saver.restore(checkpoint)

@@ -6,6 +6,7 @@ import errno
 import gc
 import importlib
 import keyword
+import logging
 import os
 import sys
 from typing import NoReturn
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from embershard.proto.errors import EmbershardError
+from embershard.proto.monitoring.logs import logs_json
 
 # in the order of the help; each is the function, or the group of commands, of that name in the module of that name
 COMMANDS = {
@@ -119,5 +121,8 @@ def fail(text: str, code: int = 1) -> NoReturn:
     """End the command with an error message."""
     # what a file holds must not steer the terminal
     shown = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
-    typer.echo(f"error: {shown}", err=True)
+    if logs_json():
+        logging.getLogger("embershard.cli").error(shown)
+    else:
+        typer.echo(f"error: {shown}", err=True)
     sys.exit(code)

@@ -15,6 +15,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption
 from embershard.cli.sizes import memory_bytes
 from embershard.ps.server import ServerOptions, serve
 
@@ -54,6 +55,10 @@ def ps(
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
+    metrics: MetricsOption = "",
+    log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
+    restarts: Annotated[int, typer.Option(hidden=True, help="How often this shard was started again.", min=0)] = 0,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -76,5 +81,9 @@ def ps(
         durability=checked_durability(durability, log_dir),
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
+        restarts=restarts,
+        metrics=metrics,
+        log_format=log_format,
+        trace=trace,
     )
     raise typer.Exit(serve(options))

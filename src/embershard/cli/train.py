@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
@@ -36,6 +37,8 @@ from embershard.deploy.attempts import (
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
+from embershard.proto.monitoring.exporter import check_addresses, check_installed, parse_address
+from embershard.proto.monitoring.logs import log_as_json
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -104,12 +107,21 @@ def train(
             help="Print where the first worker's time goes; profile.json and trace.json go into the run's folder.",
         ),
     ] = False,
+    metrics: MetricsOption = "",
+    log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
+    trace_every: TraceEveryOption = 1000,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
 
+    With --metrics HOST:PORT the shards started here serve their metrics at this port and those that follow, then the
+    workers.
+
     A job with checkpoints goes on from the latest one where a shard or a worker is lost (train.recover).
     """
+    if log_format == "json":
+        log_as_json(sys.stdout)
     if parent_pid:
         end_with_parent(parent_pid)
     given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
@@ -118,6 +130,7 @@ def train(
     if is_from_environment(context) and (shards is not None or not settings.has_shards):
         ps = None
     _check_shards(settings, ps, shards, imports)
+    addresses = _metrics_addresses(settings, ps, metrics)
     check_user_code([settings], imports or (), starts_shards=ps is None)
     if ps is not None:
         ps = ",".join(parse_addresses(ps))
@@ -127,21 +140,33 @@ def train(
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
     command += ["--profile"] if profile else []
+    command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
+    command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
     make_folder(folder)
-    try_job(settings, job, sets, data, imports or (), typer.echo)
+    try_job(settings, job, sets, data, imports or (), say)
     for line in compression_advice(settings):
-        typer.echo(f"advice: {line}")
+        say(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
     try:
-        _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
+        started = _LocalJob(
+            job=settings,
+            command=command,
+            folder=folder,
+            ps=ps,
+            imports=imports or (),
+            replace=replace,
+            recoveries=Recoveries(folder, say),
+            metrics=addresses,
+            trace=trace,
+        )
+        with ended_by_signals():
+            started.train(checkpoint)
     except (EmbershardError, OSError) as error:
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
         stopped = isinstance(error, WorkerFailed | ShardUnavailable)
         if stopped and ps is not None and settings.checkpoint.folder is not None:
-            typer.echo(
-                f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True
-            )
+            say(f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
         raise
 
 
@@ -158,7 +183,7 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
         return []
     if checkpoint is None:
         counted = ", ".join(f"{count:,} of {part}" for part, count in data.fitted["samples"].items())
-        typer.echo(f"read the data once for what its features need: {counted}")
+        say(f"read the data once for what its features need: {counted}")
     path = folder / "preprocessing.json"
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))
@@ -191,6 +216,21 @@ def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[st
         raise typer.BadParameter("--ps names shards that run already: --shards has no meaning with it")
 
 
+def _metrics_addresses(job: Job, ps: str | None, metrics: str) -> Sequence[str]:
+    """Where shards that are started here, and then workers, serve their metrics; none of the ports is in use."""
+    if not metrics:
+        return ()
+    check_installed()
+    if parse_address(metrics)[1] == 0:
+        raise typer.BadParameter(
+            "name a port: workers and shards take it and those that follow", param_hint="--metrics"
+        )
+    shards = job.shards if job.has_shards and ps is None else 0
+    addresses = check_addresses(metrics, shards + job.workers)
+    say(f"metrics: {' '.join(f'http://{address}/metrics' for address in addresses)}")
+    return addresses
+
+
 def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     """The checkpoint to go on from; the folder of new ones is looked at too, before anything starts."""
     if resume is None and job.checkpoint.folder is None:
@@ -203,28 +243,12 @@ def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     return checkpoint
 
 
-def _run(
-    job: Job,
-    command: list[str],
-    folder: Path,
-    ps: str | None,
-    imports: Sequence[str],
-    checkpoint: Checkpoint | None,
-    *,
-    replace: bool,
-) -> None:
-    """Train the job to its end, and end all that was started for it."""
-    recoveries = Recoveries(folder, typer.echo)
-    started = _LocalJob(
-        job=job, command=command, folder=folder, ps=ps, imports=imports, replace=replace, recoveries=recoveries
-    )
-    with ended_by_signals():
-        started.train(checkpoint)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _LocalJob:
-    """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already."""
+    """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already.
+
+    `metrics` are the addresses at which shards that are started here, and then workers, serve their metrics.
+    """
 
     job: Job
     command: Sequence[str]
@@ -233,6 +257,8 @@ class _LocalJob:
     imports: Sequence[str]
     replace: bool
     recoveries: Recoveries
+    metrics: Sequence[str] = ()
+    trace: str = ""
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -250,20 +276,20 @@ class _LocalJob:
                     try:
                         checkpoint = self._latest(began) or checkpoint
                     except EmbershardError as unreadable:
-                        typer.echo(f"the job is not started again: {unreadable}", err=True)
+                        say(f"the job is not started again: {unreadable}", err=True)
                         raise error from unreadable
                     if checkpoint is not None:
                         attempts.on(CheckpointSeen(checkpoint.url, checkpoint.manifest.step))
                 decision = attempts.on(event)
                 if not isinstance(decision, Restart):
                     if decision in (GiveUp.NO_PROGRESS, GiveUp.NO_CHECKPOINT):
-                        typer.echo(f"the job is not started again: {decision.value}", err=True)
+                        say(f"the job is not started again: {decision.value}", err=True)
                     raise
                 url, step = (None, 0) if (seen := decision.checkpoint) is None else (seen.url, seen.step)
                 self.recoveries.begin(_first_line(error), url, step)
             if self.ps is not None:
                 timeout = _RETURN_TIMEOUT
-                typer.echo(f"waiting up to {timeout.total_seconds():.0f} s for the shards at {self.ps}")
+                say(f"waiting up to {timeout.total_seconds():.0f} s for the shards at {self.ps}")
             time.sleep(decision.pause.total_seconds())
 
     def _attempt(self, checkpoint: Checkpoint | None, timeout: timedelta) -> None:
@@ -285,9 +311,10 @@ class _LocalJob:
                 job.workers,
                 command,
                 self.folder,
+                metrics=self.metrics[-job.workers :],
                 elastic=job.elastic(job.workers),
                 restarts=job.train.restart_workers,
-                say=typer.echo,
+                say=say,
             )
             stack.enter_context(running)
             stack.callback(self.recoveries.stop)  # before the processes are ended, which may take a while
@@ -301,16 +328,16 @@ class _LocalJob:
             running.wait(lambda: self._look(local))
         if running.lost:
             lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
-            typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
+            say(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
         if self.recoveries.made:
-            typer.echo(self.recoveries.summary())
-        typer.echo(f"log: {self.folder / 'log.jsonl'}")
+            say(self.recoveries.summary())
+        say(f"log: {self.folder / 'log.jsonl'}")
 
     def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
         job = self.job
         if job.durability == "memory":
-            return LocalShards(job.shards, imports=self.imports)
+            return LocalShards(job.shards, imports=self.imports, metrics=self._shard_metrics, trace=self.trace)
         _remove_logs(self.folder)
         logs = self.folder / f"{_LOGS}-{time.time_ns()}"
         stack.callback(_remove_logs, self.folder)
@@ -320,8 +347,14 @@ class _LocalJob:
             restart=RestartPolicy(),
             durability=job.durability,
             log_dir=logs,
-            report=typer.echo,
+            metrics=self._shard_metrics,
+            trace=self.trace,
+            report=say,
         )
+
+    @property
+    def _shard_metrics(self) -> Sequence[str]:
+        return self.metrics[: -self.job.workers]
 
     def _look(self, local: LocalShards | None) -> EmbershardError | None:
         """What is looked at while the workers train; the failure of a shard ends the wait for them."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from datetime import timedelta
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -16,7 +18,10 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption, say
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.proto.monitoring.exporter import check_addresses, check_installed
+from embershard.proto.monitoring.logs import log_as_json
 
 DEFAULT_PORT = 7700
 _WATCH = timedelta(seconds=0.5)
@@ -36,12 +41,21 @@ def up(
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
+    metrics: MetricsOption = "",
+    log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
+    With --metrics HOST:PORT shard 0 serves its metrics at this port, the others at those that follow.
+
     Without a log, a shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
     """
+    if log_format == "json":
+        log_as_json(sys.stderr)
     mode = checked_durability(durability, log_dir)
+    if metrics:
+        check_installed()
     if base_port + shards > 65536:
         raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
     stop = threading.Event()
@@ -54,17 +68,18 @@ def up(
         durability=mode,
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
-        report=_say,
-        forward=_say,
+        metrics=check_addresses(metrics, shards) if metrics else (),
+        log_format=log_format,
+        trace=trace,
+        report=partial(say, err=True),
+        forward=partial(typer.echo, err=True),
     )
     with local:
         for index, (address, pid) in enumerate(zip(local.addresses, local.pids, strict=True)):
-            typer.echo(f"shard {index} serves at {address} (pid {pid})")
-        typer.echo(f"connect with {','.join(local.addresses)}; Ctrl-C ends them")
+            say(f"shard {index} serves at {address} (pid {pid})")
+        for address in filter(None, local.metrics_addresses):
+            say(f"metrics: http://{address}/metrics")
+        say(f"connect with {','.join(local.addresses)}; Ctrl-C ends them")
         while not stop.is_set():
             if failure := local.wait(_WATCH):
                 raise failure
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -18,11 +19,21 @@ import torch
 import typer
 
 from embershard.cli.app import fail
+from embershard.cli.monitoring import (
+    LogFormatOption,
+    MetricsOption,
+    TraceEveryOption,
+    TraceOption,
+    open_metrics,
+    say,
+)
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
+from embershard.proto.monitoring.logs import log_as_json, logs_json
+from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
@@ -33,8 +44,9 @@ from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.user_code import search_from
 from embershard.worker.reporting.callbacks import Callback
-from embershard.worker.reporting.log import JsonLog, TensorBoardLog
+from embershard.worker.reporting.log import JsonLog, RunEvents, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
+from embershard.worker.reporting.prometheus import StepCounters
 from embershard.worker.reporting.records import Observer
 from embershard.worker.reporting.terminal import Terminal
 from embershard.worker.session.connect import connect
@@ -98,6 +110,10 @@ def worker(
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
     ] = None,
+    metrics: MetricsOption = "",
+    log_format: LogFormatOption = "text",
+    trace: TraceOption = "",
+    trace_every: TraceEveryOption = 1000,
     started_here: Annotated[
         bool,
         typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
@@ -111,6 +127,8 @@ def worker(
     """
     if parent_pid:
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
+    if log_format == "json":
+        log_as_json(sys.stdout, worker=rank, run=output.name if output is not None else "")
     if imports:
         search_from(Path())
     if rank >= world_size:
@@ -127,7 +145,8 @@ def worker(
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     timeout = timedelta(seconds=join_timeout)
     own = rank if local_rank is None else local_rank
-    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here)
+    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here, metrics)
+    place = dataclasses.replace(place, trace=trace, trace_every=trace_every)
     _prepare(settings, place)
     profile = profile and rank == 0
     try:
@@ -156,6 +175,9 @@ class WorkerRanks:
     join_timeout: timedelta
     run: int = 0
     started_here: bool = False
+    metrics: str = ""
+    trace: str = ""
+    trace_every: int = 1000
 
 
 def _train(
@@ -171,6 +193,7 @@ def _train(
 ) -> None:
     """Train as one worker; the data's paths start at `base`."""
     with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(open_metrics(place.metrics, place.rank, output))
 
         def open_observers() -> list[Observer]:
             observers = _observers(job, output)
@@ -205,9 +228,15 @@ def _train(
         )
         assert output is not None or not profile
         with Profile(output) if output is not None and profile else Recorder() as recorder:
+            if place.trace:
+                sender = stack.enter_context(SpanSender(place.trace, "embershard-worker", worker=place.rank))
+                recorder.tracer = StepTracer(sender, place.trace_every)
+            if metrics is not None:
+                recorder.watch = steps = StepCounters()
+                metrics.monitored = trainer.monitored(steps)
             trainer.run()
         if isinstance(recorder, Profile):
-            typer.echo(recorder.summary())
+            say(recorder.summary())
         if job.all_reduces:
             group.barrier()  # whoever is done first keeps its connections until all are
 
@@ -268,7 +297,7 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
         imports=imports,
     )
     if place.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
-        session.switching.say = typer.echo
+        session.switching.say = say
     return session
 
 
@@ -284,6 +313,9 @@ def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
 @contextlib.contextmanager
 def _compilation_shown(place: WorkerRanks) -> Iterator[None]:
     """Show on stderr, which is the worker's log under `train`, that kernels are compiled; the first worker says it."""
+    if logs_json():
+        yield
+        return
     log, handler = logging.getLogger(compile_missing.__module__), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     told: list[bool] = [] if place.rank == 0 else [True]
@@ -320,7 +352,8 @@ def _observers(job: Job, folder: Path | None) -> list[Observer]:
         observers.append(JsonLog(folder))
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
-    observers.append(Terminal())  # after the logs: what is shown is in them, whatever becomes of this process
+    # after the logs: what is shown is in them, whatever becomes of this process
+    observers.append(RunEvents() if logs_json() else Terminal())
     return [*observers, *(Callback(callback.code, callback.args) for callback in job.callbacks)]
 
 

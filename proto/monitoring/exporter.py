@@ -1,0 +1,266 @@
+"""Show a process to Prometheus and to probes over HTTP: /metrics, /livez, /readyz and /status.json."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from typing import Any, Protocol, Self
+
+from embershard.proto.errors import CannotListen, EmbershardError
+from embershard.proto.monitoring.metrics import HistogramValue, Metric, Sample
+
+LOOPBACK = "127.0.0.1"
+_IDLE_SECONDS = 10.0  # for a client to ask, and to take the answer
+_TICK_SECONDS = 1.0
+_MOST_CLIENTS = 16  # at a time; a scraper is one
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsNotInstalled(EmbershardError):
+    """`--metrics` needs the optional package prometheus_client."""
+
+    template = "--metrics needs prometheus_client: pip install 'embershard[metrics]'"
+
+
+def check_installed() -> None:
+    """MetricsNotInstalled without prometheus_client, which is not imported for it."""
+    if find_spec("prometheus_client") is None:
+        raise MetricsNotInstalled()
+
+
+class Monitored(Protocol):
+    """What is shown of a process; all of it may be asked by any thread, at any time."""
+
+    def samples(self) -> Iterable[Sample]:
+        """The values of its metrics now."""
+        ...
+
+    def not_live(self) -> str:
+        """Why it should be started again; empty where it should not."""
+        ...
+
+    def not_ready(self) -> str:
+        """Why it cannot do its work now; empty where it can."""
+        ...
+
+    def as_json(self) -> Mapping[str, object]:
+        """Its state, for programs that do not read metrics."""
+        ...
+
+
+STUCK_SECONDS = 30.0  # a thread that did not move for so long is taken to hang
+
+
+class LoopWatch:
+    """Looks every second whether an event loop still runs."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._looked = time.monotonic()
+        loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        self._loop.call_later(_TICK_SECONDS, self._look)
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long it has not run."""
+        return time.monotonic() - self._looked
+
+
+def stuck(idle_seconds: Mapping[str, float]) -> str:
+    """Which of the parts of a process hang, by how long they have not moved; empty where none does."""
+    found = {name: seconds for name, seconds in idle_seconds.items() if seconds > STUCK_SECONDS}
+    return "; ".join(f"the {name} has not moved for {seconds:.0f} s" for name, seconds in found.items())
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port", ":port" or "port", the last two on loopback; CannotListen where it is none."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise CannotListen(address=text, reason="write host:port, with a port of 0..65535")
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+def show_address(host: str, port: int) -> str:
+    """The address as it stands in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class MetricsServer:
+    """Answers in threads of its own, until it is closed; what it shows is `monitored`, once there is something.
+
+    `metrics` are those that may be shown, `labels` stand at each of them. Opening takes the port: CannotListen where
+    it is not to be had, MetricsNotInstalled without prometheus_client.
+    """
+
+    def __init__(self, address: str, metrics: Iterable[Metric], labels: Mapping[str, str]) -> None:
+        try:
+            from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+        except ImportError:
+            raise MetricsNotInstalled() from None
+        self.monitored: Monitored | None = None
+        self.content_type = CONTENT_TYPE_LATEST
+        self._generate: Callable[[Any], bytes] = generate_latest
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._labels = dict(labels)
+        self._server = _listen(address, self)
+        host, port = self._server.server_address[:2]
+        self.address = show_address(str(host), int(port))
+        if not ipaddress.ip_address(host).is_loopback:  # type: ignore[arg-type]
+            _log.warning("anyone who reaches %s can read the metrics, names of tables included", self.address)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def text(self) -> bytes:
+        """The metrics now, as Prometheus reads them."""
+        return self._generate(self)
+
+    def collect(self) -> Iterable[Any]:
+        """The metrics now, as prometheus_client wants them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        makers = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+        own, families = list(self._labels.values()), dict[str, Any]()
+        for name, value, labels in () if self.monitored is None else self.monitored.samples():
+            family = families.get(name)
+            if family is None:
+                metric = self._metrics[name]
+                names = [*self._labels, *metric.labels]
+                family = families[name] = makers[metric.type](name, metric.help, labels=names)
+            if isinstance(value, HistogramValue):
+                family.add_metric([*own, *labels], _buckets(value), value.sum)
+            else:
+                family.add_metric([*own, *labels], value)
+        return families.values()
+
+    def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        """The status, content type and body of a page."""
+        shown = self.monitored
+        match path.partition("?")[0]:
+            case "/metrics":
+                return HTTPStatus.OK, self.content_type, self.text()
+            case "/livez":
+                return _verdict("" if shown is None else shown.not_live())
+            case "/readyz":
+                return _verdict("it is starting" if shown is None else shown.not_ready())
+            case "/status.json":
+                body = {} if shown is None else dict(shown.as_json())
+                return HTTPStatus.OK, "application/json", json.dumps(body).encode() + b"\n"
+        return HTTPStatus.NOT_FOUND, "text/plain", b"there are /metrics, /livez, /readyz and /status.json\n"
+
+
+def check_addresses(address: str, count: int) -> list[str]:
+    """The addresses of so many processes, from a port on: each is free now. CannotListen names one that is not."""
+    host, first = parse_address(address)
+    if first + count > 65536:
+        raise CannotListen(address=address, reason=f"there are no {count} ports from {first} on")
+    addresses = [show_address(host, first + i if first else 0) for i in range(count)]
+    for one in addresses:
+        _Server(one, BaseHTTPRequestHandler).server_close()
+    return addresses
+
+
+def _verdict(reason: str) -> tuple[HTTPStatus, str, bytes]:
+    status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
+    return status, "text/plain", f"{reason or 'ok'}\n".encode()
+
+
+def _buckets(value: HistogramValue) -> list[tuple[str, float]]:
+    """As prometheus_client wants them: what is at or below each bound."""
+    total, found = 0, list[tuple[str, float]]()
+    for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
+        total += count
+        found.append(("+Inf" if bound == float("inf") else f"{bound:g}", total))
+    return found
+
+
+class _Server(ThreadingHTTPServer):
+    """Takes a few clients at a time; one that is slow, or goes away, is dropped without a word."""
+
+    daemon_threads = True
+    request_queue_size = 32
+
+    def __init__(self, address: str, handler: type[BaseHTTPRequestHandler]) -> None:
+        host, port = parse_address(address)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
+        try:
+            super().__init__((host, port), handler)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:
+                reason = f"port {port} is in use; stop the process that has it, or choose another port for --metrics"
+            raise CannotListen(address=show_address(host, port), reason=reason) from None
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server for this machine's name, which may take long."""
+        socketserver.TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nobody is told: whoever asked has gone."""
+        _log.debug("a client of the metrics has gone", exc_info=True)
+
+
+def _listen(address: str, owner: MetricsServer) -> _Server:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _IDLE_SECONDS
+        server_version, sys_version = "embershard", ""
+
+        def do_GET(self) -> None:
+            try:
+                status, content_type, body = owner.answer(self.path)
+            except Exception:
+                _log.exception("a defect while answering %s", self.path)
+                status, content_type, body = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", b"see the log\n"
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not a line for each scrape."""
+
+    return _Server(address, Handler)

@@ -1,0 +1,51 @@
+"""Logs as JSON, a line for each event: `--log-format json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import IO, Literal
+
+LogFormat = Literal["text", "json"]
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object for each record: `ts` (UTC), `level`, `event`, and `fields`, which say whose log it is.
+
+    A record's own fields (`extra={"fields": {...}}`) follow, its traceback, and its trace_id where it has one.
+    """
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        super().__init__()
+        self.fields = dict(fields)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        line: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            "logger": record.name,
+            **self.fields,
+            **getattr(record, "fields", {}),
+        }
+        if trace_id := getattr(record, "trace_id", ""):
+            line["trace_id"] = trace_id
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, separators=(",", ":"), default=str)
+
+
+def log_as_json(stream: IO[str], **fields: object) -> JsonFormatter:
+    """Have everything that this process logs go to `stream` as JSON; fields may be added to what is returned."""
+    formatter, handler = JsonFormatter(fields), logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    return formatter
+
+
+def logs_json() -> bool:
+    """Whether this process logs as JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)

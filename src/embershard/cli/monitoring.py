@@ -1,0 +1,63 @@
+"""`--metrics` and `--log-format`: how commands are watched while they run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.proto.monitoring.exporter import MetricsServer
+from embershard.proto.monitoring.logs import LogFormat, logs_json
+from embershard.proto.monitoring.metrics import WORKER_METRICS
+
+MetricsOption = Annotated[
+    str,
+    typer.Option(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="Serve /metrics for Prometheus, /livez, /readyz and /status.json there; :PORT is on loopback. Needs the "
+        "extra `metrics`.",
+        show_default=False,
+    ),
+]
+
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option("--log-format", help="text, or json: an object for each event, for programs that collect logs."),
+]
+
+TraceOption = Annotated[
+    str,
+    typer.Option(
+        "--trace",
+        metavar="URL",
+        help="Send traces to the OpenTelemetry collector there (http://localhost:4318). Needs the extra `tracing`.",
+        show_default=False,
+    ),
+]
+TraceEveryOption = Annotated[int, typer.Option("--trace-every", help="Trace one step in so many.", min=1)]
+
+_log = logging.getLogger("embershard.cli")
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Tell the user something: on stdout or stderr, or in the log where that is JSON."""
+    if logs_json():
+        _log.log(logging.WARNING if err else logging.INFO, line)
+    else:
+        typer.echo(line, err=err)
+
+
+@contextmanager
+def open_metrics(address: str, rank: int, output: Path | None) -> Iterator[MetricsServer | None]:
+    """The server of a worker's --metrics, which shows nothing yet; None where none was asked for."""
+    if not address:
+        yield None
+        return
+    run = "" if output is None else output.name
+    with MetricsServer(address, WORKER_METRICS, {"worker": str(rank), "run": run}) as server:
+        yield server

@@ -1,0 +1,64 @@
+"""A worker exports every metric that the table names while it trains, and what it exports is what happened."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from embershard import local
+from embershard.proto.monitoring.exporter import MetricsServer
+from embershard.proto.monitoring.metrics import WORKER_METRICS
+from embershard.proto.timing import Recorder
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.reporting.prometheus import StepCounters
+from embershard.worker.training.trainer import Trainer
+from harness.clicks import Notes, click_data, click_job
+
+
+@pytest.fixture(scope="module")
+def exported():
+    """A run's result, and its samples: name -> labels -> value."""
+    job = click_job(compression={"push": "fp16s", "pull": "fp16s"})
+    notes, steps, session = Notes(), StepCounters(), local()
+    trainer = Trainer(job, click_data(train=700, valid=200), session, WorkerGroup(), [notes])
+    with MetricsServer(":0", WORKER_METRICS, {"worker": "0", "run": "r"}) as server, Recorder() as recorder:
+        server.monitored = shown = trainer.monitored(steps)
+        recorder.watch = steps
+        before = shown.not_ready()
+        result = trainer.run()
+        text = server.text().decode()
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault((family.type, sample.name), []).append((sample.labels, sample.value))
+    assert before != ""
+    assert (shown.not_ready(), shown.not_live()) == ("", "")
+    assert shown.as_json()["samples"] == result.samples
+    return result, samples
+
+
+def test_every_metric_of_the_table_is_exported_with_its_labels(exported):
+    _, samples = exported
+    found = {}
+    for (kind, name), values in samples.items():
+        base = name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") if kind == "histogram" else name
+        for labels, _ in values:
+            found.setdefault(base, set()).update(labels.keys() - {"le"})
+    assert found == {metric.name: {"worker", "run", *metric.labels} for metric in WORKER_METRICS}
+
+
+def test_the_values_are_those_of_the_result(exported):
+    result, samples = exported
+
+    def value(kind, metric, **labels):
+        return next(v for own, v in samples[kind, f"embershard_worker_{metric}"] if labels.items() <= own.items())
+
+    assert value("counter", "steps_total") == value("histogram", "step_duration_seconds_count") == result.steps
+    assert value("counter", "samples_total") == result.samples
+    figures = result.figures["valid"]
+    assert value("gauge", "metric", name="auc", split="valid") == pytest.approx(figures["auc"])
+    step = value("histogram", "step_duration_seconds_sum")
+    parts = [v for own, v in samples["histogram", "embershard_worker_step_part_duration_seconds_sum"]
+             if own["overlapped"] == "no"]  # fmt: skip
+    assert 0 < sum(parts) <= step
+    wire = sum(v for _, v in samples["counter", "embershard_worker_transferred_bytes_total"])
+    raw = sum(v for _, v in samples["counter", "embershard_worker_uncompressed_bytes_total"])
+    assert 0 < wire < raw
