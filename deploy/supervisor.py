@@ -196,6 +196,7 @@ class LocalShards:
         self._forward = forward
         self._listen = [f"127.0.0.1:{base_port + i if base_port else 0}" for i in range(num_shards)]
         self._processes: list[_Process] = []
+        self._restarts = [0] * num_shards  # how often each was started again
         self._watchers: list[threading.Thread] = []
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # a restart and a stop must not miss each other
@@ -282,6 +283,7 @@ class LocalShards:
         if self._log_dir is not None:
             command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]
+        command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's
@@ -326,6 +328,7 @@ class LocalShards:
         with self._lock:
             if self._stopping.is_set():
                 return False
+            self._restarts[index] += 1
             process = self._processes[index] = self._spawn(index)
         if process.wait_until_serving(self._start_timeout):
             self._report(f"shard {index} serves again at {process.address} (pid {process.popen.pid})")

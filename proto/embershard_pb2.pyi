@@ -261,7 +261,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("name", "dim", "rows", "bytes", "optimizer", "loading", "push_codec", "pull_codec")
+    __slots__ = ("name", "dim", "rows", "bytes", "optimizer", "loading", "push_codec", "pull_codec", "pulled_rows", "pushed_rows", "skipped_rows")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,9 @@ class TableStatus(_message.Message):
     LOADING_FIELD_NUMBER: _ClassVar[int]
     PUSH_CODEC_FIELD_NUMBER: _ClassVar[int]
     PULL_CODEC_FIELD_NUMBER: _ClassVar[int]
+    PULLED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dim: int
     rows: int
@@ -278,7 +281,30 @@ class TableStatus(_message.Message):
     loading: bool
     push_codec: str
     pull_codec: str
-    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ...) -> None: ...
+    pulled_rows: int
+    pushed_rows: int
+    skipped_rows: int
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., skipped_rows: _Optional[int] = ...) -> None: ...
+
+class DurationHistogram(_message.Message):
+    __slots__ = ("counts", "sum")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class TransportStatus(_message.Message):
+    __slots__ = ("name", "received_bytes", "sent_bytes", "connections")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    received_bytes: int
+    sent_bytes: int
+    connections: int
+    def __init__(self, name: _Optional[str] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., connections: _Optional[int] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("worker", "clock", "paused", "lease_seconds")
@@ -293,7 +319,14 @@ class MemberStatus(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., paused: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term", "recovering", "recovered_bytes", "recovery_seconds", "base_lsn")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term", "recovering", "recovered_bytes", "recovery_seconds", "base_lsn", "apply_busy_seconds", "queue_seconds", "pull_seconds", "push_seconds", "transports", "rejected", "restarts", "draining", "last_snapshot")
+    class RejectedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +359,15 @@ class ShardStatus(_message.Message):
     RECOVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BASE_LSN_FIELD_NUMBER: _ClassVar[int]
+    APPLY_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LAST_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -358,7 +400,16 @@ class ShardStatus(_message.Message):
     recovered_bytes: int
     recovery_seconds: float
     base_lsn: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., base_lsn: _Optional[int] = ...) -> None: ...
+    apply_busy_seconds: float
+    queue_seconds: DurationHistogram
+    pull_seconds: DurationHistogram
+    push_seconds: DurationHistogram
+    transports: _containers.RepeatedCompositeFieldContainer[TransportStatus]
+    rejected: _containers.ScalarMap[str, int]
+    restarts: int
+    draining: bool
+    last_snapshot: float
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., base_lsn: _Optional[int] = ..., apply_busy_seconds: _Optional[float] = ..., queue_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., pull_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., push_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportStatus, _Mapping]]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., restarts: _Optional[int] = ..., draining: _Optional[bool] = ..., last_snapshot: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run")

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
 from embershard.proto.messages import PUT_BACK_SECONDS
+from embershard.ps.monitoring.counters import Counters
 
 T = TypeVar("T")
 
@@ -83,14 +84,20 @@ class ApplyThread:
     """
 
     def __init__(
-        self, *, max_bytes: int = QUEUE_BYTES, max_requests: int = QUEUE_REQUESTS, clock: SystemClock = SYSTEM_CLOCK
+        self,
+        *,
+        max_bytes: int = QUEUE_BYTES,
+        max_requests: int = QUEUE_REQUESTS,
+        clock: SystemClock = SYSTEM_CLOCK,
+        counters: Counters | None = None,
     ) -> None:
         if max_bytes < 1 or max_requests < 1:
             raise ValueError(f"the queue must hold at least 1 byte and 1 request, got {max_bytes} and {max_requests}")
         self._max_bytes = max_bytes
         self._max_requests = max_requests
         self._clock = clock
-        self._lock = clock.lock()  # of the counters, never held while work runs
+        self.counters = Counters() if counters is None else counters  # of the queue and the busy time: of the thread
+        self._lock = clock.lock()  # of the sizes of the queue, never held while work runs
         self._jobs = clock.queue()
         self._queued_bytes = 0
         self._queued_requests = 0
@@ -126,6 +133,7 @@ class ApplyThread:
             if (self._queued_requests or self._held_bytes) and (
                 self._queued_requests >= self._max_requests or waiting + num_bytes > self._max_bytes
             ):
+                self.counters.rejected["queue"] += 1
                 raise ShardBusy(queued_bytes=waiting, retry_after_ms=self._retry_after_ms())
             self._queued_bytes += num_bytes
             self._queued_requests += 1
@@ -136,7 +144,7 @@ class ApplyThread:
         """Take nothing more; what was accepted is still done, but for what is parked."""
         with self._lock:
             if not self._closed:
-                self._closed = True
+                self._closed = self.counters.draining = True
                 self._jobs.put(None)
 
     def join(self, timeout: float) -> bool:
@@ -159,11 +167,14 @@ class ApplyThread:
                 if job is None:
                     break
                 started = self._now()
+                self.counters.queue.add(started - job.arrived)
                 self._do(job, started)
+                seconds = self._clock.now() - started
+                self.counters.busy_seconds += seconds
                 with self._lock:
                     self._queued_bytes -= job.num_bytes
                     self._queued_requests -= 1
-                    self._mean_seconds += _SMOOTHING * (self._clock.now() - started - self._mean_seconds)
+                    self._mean_seconds += _SMOOTHING * (seconds - self._mean_seconds)
             if self._parked:
                 self._try_parked()
         for job in self._parked:
@@ -244,6 +255,8 @@ class ApplyThread:
     def _try_parked(self) -> None:
         """Answer the parked work that may be answered now, and put back what is due."""
         now = self._clock.now()
+        if self._generation == self._seen_generation and now < self._first_due:
+            return
         while self._generation != self._seen_generation or now >= self._first_due:
             self._seen_generation = self._generation
             left = []
@@ -254,6 +267,7 @@ class ApplyThread:
                 elif error is not None:
                     left.append(job)
             self._park(left)
+        self.counters.busy_seconds += self._clock.now() - now
 
     @property
     def _generation(self) -> int:

@@ -35,6 +35,7 @@ class Dispatch:
         self._recovery = recovery
         if recovery is None:
             apply.watch(shard)
+        self.counters = apply.counters
         self._answered = 0  # Hello and Status, which the shard does not see
         self._lock = threading.Lock()  # of _answered
 
@@ -52,6 +53,7 @@ class Dispatch:
             status.recovery_seconds = recovery.seconds_left
         status.requests += self._answered
         status.queued_bytes = self._apply.queued_bytes
+        self.counters.fill(status)
         return status
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:

@@ -57,6 +57,7 @@ class ServerOptions:
     machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
     record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
+    `restarts` is how often its supervisor has started it again, for its status.
     """
 
     shard: int
@@ -73,6 +74,7 @@ class ServerOptions:
     durability: Durability | None = None
     log_dir: Path | None = None
     log_bytes: int | None = None
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -159,12 +161,13 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
+    from embershard.ps.monitoring.counters import Counters
 
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
     sockets = address.listen()
     bound = address.bound(sockets[0])
-    apply = ApplyThread(max_bytes=options.queue_bytes)
+    apply = ApplyThread(max_bytes=options.queue_bytes, counters=Counters(options.restarts))
     progress = RecoveryProgress()
     dispatch = Dispatch(shard, apply, progress)
     transports = await _Transports.start(dispatch, address, sockets, options)

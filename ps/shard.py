@@ -288,6 +288,7 @@ class Shard:
             log_waiting_bytes=waiting,
             term=self.greeting.term,
             recovery_seconds=recovery,
+            last_snapshot=self._snapshots.last_success,
         )
 
     def _may_begin(self, request: Push | Join) -> bool:
@@ -585,7 +586,9 @@ class Shard:
         rows = Rows(
             tables, updates.version, codecs, core.compression.revision, self._coding.seconds, held, acknowledged
         )
-        self._pulled_rows += sum(len(read.ids) for read in reads)
+        for read in reads:
+            read.table.pulled_rows += len(read.ids)
+            self._pulled_rows += len(read.ids)
         for part in request.tables:
             if part.route:
                 self._routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)

@@ -73,11 +73,17 @@ class Snapshots:
         self.asked: Snapshot | None = None  # what waits for its moment
         self._writer: SnapshotWriter | None = None
         self._failed: tuple[int, EmbershardError] | None = None  # what could not begin when its moment came
+        self._last_success = 0.0  # of the writers before
 
     @property
     def running(self) -> bool:
         """Whether one is being written."""
         return self._writer is not None and not self._writer.ended
+
+    @property
+    def last_success(self) -> float:
+        """When the last one was complete, in seconds since 1970; 0 without any."""
+        return self._last_success if self._writer is None else self._writer.done_at or self._last_success
 
     def answer(self, request: Snapshot, clock: int) -> Snapshotted:
         """Begin, watch or cancel; `clock` is the first that is not closed."""
@@ -143,6 +149,7 @@ class Snapshots:
 
     def _take(self, request: Snapshot) -> None:
         began = time.perf_counter()
+        self._last_success = self.last_success
         self._writer = SnapshotWriter(request, self._moment(), began)
 
 
@@ -153,6 +160,7 @@ class SnapshotWriter:
         self.id = request.id
         self._request, self._moment = request, moment
         self._state = "writing"
+        self.done_at = 0.0  # seconds since 1970
         self._error: EmbershardError | None = None
         self._cancelled = threading.Event()
         self._rows = self._bytes = self._files = 0
@@ -230,6 +238,7 @@ class SnapshotWriter:
         if self._error is not None:
             _log.error("snapshot %s: %s", self._request.name, self._error)
         if not self._cancelled.is_set():
+            self.done_at = time.time() if self._error is None else 0.0
             self._state = "failed" if self._error is not None else "done"
 
     def _thaw(self) -> None:

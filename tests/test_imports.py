@@ -23,7 +23,7 @@ FLOORS = (
     {"proto/arrays", "proto/clock", "proto/errors"},
     {"proto/compiled"},
     {"proto/routing", "proto/timing", "proto/user_modules", "proto/wire"},
-    {"proto/codec/values", "proto/reference", "proto/torch_rpc"},
+    {"proto/codec/values", "proto/monitoring", "proto/reference", "proto/torch_rpc"},
     {"proto/codec"},
     {"proto/spec"},
     {"proto/messages", "proto/optim", "proto/snapshot"},
@@ -32,7 +32,8 @@ FLOORS = (
     {"deploy"},
 )
 FLOORS_OF_PS = (
-    {"ps/memory", "ps/apply_thread", "ps/journal"},
+    {"ps/memory", "ps/monitoring", "ps/journal"},
+    {"ps/apply_thread"},
     {"ps/table"},
     {"ps/coordination", "ps/bases"},
     {"ps/snapshot", "ps/restore", "ps/compression_settings"},

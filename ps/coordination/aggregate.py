@@ -84,8 +84,10 @@ class PendingUpdates:
         push.weight = float(np.float32(request.weight))  # as it is on the wire
         push.version, push.complete = request.version, request.last
         self._count(parts, 1)
-        skipped = sum(_count_non_finite(part.gradients) for part in parts)
-        return Applied(sum(len(part.ids) for part in parts) - skipped, skipped)
+        skipped = [_count_non_finite(part.gradients) for part in parts]
+        for part, count in zip(parts, skipped, strict=True):
+            part.table.count_pushed(Applied(len(part.ids) - count, count))
+        return Applied(sum(len(part.ids) for part in parts) - sum(skipped), sum(skipped))
 
     def events(self) -> list[int]:
         """The numbers of the events that are kept, ascending."""
@@ -133,7 +135,7 @@ def apply_clock(pushes: Sequence[ClockPush]) -> None:
     """Apply what the workers of one clock have pushed, once; a single worker's as if it had been applied directly."""
     pushes = [push for push in pushes if push.weight > 0]
     if len(pushes) == 1:
-        apply_parts([(part, difference) for parts, difference in pushes[0].messages for part in parts])
+        apply_parts([(part, difference) for parts, difference in pushes[0].messages for part in parts], count=False)
         return
     total = sum(push.weight for push in pushes)
     gathered: dict[tuple[str, bool], list[tuple[np.float32, CheckedGradients]]] = {}
@@ -142,7 +144,8 @@ def apply_clock(pushes: Sequence[ClockPush]) -> None:
         for parts, difference in push.messages:
             for part in parts:
                 gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
-    apply_parts([(sum_gradients(scaled), difference) for (_, difference), scaled in gathered.items()])
+    summed = [(sum_gradients(scaled), difference) for (_, difference), scaled in gathered.items()]
+    apply_parts(summed, count=False)
 
 
 def sum_gradients(scaled: Sequence[tuple[np.float32, CheckedGradients]]) -> CheckedGradients:

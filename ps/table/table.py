@@ -95,6 +95,7 @@ class Table:
         self._free: npt.NDArray[np.uint32] = np.empty(0, np.uint32)  # HashIndex.free
         self._store: HashIndex
         self._reserved_slots = 0  # that an earlier call had addresses and huge pages for
+        self.pulled_rows = self.pushed_rows = self.skipped_rows = 0  # counted by those who pull and push
         self._frozen: tuple[CopyOnWriteRows, ...] = ()  # while snapshots and bases read
         self._frozen_lock = threading.Lock()
         self.changes: ChangeTracker | None = None  # once somebody wants to know
@@ -106,6 +107,11 @@ class Table:
     def num_rows(self) -> int:
         """The number of rows that exist."""
         return int(self._counters[NUM_ROWS])
+
+    def count_pushed(self, applied: Applied) -> None:
+        """Count the gradient rows of a push, for whoever watches."""
+        self.pushed_rows += applied.rows
+        self.skipped_rows += applied.skipped
 
     @property
     def num_slots(self) -> int:

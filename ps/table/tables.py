@@ -301,8 +301,10 @@ def _summed(part: CheckedGradients, *, unique: bool) -> CheckedGradients:
     return part._replace(ids=route.ids, gradients=rows, ages=ages)
 
 
-def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float = 1.0) -> Applied:
+def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float = 1.0, *, count: bool = True) -> Applied:
     """Apply all parts or none: gradients, at the learning rate over `divisor`, or (where a part is True) differences.
+
+    Their tables `count` the rows, unless that was done when they came.
 
     BadOptimizer where a user's row function raises; rows and states are then as they were, and rows that the push
     created have their first values.
@@ -311,16 +313,16 @@ def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float =
     before = [(part.table, part.ids, *part.table.records(part.ids)) for part, _ in may_raise]
     if may_raise:  # first: after them nothing raises
         parts = [*may_raise, *((part, difference) for part, difference in parts if not part.table.may_raise)]
-    rows = skipped = 0
     try:
-        for part, difference in parts:
-            done = part.apply(difference, divisor)
-            rows, skipped = rows + done.rows, skipped + done.skipped
+        done = [part.apply(difference, divisor) for part, difference in parts]
     except BadOptimizer:
         for table, ids, weights, state in reversed(before):  # two parts may have an id in common
             table.restore(ids, weights, state)
         raise
-    return Applied(rows, skipped)
+    if count:
+        for (part, _), applied in zip(parts, done, strict=True):
+            part.table.count_pushed(applied)
+    return Applied(sum(one.rows for one in done), sum(one.skipped for one in done))
 
 
 def check_room(
@@ -370,4 +372,7 @@ def _table_status(entry: Entry) -> TableStatus:
         loading=entry.loader is not None,
         push_codec=entry.codecs[0],
         pull_codec=entry.codecs[1],
+        pulled_rows=table.pulled_rows,
+        pushed_rows=table.pushed_rows,
+        skipped_rows=table.skipped_rows,
     )

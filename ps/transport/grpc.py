@@ -52,16 +52,26 @@ class ShardService:
         )
 
     def _method(self, kind: type[Request]) -> Callable[[bytes, _Context], Awaitable[bytes]]:
+        counters = self._dispatch.counters.transports["grpc"]
+
         async def method(data: bytes, context: _Context) -> bytes:
-            remaining = context.time_remaining()
-            deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
+            remaining, arrived = context.time_remaining(), time.monotonic()
+            counters.received_bytes += len(data)
+            deadline = arrived + (_NO_DEADLINE if remaining is None else remaining)
             answer = self._dispatch.submit(
                 kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline
             )
             try:
-                return await asyncio.wrap_future(answer)
+                reply = await asyncio.wrap_future(answer)
             except EmbershardError as error:
+                counters.answered(kind, time.monotonic() - arrived, error)
                 await _abort(context, error)
+            except asyncio.CancelledError:
+                counters.expired(kind)
+                raise
+            counters.answered(kind, time.monotonic() - arrived, None)
+            counters.sent_bytes += len(reply)
+            return reply
 
         return method
 

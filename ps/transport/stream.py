@@ -53,6 +53,7 @@ from embershard.proto.wire import (
     server_hello,
 )
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.monitoring.counters import TransportCounters
 from embershard.ps.transport.pipe import pipe_to
 
 HELLO_SECONDS = 10.0  # to say what is spoken
@@ -92,6 +93,8 @@ class StreamServer:
         self.foreign = foreign
         self.limit = limit
         self.loop = asyncio.get_running_loop()
+        self.counters, self.rejected = dispatch.counters.transports["stream"], dispatch.counters.rejected
+        self.passed_on = dispatch.counters.transports["grpc"]  # whose connections come through here
         self.connections: set[Connection] = set()
         self.max_connections, self.open_connections = max_connections, 0  # those passed on included
         self.receiving_bytes = 0
@@ -106,16 +109,17 @@ class StreamServer:
         """A new connection's protocol, as loop.create_server wants it."""
         return Connection(self)
 
-    def turn_away(self, held_bytes: int) -> ShardBusy:
-        """The error of a request for which there is no memory now; called by any thread."""
+    def turn_away(self, held_bytes: int, reason: str) -> ShardBusy:
+        """The error of a request for which there is no memory now; each `reason` is counted by a thread of its own."""
         self._pressed = True
+        self.rejected[reason] += 1
         return ShardBusy(queued_bytes=held_bytes, retry_after_ms=_RETRY_MS)
 
     def check_room(self, full: bool) -> None:
         """ShardBusy where too many rows wait to be read, by this peer (`full`) or by all; on the apply thread."""
         held = self._unsent_bytes + self.made_bytes - self._sent_bytes
         if full or held > ALL_UNSENT_BYTES:
-            raise self.turn_away(held)
+            raise self.turn_away(held, "unsent")
 
     def sent(self, num_bytes: int) -> None:
         """A reply with rows was given to a transport."""
@@ -173,7 +177,8 @@ class Connection(asyncio.BufferedProtocol):
         self._checksum = False
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
-        self._gone = self._counted = False
+        self._gone = False
+        self._counted: TransportCounters | None = None  # among whose connections it is
         self._peer = ""
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
@@ -186,10 +191,11 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
         self._peer = _peer_of(transport)
         if self._server.open_connections >= self._server.max_connections:
+            self._server.rejected["connections"] += 1
             self.drop(f"the shard has {self._server.max_connections} connections already (--connections)")
             return
         self._server.open_connections += 1
-        self._counted = True
+        self._count(self._server.counters)
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
@@ -206,9 +212,17 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """Count this connection no longer."""
-        if self._counted:
-            self._counted = False
+        if self._counted is not None:
+            self._count(None)
             self._server.open_connections -= 1
+
+    def _count(self, among: TransportCounters | None) -> None:
+        """Count this connection among those of a transport."""
+        if self._counted is not None:
+            self._counted.connections -= 1
+        if among is not None:
+            among.connections += 1
+        self._counted = among
 
     @property
     def unsent_bytes(self) -> int:
@@ -229,13 +243,16 @@ class Connection(asyncio.BufferedProtocol):
         """Drop a peer that is silent, or too slow, where it must not be; between calls it may be silent."""
         if self._reader is None:
             if now - self._began > HELLO_SECONDS:
+                self._server.rejected["hello"] += 1
                 self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
             return
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
         if self._receives.behind(now, arriving, self._received) > wait_timeout:
+            self._server.rejected["slow"] += 1
             self.drop(f"its frames come slower than {STALL_RATE >> 10} KiB/s, for {wait_timeout:.0f} s")
         elif self._reads.behind(now, unsent > 0, self._written - unsent) > wait_timeout:
+            self._server.rejected["slow"] += 1
             self.drop(f"it has not read {unsent} bytes of replies for {wait_timeout:.0f} s")
 
     def drop(self, reason: str) -> None:
@@ -251,6 +268,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, num_bytes: int) -> None:
         """So many bytes have come to where `get_buffer` said."""
         self._received += num_bytes
+        self._server.counters.received_bytes += num_bytes
         self.last_sign = time.monotonic()
         if self._reader is None:
             self._greet(num_bytes)
@@ -269,6 +287,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._filled == HELLO_BYTES:
             answer, agreed = server_hello(hello, Feature.CHECKSUM)
             self._transport.write(answer)
+            self._server.counters.sent_bytes += len(answer)
             if agreed is None:
                 self._transport.close()
                 return
@@ -280,6 +299,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._server.foreign:
             self.drop("it speaks something else than this protocol")
             return
+        self._count(self._server.passed_on)
         pipe_to(self._server.foreign, self._transport, received, self._end)
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
@@ -291,7 +311,7 @@ class Connection(asyncio.BufferedProtocol):
             return None
         # a small one always: it needs no more than the memory that every connection has anyway
         if size > SCRATCH_BYTES and server.receiving_bytes + size > RECEIVING_BYTES:
-            self._refuse(header, server.turn_away(server.receiving_bytes))
+            self._refuse(header, server.turn_away(server.receiving_bytes, "receiving"))
             return None
         self._receiving += size
         server.receiving_bytes += size
@@ -337,17 +357,23 @@ class Connection(asyncio.BufferedProtocol):
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer,
         )
-        future.add_done_callback(self._sender(header))
+        future.add_done_callback(self._sender(header, kind))
 
-    def _sender(self, header: Header) -> Callable[[Future[Pieces]], None]:
+    def _sender(self, header: Header, kind: type[Request]) -> Callable[[Future[Pieces]], None]:
+        arrived, counters = self.last_sign, self._server.counters
+
+        def finish(pieces: Pieces, error: BaseException | None) -> None:
+            self._send(pieces, error is None and kind in (Pull, Rendezvous))
+            counters.answered(kind, time.monotonic() - arrived, error)
+
         def send(future: Future[Pieces]) -> None:
-            if future.cancelled():
-                return  # its deadline passed: nobody waits for it
-            error = future.exception()
-            pieces = future.result() if error is None else self._error(header, error)
-            rows = error is None and header.kind in (KIND_OF[Pull], KIND_OF[Rendezvous])
             try:
-                self._server.loop.call_soon_threadsafe(self._send, pieces, rows)
+                if future.cancelled():  # its deadline passed: nobody waits for it
+                    self._server.loop.call_soon_threadsafe(counters.expired, kind)
+                    return
+                error = future.exception()
+                pieces = future.result() if error is None else self._error(header, error)
+                self._server.loop.call_soon_threadsafe(finish, pieces, error)
             except RuntimeError:
                 pass  # the loop has ended, and the connection with it
 
@@ -357,6 +383,7 @@ class Connection(asyncio.BufferedProtocol):
         num_bytes = sum(map(len, pieces))
         if not self._transport.is_closing():
             self._written += num_bytes
+            self._server.counters.sent_bytes += num_bytes
             self._transport.writelines(pieces)
         if rows:
             self._handed += num_bytes
@@ -372,6 +399,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _fail(self, error: EmbershardError) -> None:
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
+        self._server.rejected["bad_frame"] += 1
         _log.warning("dropping the connection of %s: %s", self._peer, error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
         self._transport.close()

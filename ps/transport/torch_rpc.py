@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -41,6 +42,7 @@ _ASKING_SECONDS = 10.0  # for whoever connects
 _LEAVING_SECONDS = 0.2  # torch rpc does not say when a reply has left
 
 _log = logging.getLogger(__name__)
+_counting = threading.Lock()  # of this transport's counters: the agent has several threads
 _KINDS = {method: kind for kind, (method, _) in METHODS.items()}
 
 
@@ -110,7 +112,10 @@ def _answer(
     """The reply, or the error in its place; runs in a thread of the agent, which it does not hold up."""
     answer: torch.futures.Future[Answer] = torch.futures.Future()
     kind = _KINDS.get(method)
-    size = len(head) + sum(part.nbytes for part in bulk)
+    size, arrived = len(head) + sum(part.nbytes for part in bulk), time.monotonic()
+    counters = dispatch.counters.transports["rpc"]
+    with _counting:
+        counters.received_bytes += size
     if kind is None:
         answer.set_result(_failure(InvalidRequest(reason=f"no method {method!r}; there are {', '.join(_KINDS)}")))
         return answer
@@ -123,9 +128,16 @@ def _answer(
 
     def finish(future: Future[Answer]) -> None:
         if future.cancelled():  # its deadline passed: nobody reads this, but torch counts calls without a reply
+            with _counting:
+                counters.expired(kind)
             answer.set_result((True, b"", []))
             return
         error = future.exception()
+        with _counting:
+            counters.answered(kind, time.monotonic() - arrived, error)
+            if error is None:
+                _, head, bulk = future.result()
+                counters.sent_bytes += len(head) + sum(part.nbytes for part in bulk)
         answer.set_result(future.result() if error is None else _failure(error))
 
     request = kind

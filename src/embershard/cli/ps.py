@@ -54,6 +54,7 @@ def ps(
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
+    restarts: Annotated[int, typer.Option(hidden=True, help="How often this shard was started again.", min=0)] = 0,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -76,5 +77,6 @@ def ps(
         durability=checked_durability(durability, log_dir),
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
+        restarts=restarts,
     )
     raise typer.Exit(serve(options))
