@@ -93,7 +93,8 @@ class Sampler:
                 tracks["evaluations"] = self._run.evaluations.columns()
             last = None if self.last is None else self.last.as_json()
             events = [dataclasses.asdict(event) for event in self.events]
-            return {"interval": self._interval, "tracks": tracks, "events": events, "last": last}
+            sparks = {watch.address: list(watch.latencies) for watch in self._shards.watches}
+            return {"interval": self._interval, "tracks": tracks, "events": events, "sparks": sparks, "last": last}
 
     def sample(self) -> Sample:
         """One round."""
@@ -134,7 +135,7 @@ class Sampler:
 
     def _series(self, rows: Sequence[ShardRow]) -> dict[str, float | None]:
         shares = {"p50": 0.5, "p99": 0.99}
-        latencies = {name: self._shards.quantile(f"{name[:4]}_seconds", shares[name[5:]]) for name in LATENCIES}
+        latencies = {name: self._shards.milliseconds(f"{name[:4]}_seconds", shares[name[5:]]) for name in LATENCIES}
         names = ("pulled_rows", "pushed_rows", "received", "sent")
         return {**latencies, **{name: _sum_of(rows, name) for name in names}}
 

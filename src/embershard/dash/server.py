@@ -25,7 +25,7 @@ _WAITING = 20  # samples for a page that does not read: it is dropped, and asks 
 _CONNECTIONS = 256
 
 
-class CannotListen(EmbershardError):
+class PanelCannotListen(EmbershardError):
     """The panel cannot serve at its address."""
 
     template = (
@@ -144,18 +144,18 @@ def make_app(sampler: Sampler, hosts: frozenset[str] = frozenset()) -> Starlette
 
 
 def listen(address: str, *, or_free_port: bool = False) -> socket.socket:
-    """A socket that listens on host:port; on a free port, if asked for, where that one is in use. CannotListen."""
+    """A socket that listens on host:port; on a free port, if asked for, where that one is in use. PanelCannotListen."""
     host, _, port = address.rpartition(":")
     bare = host.strip("[]")
     if not bare or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise CannotListen(address=address, reason="it is not of the form host:port")
+        raise PanelCannotListen(address=address, reason="it is not of the form host:port")
     try:
         family = socket.getaddrinfo(bare, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((bare, int(port)), family=family, backlog=128)
     except OSError as error:
         if or_free_port and int(port):
             return listen(f"{host}:0")
-        raise CannotListen(address=address, reason=error.strerror or str(error)) from None
+        raise PanelCannotListen(address=address, reason=error.strerror or str(error)) from None
 
 
 class PanelServer(uvicorn.Server):

@@ -12,13 +12,13 @@ from datetime import timedelta
 from embershard.dash.events import Event, Level
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, ShardStatus
+from embershard.proto.monitoring.histogram import quantile
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 
 _TIMEOUT = timedelta(seconds=2)
 _PATIENCE_SECONDS = 0.15  # for the answers of one round: who is later is in the next
 _WINDOW_SECONDS = 2.0  # of latencies: half a second has too few requests for a p99
-_FIRST_BOUND = 50e-6  # seconds; the bounds of a DurationHistogram double from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class ShardWatch:
         self._asked: Future[ShardStatus] | None = None
         self._asked_at = 0.0
         self.problem = ""
+        self.latencies: deque[float | None] = deque(maxlen=240)  # p99 of pulls, round by round
         self._down = False
 
     def ask(self, pool: ThreadPoolExecutor) -> Future[ShardStatus]:
@@ -124,7 +125,7 @@ class ShardWatch:
         """How far a histogram of durations has grown in the window, by bucket."""
         if self.is_stale or len(self._answers) < 2:
             return ()
-        old, new = (_counts(answer, name) for _, answer in (self._answers[0], self._answers[-1]))
+        old, new = (getattr(answer, name).counts for _, answer in (self._answers[0], self._answers[-1]))
         return [count - (old[i] if i < len(old) else 0) for i, count in enumerate(new)]
 
     def row(self, *, lost: bool) -> ShardRow:
@@ -148,6 +149,7 @@ class ShardWatch:
         row.connections = _total(status, "connections")
         if not row.stale:
             self._add_rates(row)
+        self.latencies.append(row.pull_p99)
         return row
 
     def close(self) -> None:
@@ -186,14 +188,14 @@ class ShardWatch:
         events = [Event(now, Level.INFO, f"{name} answers again")] if was_down else []
         if old.recovering and not new.recovering:
             events.append(Event(now, Level.INFO, f"{name} has recovered its rows"))
-        if getattr(new, "draining", False) and not getattr(old, "draining", False):
+        if new.draining and not old.draining:
             events.append(Event(now, Level.WARNING, f"{name} finishes what it accepted, and ends"))
-        if getattr(new, "last_snapshot", 0) > getattr(old, "last_snapshot", 0):
+        if new.last_snapshot > old.last_snapshot:
             events.append(Event(new.last_snapshot, Level.INFO, f"{name} wrote its part of a snapshot"))
         if new.skipped_rows > old.skipped_rows:
             skipped = new.skipped_rows - old.skipped_rows
             events.append(Event(now, Level.WARNING, f"{name} left out {skipped:,} gradient rows with NaN or Inf"))
-        for reason, count in getattr(new, "rejected", {}).items():
+        for reason, count in new.rejected.items():
             if count > old.rejected.get(reason, 0):
                 text = f"{name} turned {count - old.rejected.get(reason, 0):,} requests away: {reason}"
                 events.append(Event(now, Level.WARNING, text))
@@ -210,16 +212,15 @@ class ShardWatch:
         row.requests = max(0.0, (new.requests - old.requests - own) / seconds)
         row.pulled_rows = (new.pulled_rows - old.pulled_rows) / seconds
         row.pushed_rows = (new.pushed_rows - old.pushed_rows) / seconds
-        if getattr(new, "transports", ()):
+        if new.transports:
             row.received = (_total(new, "received_bytes") - _total(old, "received_bytes")) / seconds
             row.sent = (_total(new, "sent_bytes") - _total(old, "sent_bytes")) / seconds
-        if getattr(new, "apply_busy_seconds", 0):
-            row.busy = min(1.0, max(0.0, (new.apply_busy_seconds - old.apply_busy_seconds) / seconds))
-        row.queue_p99 = quantile(self.since("queue_seconds"), 0.99)
+        row.busy = min(1.0, max(0.0, (new.apply_busy_seconds - old.apply_busy_seconds) / seconds))
+        row.queue_p99 = milliseconds(self.since("queue_seconds"), 0.99)
         for name in ("pull", "push"):
             counts = self.since(f"{name}_seconds")
-            setattr(row, f"{name}_p50", quantile(counts, 0.5))
-            setattr(row, f"{name}_p99", quantile(counts, 0.99))
+            setattr(row, f"{name}_p50", milliseconds(counts, 0.5))
+            setattr(row, f"{name}_p99", milliseconds(counts, 0.99))
 
 
 class ShardWatches:
@@ -243,11 +244,11 @@ class ShardWatches:
         """The statuses of those that answer."""
         return [watch.status for watch in self.watches if watch.status is not None and not watch.is_stale]
 
-    def quantile(self, name: str, share: float) -> float | None:
+    def milliseconds(self, name: str, share: float) -> float | None:
         """Milliseconds of a histogram over all shards."""
         parts = [watch.since(name) for watch in self.watches]
         width = max(map(len, parts), default=0)
-        return quantile([sum(part[i] for part in parts if i < len(part)) for i in range(width)], share)
+        return milliseconds([sum(part[i] for part in parts if i < len(part)) for i in range(width)], share)
 
     def close(self) -> None:
         """Close all connections."""
@@ -257,26 +258,13 @@ class ShardWatches:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Milliseconds below which that share of the requests lies, within its bucket by a straight line; None of none."""
-    total = sum(counts)
-    if total <= 0:
-        return None
-    left = share * total
-    for bucket, count in enumerate(counts):
-        if left <= count:
-            low = 0.0 if bucket == 0 else _FIRST_BOUND * 2 ** (bucket - 1)
-            return 1e3 * (low + (left / count) * (_FIRST_BOUND * 2**bucket - low))
-        left -= count
-    return 1e3 * _FIRST_BOUND * 2 ** (len(counts) - 1)
-
-
-def _counts(status: ShardStatus, name: str) -> Sequence[int]:
-    return getattr(getattr(status, name, None), "counts", ())
+def milliseconds(counts: Sequence[int], share: float) -> float | None:
+    """Milliseconds that a share of the requests did not exceed; None where there were none."""
+    return 1e3 * quantile(list(counts), share) if any(counts) else None
 
 
 def _total(status: ShardStatus, name: str) -> int:
-    return sum(getattr(transport, name) for transport in getattr(status, "transports", ()))
+    return sum(getattr(transport, name) for transport in status.transports)
 
 
 def _health(status: ShardStatus, *, lost: bool) -> str:
@@ -284,7 +272,7 @@ def _health(status: ShardStatus, *, lost: bool) -> str:
         return "rows lost"
     if status.recovering:
         return "recovering"
-    if getattr(status, "draining", False):
+    if status.draining:
         return "ending"
     if status.failed_update:
         return "update failed"

@@ -19,7 +19,7 @@ const fmt = {
     while (value >= 1000 && k < 4) [value, k] = [value / 1024, k + 1];
     return `${k === 0 ? Math.round(value) : trim(value)} ${units[k]}`;
   },
-  rate: (value) => (value == null ? "–" : `${trim(value / 1e6, 2)} MB/s`),
+  rate: (value) => (value == null ? "–" : `${trim(value / 1e6)} MB/s`),
   ms(value) {
     if (value == null) return "–";
     return value >= 1000 ? `${trim(value / 1000)} s` : `${trim(value)} ms`;
@@ -30,8 +30,8 @@ const fmt = {
     if (value == null) return "–";
     if (value < 10) return `${value.toFixed(1)} s`;
     if (value < 60) return `${Math.round(value)} s`;
-    const [h, m, s] = [Math.floor(value / 3600), Math.floor(value / 60) % 60, Math.floor(value) % 60];
-    return h ? `${h} h ${String(m).padStart(2, "0")} min` : `${m} min ${String(s).padStart(2, "0")} s`;
+    const [h, m] = [Math.floor(value / 3600), Math.floor(value / 60) % 60];
+    return h ? `${h} h ${m} min` : `${m} min`;
   },
   clock: (time) => new Date(time * 1000).toLocaleTimeString("en-GB"),
 };
@@ -100,10 +100,11 @@ class Chart {
   drawLegend() {
     const items = this.spec.lines.map((line, k) => {
       const column = this.data[k + 1] ?? [];
-      let i = column.length - 1;
+      let i = this.at ?? column.length - 1;
       while (i >= 0 && column[i] == null) i -= 1;
       return [line.label, i < 0 ? "–" : this.spec.format(column[i], line), line.color];
     });
+    if (this.at != null) items.unshift([fmt.clock(this.data[0][this.at] ?? 0), "", null]);
     const text = items.map(([label, value]) => `${label} ${value}`).join(", ");
     if (text === this.shown) return;
     this.shown = text;
@@ -112,8 +113,11 @@ class Chart {
       ...items.map(([label, value, color]) => {
         const item = el("span", "key");
         const mark = el("i");
-        mark.style.background = `var(${color})`;
-        item.append(mark, el("span", "", label), el("b", "", value));
+        if (color) {
+          mark.style.background = `var(${color})`;
+          item.append(mark);
+        }
+        item.append(el("span", "", label), el("b", "", value));
         return item;
       }),
     );
@@ -150,7 +154,7 @@ class Chart {
       scales[scale] = { range: (_, min, max) => ranged(min, max, spec.zero) };
       const line = spec.lines.find((one) => (one.scale ?? "y") === scale);
       const values = (_, ticks) => ticks.map((tick) => (spec.tick ?? spec.format)(tick, line));
-      axes.push({ ...axis, scale, side: k ? 1 : 3, size: 46, space: 36, values, grid: k ? { show: false } : grid });
+      axes.push({ ...axis, scale, side: k ? 1 : 3, size: 52, space: 36, values, grid: k ? { show: false } : grid });
     }
     const series = spec.lines.map((line) => ({
       label: line.label,
@@ -171,21 +175,14 @@ class Chart {
       series: [{}, ...series],
       legend: { show: false },
       cursor: { sync: { key: "panel" }, drag: { setScale: false }, points: { size: 6 } },
-      hooks: { setCursor: [(plot) => this.point(plot)] },
+      hooks: { setCursor: [(plot) => this.point(plot.cursor.left < 0 ? null : plot.cursor.idx)] },
     };
   }
 
-  // What lies under the pointer, in the corner of the figure.
-  point(plot) {
-    const tip = this.card.querySelector(".tip");
-    const i = plot.cursor.idx;
-    if (i == null || plot.cursor.left < 0 || this.data[0][i] == null) {
-      tip.textContent = "";
-      return;
-    }
-    const parts = this.spec.lines.map((line, k) => [line, this.data[k + 1][i]]).filter(([, value]) => value != null);
-    const text = parts.map(([line, value]) => `${line.label} ${this.spec.format(value, line)}`).join("  ");
-    tip.textContent = `${fmt.clock(this.data[0][i])}  ${text}`;
+  // The legend has the numbers under the pointer, else the last ones.
+  point(at) {
+    this.at = at ?? null;
+    this.drawLegend();
   }
 }
 

@@ -31,7 +31,7 @@ const learning = {
   lines: [
     { name: "loss", label: "loss", color: "--blue", span: true },
     { name: "figure", label: "metric", color: "--accent", scale: "figure", points: true, width: 1.5 },
-    { name: "best", label: "best reachable", color: "--muted", scale: "figure", dash: [4, 4], span: true, width: 1 },
+    { name: "best", label: "reachable", color: "--muted", scale: "figure", dash: [4, 4], span: true, width: 1 },
   ],
   format: (value) => fmt.figure(value),
   tick: (value) => value.toFixed(3).replace(/^0/, ""),
@@ -43,6 +43,7 @@ const speed = {
   lines: [{ name: "samples_per_second", label: "samples/s", color: "--accent", fill: "--accent-soft", span: true }],
   zero: true,
   format: fmt.short,
+  tick: (value) => (value >= 1e6 ? `${value / 1e6}M` : value >= 1000 ? `${value / 1000}k` : String(value)),
 };
 const latency = {
   id: "chart-latency",
@@ -50,12 +51,13 @@ const latency = {
   empty: "No pulls and pushes in this time.",
   lines: [
     { name: "pull_p50", label: "pull p50", color: "--blue", width: 1 },
-    { name: "pull_p99", label: "p99", color: "--blue", width: 2 },
+    { name: "pull_p99", label: "p99", color: "--blue", width: 1.75 },
     { name: "push_p50", label: "push p50", color: "--violet", width: 1 },
-    { name: "push_p99", label: "p99", color: "--violet", width: 2 },
+    { name: "push_p99", label: "p99", color: "--violet", width: 1.75 },
   ],
   zero: true,
   format: fmt.ms,
+  tick: (value) => (value >= 1000 ? `${value / 1000} s` : `${value} ms`),
 };
 
 function readLearning(spec, from, to) {
@@ -69,7 +71,7 @@ function readLearning(spec, from, to) {
 const read = (track) => (spec, from, to) =>
   track().between(from, to, spec.lines.map((line) => line.name), BINS, 4 * Math.max(view.interval, 1));
 
-for (const [spec, title] of [[learning], [speed], [latency], [{ id: "chart-staleness", title: "Staleness seen" }]]) {
+for (const spec of [learning, speed, latency, { id: "chart-staleness", title: "Staleness seen" }]) {
   const card = document.getElementById(spec.id);
   const head = el("div", "head");
   const button = el("button", "numbers", "numbers");
@@ -80,7 +82,7 @@ for (const [spec, title] of [[learning], [speed], [latency], [{ id: "chart-stale
   const plot = el("div", "plot");
   plot.setAttribute("role", "img");
   plot.dataset.empty = spec.empty ?? "";
-  card.append(head, el("div", "legend"), plot, el("div", "tip"));
+  card.append(head, el("div", "legend"), plot);
 }
 
 const charts = [
@@ -102,8 +104,8 @@ function timeRange() {
   const run = view.sample?.run;
   const over = run?.ended && run.last;
   const to = over ? run.last : (view.sample?.time ?? Date.now() / 1000);
-  const first = over || view.span === 0 ? (run?.began ?? Math.min(...times.map((time) => time[0]))) : to - view.span;
-  return [view.span && !over ? to - view.span : Math.min(view.span ? Math.max(first, to - view.span) : first, to - 1), to];
+  const first = Math.min(to - 30, ...times.map((time) => time[0]));
+  return [view.span ? Math.max(first, to - view.span) : first, to];
 }
 
 function drawCharts() {
@@ -125,7 +127,7 @@ function showStaleness(counts) {
   const plot = staleness.querySelector(".plot");
   staleness.classList.toggle("empty", total === 0);
   plot.dataset.empty = "No push has been counted yet.";
-  write(staleness.querySelector(".legend"), total ? `updates that a push's rows had missed, of ${fmt.short(total)} pushes` : "");
+  write(staleness.querySelector(".legend"), total ? `updates missed by ${fmt.short(total)} pushes` : "");
   if (total === 0) {
     plot.replaceChildren();
     return;
@@ -181,7 +183,7 @@ function showFacts(sample) {
     const waits = (run.waits.shards ?? 0) + (run.waits.workers ?? 0) + (run.waits.data ?? 0);
     fact("speed", fmt.short(rate), run.ended ? "mean of the run" : late > 15 ? `no line in its log for ${fmt.seconds(late)}` : `${fmt.percent(waits)} of it waiting`, old);
     const share = run.total_samples ? Math.min(1, run.samples / run.total_samples) : null;
-    const left = share && rate && !run.ended ? `, about ${fmt.seconds((run.total_samples - run.samples) / rate)} left` : "";
+    const left = share && rate && !run.ended ? `, ${fmt.seconds((run.total_samples - run.samples) / rate)} left` : "";
     fact("progress", share == null ? fmt.short(run.samples) : fmt.percent(share), share == null ? "samples" : `${fmt.short(run.samples)} of ${fmt.short(run.total_samples)}${run.ended ? " samples" : left}`, old);
     document.querySelector("#fact-progress .meter i").style.transform = `scaleX(${share ?? 0})`;
   } else {
@@ -226,11 +228,10 @@ function showBytes(sample) {
   const tables = sample.shards.flatMap((shard) => shard.tables);
   const rows = sample.bytes
     .map((part) => ({ ...part, codec: codecOf(part, tables) }))
-    .filter((part) => part.wire >= 1)
     .sort((a, b) => b.wire - a.wire);
   const [wire, raw] = ["wire", "raw"].map((name) => rows.reduce((sum, part) => sum + part[name], 0));
-  write(document.getElementById("note-bytes"), rows.length ? `${fmt.bytes(wire)}, plain ${fmt.bytes(raw)}` : "");
-  return bytes.jobs(rows);
+  write(document.getElementById("note-bytes"), rows.length ? `${fmt.bytes(wire)} a step of one worker` : "");
+  return bytes.jobs(rows.filter((part) => part.wire > 0.002 * wire)); // the others would not be seen
 }
 
 function show(sample) {
@@ -288,6 +289,7 @@ function reconnect() {
     view.interval = hello.interval;
     for (const [name, track] of Object.entries(tracks)) track.load(hello.tracks[name]);
     events.load(hello.events);
+    view.sparks = hello.sparks;
     view.newest = hello.last?.number ?? -1;
     view.restarts = hello.last?.restarts ?? 0;
     if (tracks.training.length === 0 && !hello.last?.run) {

@@ -74,7 +74,7 @@ class Rows {
 
   make(key) {
     const row = el("tr");
-    const made = { row, cells: [], more: null };
+    const made = { key, row, cells: [], more: null };
     for (const column of this.columns) {
       const cell = el("td", base(column));
       cell.dataset.label = column.label;
@@ -147,7 +147,7 @@ function fillGauge(cell, share, label) {
 
 // The last two minutes of a number, drawn where it is seen.
 class Spark {
-  constructor(cell, seen) {
+  constructor(cell, seen, before) {
     const box = el("div", "spark");
     this.canvas = el("canvas");
     this.canvas.setAttribute("aria-hidden", "true");
@@ -155,6 +155,7 @@ class Spark {
     box.append(this.canvas, this.label);
     cell.append(box);
     this.values = new Float64Array(240).fill(NaN);
+    before.slice(-240).forEach((value, i, all) => (this.values[240 - all.length + i] = value ?? NaN));
     this.seen = seen;
     seen.observe(this.canvas);
   }
@@ -207,12 +208,13 @@ function makeShards() {
     { label: "shard", width: "6%", title: true, fill: text((row) => (row.shard == null ? row.address : String(row.shard))) },
     {
       label: "health",
-      width: "13%",
+      width: "11%",
+      make: (cell) => cell.append(el("span", "dot")),
       fill(cell, row) {
         const kind = HEALTH[row.health] ?? "bad";
-        mark(cell, `dot ${kind}${kind === "good" ? "" : ` ${kind}`}`);
         const age = row.age == null ? "" : `, ${fmt.seconds(row.age)} ago`;
-        write(cell, row.health === "down" ? (row.age == null ? "no answer yet" : `no answer${age}`) : row.health);
+        mark(cell.firstChild, `dot ${kind}`);
+        write(cell.firstChild, row.health === "down" ? (row.age == null ? "no answer yet" : `down${age}`) : row.health);
         const title = row.problem || row.address;
         if (cell.title !== title) cell.title = title;
       },
@@ -233,14 +235,14 @@ function makeShards() {
     },
     { label: "apply busy", width: "11%", wide: true, make: gauge, fill: (cell, row) => fillGauge(cell, row.busy, fmt.percent(row.busy)) },
     { label: "queue", width: "7%", number: true, fill: text((row) => (row.stale ? "–" : fmt.bytes(row.queued_bytes))) },
-    { label: "in", width: "7%", number: true, fill: text((row) => fmt.rate(row.received)) },
-    { label: "out", width: "7%", number: true, fill: text((row) => fmt.rate(row.sent)) },
+    { label: "in", width: "8%", number: true, fill: text((row) => fmt.rate(row.received)) },
+    { label: "out", width: "8%", number: true, fill: text((row) => fmt.rate(row.sent)) },
     { label: "log lag", width: "7%", number: true, fill: text((row) => (row.durability === "memory" ? "no log" : fmt.bytes(row.log_waiting_bytes))) },
     {
       label: "pull p99",
       width: "15%",
       wide: true,
-      make: (cell, made) => (made.spark = new Spark(cell, seen)),
+      make: (cell, made) => (made.spark = new Spark(cell, seen, view.sparks?.[made.key] ?? [])),
       fill: (cell, row, made) => made.spark.add(row.pull_p99, fmt.ms(row.pull_p99)),
     },
   ];
@@ -295,10 +297,11 @@ function makeWorkers() {
     {
       label: "state",
       width: "25%",
+      make: (cell) => cell.append(el("span", "dot")),
       fill(cell, row) {
         const kind = { trains: "good", silent: "bad", gone: "bad", "waited for": "bad", waits: "warn" }[row.state] ?? "plain";
-        mark(cell, `dot ${kind}${["bad", "warn"].includes(kind) ? ` ${kind}` : ""}`);
-        write(cell, stateOf(row));
+        mark(cell.firstChild, `dot ${kind}`);
+        write(cell.firstChild, stateOf(row));
       },
     },
     { label: "clock", width: "10%", number: true, fill: text((row) => fmt.count(row.clock)) },
@@ -359,12 +362,11 @@ function stateOf(row) {
 
 function makeBytes() {
   const columns = [
-    { label: "way", width: "16%", title: true, fill: text((row) => row.direction) },
-    { label: "part", width: "18%", fill: text((row) => row.part) },
-    { label: "codec", width: "24%", fill: text((row) => row.codec) },
-    { label: "sent", width: "21%", number: true, fill: text((row) => fmt.bytes(row.wire)) },
-    { label: "plain", width: "21%", number: true, fill: text((row) => fmt.bytes(row.raw)) },
-    { label: "saved", width: "16%", number: true, fill: text((row) => (row.wire ? `${(row.raw / row.wire).toFixed(1)}×` : "–")) },
+    { label: "", width: "25%", title: true, fill: text((row) => `${row.direction} ${row.part}`) },
+    { label: "codec", width: "22%", fill: text((row) => row.codec) },
+    { label: "sent", width: "18%", number: true, fill: text((row) => fmt.bytes(row.wire)) },
+    { label: "as float32", width: "20%", number: true, fill: text((row) => fmt.bytes(row.raw)) },
+    { label: "saved", width: "15%", number: true, fill: text((row) => (row.wire ? `${(row.raw / row.wire).toFixed(1)}×` : "–")) },
   ];
   return new Rows("bytes", columns, {
     key: (row) => `${row.direction} ${row.part}`,
