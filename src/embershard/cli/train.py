@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embershard.cli.dash import check_panel
 from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
@@ -33,6 +34,7 @@ from embershard.deploy.attempts import (
     ShardEnded,
     WorkerEnded,
 )
+from embershard.deploy.panel import LocalPanel
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
@@ -104,6 +106,9 @@ def train(
             help="Print where the first worker's time goes; profile.json and trace.json go into the run's folder.",
         ),
     ] = False,
+    dash: Annotated[
+        bool, typer.Option("--dash", help="Serve a page that shows the job, until it ends, and print its address.")
+    ] = False,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
@@ -133,8 +138,10 @@ def train(
     for line in compression_advice(settings):
         typer.echo(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
+    if dash:
+        check_panel()
     try:
-        _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
+        _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace, dash=dash)
     except (EmbershardError, OSError) as error:
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
         stopped = isinstance(error, WorkerFailed | ShardUnavailable)
@@ -212,13 +219,22 @@ def _run(
     checkpoint: Checkpoint | None,
     *,
     replace: bool,
+    dash: bool,
 ) -> None:
     """Train the job to its end, and end all that was started for it."""
     recoveries = Recoveries(folder, typer.echo)
-    started = _LocalJob(
-        job=job, command=command, folder=folder, ps=ps, imports=imports, replace=replace, recoveries=recoveries
-    )
-    with ended_by_signals():
+    with ended_by_signals(), contextlib.ExitStack() as stack:
+        panel = stack.enter_context(LocalPanel(folder, typer.echo)) if dash else None
+        started = _LocalJob(
+            job=job,
+            command=command,
+            folder=folder,
+            ps=ps,
+            imports=imports,
+            replace=replace,
+            recoveries=recoveries,
+            panel=panel,
+        )
         started.train(checkpoint)
 
 
@@ -233,6 +249,7 @@ class _LocalJob:
     imports: Sequence[str]
     replace: bool
     recoveries: Recoveries
+    panel: LocalPanel | None
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -298,6 +315,8 @@ class _LocalJob:
                     _restore_onto(local, checkpoint, self.replace)
             if ps is not None:
                 running.connect(ps)
+                if self.panel is not None:
+                    self.panel.connect(ps)
             running.wait(lambda: self._look(local))
         if running.lost:
             lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))

@@ -77,10 +77,10 @@ class Sampler:
         """Ask these shards from now on."""
         self._next = addresses
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the thread, and the connections."""
         self._stop.set()
-        if self._thread.ident is not None:
+        if wait and self._thread.ident is not None:
             self._thread.join(5)
         self._shards.close()
 
