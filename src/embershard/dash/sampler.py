@@ -114,6 +114,7 @@ class Sampler:
         events += self._workers.events(fresh, len(fresh) == len(self._shards.watches))
         lost = shards_without_rows(fresh)
         rows = [watch.row(lost=watch.status in lost) for watch in self._shards.watches]
+        down = [row.shard for row in rows if row.stale and row.shard is not None]
         series = self._series(rows)
         events = sorted([*from_log, *events], key=lambda event: event.time)
         self.events.extend(events)
@@ -124,7 +125,7 @@ class Sampler:
             restarts=0 if self._run is None else self._run.restarts,
             run=state,
             shards=rows,
-            workers=self._workers.rows(fresh, records, state is not None and state.ended),
+            workers=self._workers.rows(fresh, down, records, state is not None and state.ended),
             staleness=[sum(column) for column in zip_longest(*(s.staleness_seen for s in fresh), fillvalue=0)],
             bytes=_bytes_of(records),
             series=series,

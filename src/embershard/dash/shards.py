@@ -98,7 +98,7 @@ class ShardWatch:
         try:
             new = asked.result()
         except Unreachable as error:
-            return self._lost(now, f"no answer ({error.reason})")
+            return self._lost(now, error.reason)
         except EmbershardError as error:
             return self._lost(now, str(error))
         self.problem = new.failed_update

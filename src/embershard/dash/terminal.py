@@ -177,6 +177,8 @@ def worker_cells(row: WorkerRow) -> list[Text]:
     state = Text(row.state, "green" if row.state in _GOOD else "yellow")
     if row.waits_for:
         state.append(f" for worker {', '.join(map(str, row.waits_for))}")
+    if row.waits_for_shards:
+        state.append(f" for shard {', '.join(map(str, row.waits_for_shards))}")
     if row.seconds:
         state.append(f", {row.seconds:.0f} s")
     bar = Text()

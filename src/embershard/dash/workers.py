@@ -31,7 +31,8 @@ class WorkerRow:
     state: str  # trains, waits, waited for, paused, silent, gone, ended
     clock: int | None = None
     lease: float | None = None  # seconds that are left
-    waits_for: list[int] = field(default_factory=list)
+    waits_for: list[int] = field(default_factory=list)  # other workers
+    waits_for_shards: list[int] = field(default_factory=list)
     seconds: float = 0.0  # in this state, where it waits or is waited for
     step: int | None = None
     samples_per_second: float | None = None
@@ -48,10 +49,11 @@ class WorkersWatch:
         self._members: set[int] | None = None
         self._expired = 0
 
-    def rows(self, statuses: Sequence[ShardStatus], records: Mapping[int, Line], ended: bool) -> list[WorkerRow]:
-        """The workers, by the shards that answer and by their own records."""
+    def rows(
+        self, statuses: Sequence[ShardStatus], down: Sequence[int], records: Mapping[int, Line], ended: bool
+    ) -> list[WorkerRow]:
+        """The workers, by the shards that answer, those that are down, and their own records."""
         now = time.monotonic()
-        members: dict[int, list[object]] = {}
         bound = max((status.staleness for status in statuses), default=-1)
         closed = min((status.clock for status in statuses if status.members), default=0)
         if closed != self._closed[0]:
@@ -61,7 +63,6 @@ class WorkersWatch:
         paused: set[int] = set()
         for status in statuses:
             for member in status.members:
-                members.setdefault(member.worker, []).append(member)
                 clocks[member.worker] = min(clocks.get(member.worker, member.clock), member.clock)
                 row = rows.setdefault(member.worker, WorkerRow(worker=member.worker, state="trains"))
                 row.lease = min(row.lease if row.lease is not None else member.lease_seconds, member.lease_seconds)
@@ -81,7 +82,8 @@ class WorkersWatch:
             elif bound >= 0 and worker in behind and stuck > _WAIT_SECONDS and clock < max(clocks.values()):
                 row.state, row.seconds = "waited for", stuck
             elif still > _SILENT_SECONDS:
-                row.state, row.seconds = "silent", still
+                row.state, row.seconds = "waits" if down else "silent", still
+                row.waits_for_shards = list(down)
         for worker, record in records.items():
             row = rows.setdefault(worker, WorkerRow(worker=worker, state="ended" if ended else "gone"))
             _add_record(row, record)
@@ -112,7 +114,7 @@ def _add_record(row: WorkerRow, record: Line) -> None:
     row.step = step if isinstance(step, int) else None
     if row.state not in ("ended", "gone") and time.time() - _float(written) > _RECORD_SECONDS:
         return  # what its steps were like is of the past
-    if row.state not in ("ended", "gone", "waits", "silent"):
+    if row.state not in ("ended", "gone", "waits", "waited for", "silent"):
         row.samples_per_second = _float(record.get("samples_per_second"))
     if not isinstance(parts, dict) or not isinstance(waits, dict):
         return

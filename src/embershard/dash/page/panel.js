@@ -171,7 +171,8 @@ function showFacts(sample) {
   const { run } = sample;
   const rate = run?.ended ? run.samples_per_second : run?.samples_per_second;
   const late = run && !run.ended && run.last != null ? sample.time - run.last : 0;
-  const old = late > 15 ? "old" : "";
+  const old = late > LATE_SECONDS ? "old" : "";
+  const pauses = sample.workers.some((worker) => worker.state === "paused");
   write(document.getElementById("job"), run?.name || (run ? "a run that begins" : "shards"));
   write(document.getElementById("mode"), run?.mode ?? "");
   if (run) {
@@ -181,7 +182,7 @@ function showFacts(sample) {
     learning.lines[1].label = metric;
     fact("loss", fmt.figure(run.loss ?? tracks.training.last("loss")), run.loss == null ? "" : `step ${fmt.count(run.step)}, epoch ${run.epoch}`, old);
     const waits = (run.waits.shards ?? 0) + (run.waits.workers ?? 0) + (run.waits.data ?? 0);
-    fact("speed", fmt.short(rate), run.ended ? "mean of the run" : late > 15 ? `no line in its log for ${fmt.seconds(late)}` : `${fmt.percent(waits)} of it waiting`, old);
+    fact("speed", fmt.short(rate), run.ended ? "mean of the run" : old ? (pauses ? "training pauses" : `no line in its log for ${fmt.seconds(late)}`) : `${fmt.percent(waits)} of it waiting`, old);
     const share = run.total_samples ? Math.min(1, run.samples / run.total_samples) : null;
     const left = share && rate && !run.ended ? `, ${fmt.seconds((run.total_samples - run.samples) / rate)} left` : "";
     fact("progress", share == null ? fmt.short(run.samples) : fmt.percent(share), share == null ? "samples" : `${fmt.short(run.samples)} of ${fmt.short(run.total_samples)}${run.ended ? " samples" : left}`, old);

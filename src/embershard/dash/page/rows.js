@@ -297,6 +297,7 @@ function makeWorkers() {
     {
       label: "state",
       width: "25%",
+      wide: true,
       make: (cell) => cell.append(el("span", "dot")),
       fill(cell, row) {
         const kind = { trains: "good", silent: "bad", gone: "bad", "waited for": "bad", waits: "warn" }[row.state] ?? "plain";
@@ -323,6 +324,7 @@ function makeWorkers() {
       },
       fill(cell, row) {
         const whole = row.step_ms || 0;
+        mark(cell.firstChild, ["waits", "waited for", "silent"].includes(row.state) ? "stack past" : "stack");
         const shown = [];
         PARTS.forEach(([name, label], k) => {
           const part = row.parts[name] ?? 0;
@@ -350,6 +352,7 @@ function makeWorkers() {
 function stateOf(row) {
   switch (row.state) {
     case "waits":
+      if (row.waits_for_shards.length) return `waits for shard ${row.waits_for_shards.join(", ")}, ${fmt.seconds(row.seconds)}`;
       return `waits for ${row.waits_for.length ? `worker ${row.waits_for.join(", ")}` : "the others"}, ${fmt.seconds(row.seconds)}`;
     case "waited for":
       return `others wait for it, ${fmt.seconds(row.seconds)}`;

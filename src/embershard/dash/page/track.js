@@ -1,4 +1,4 @@
-// Columns of numbers over time in bounded memory, as in track.py: once full, the older half is averaged in pairs.
+// Columns of numbers over time in bounded memory, as in track.py: the newest half as it came, before that means.
 const CAPACITY = 14_400;
 
 class Track {
@@ -7,11 +7,16 @@ class Track {
     this.peaks = new Set(peaks);
     this.capacity = capacity;
     this.values = Object.fromEntries(this.names.map((name) => [name, new Float64Array(capacity)]));
-    this.length = 0;
+    this.clear();
+  }
+
+  clear() {
+    this.length = this.coarse = 0; // of the points, the first ones: each the mean of `per`
+    this.per = 2;
   }
 
   load(columns) {
-    this.length = 0;
+    this.clear();
     const given = columns?.time ?? [];
     for (let i = Math.max(0, given.length - this.capacity); i < given.length; i += 1) {
       for (const name of this.names) this.values[name][this.length] = columns[name]?.[i] ?? NaN;
@@ -26,13 +31,30 @@ class Track {
   }
 
   thin() {
-    const quarter = this.capacity >> 2;
-    for (const name of this.names) {
-      const column = this.values[name];
-      for (let i = 0; i < quarter; i += 1) column[i] = merged(column[2 * i], column[2 * i + 1], this.peaks.has(name));
-      column.copyWithin(quarter, 2 * quarter, this.length);
+    const spare = this.length - this.coarse - (this.capacity >> 1);
+    let coarse = this.coarse;
+    if (coarse + Math.floor(spare / this.per) > this.capacity >> 2) {
+      coarse = this.merge(0, coarse, 2, 0);
+      this.per *= 2;
     }
-    this.length -= quarter;
+    const taken = spare - (spare % this.per) || spare;
+    const end = this.merge(this.coarse, this.coarse + taken, this.per, coarse);
+    for (const name of this.names) this.values[name].copyWithin(end, this.coarse + taken, this.length);
+    this.length -= this.coarse + taken - end;
+    this.coarse = end;
+  }
+
+  // One point for each `per` of some, written from `to` on; where they end.
+  merge(from, until, per, to) {
+    let at = to;
+    for (let i = from; i < until; i += per, at += 1) {
+      const end = Math.min(until, i + per);
+      for (const name of this.names) {
+        const column = this.values[name];
+        column[at] = name === "time" ? column[i] : (summed(column, i, end, this.peaks.has(name)) ?? NaN);
+      }
+    }
+    return at;
   }
 
   last(name) {
@@ -72,12 +94,6 @@ class Track {
     }
     return out;
   }
-}
-
-function merged(a, b, larger) {
-  if (Number.isNaN(a)) return b;
-  if (Number.isNaN(b)) return a;
-  return larger ? Math.max(a, b) : (a + b) / 2;
 }
 
 function summed(column, first, end, larger) {
