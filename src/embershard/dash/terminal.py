@@ -126,10 +126,15 @@ class TopApp(App[None]):
         """The shards as they are sorted."""
         return [] if self.sample is None else sorted(self.sample.shards, key=_SHARDS[self._sorted][2])
 
+    @property
+    def sort_column(self) -> str:
+        """The heading that the shards are sorted by."""
+        return _SHARDS[self._sorted][0]
+
     def action_sort(self) -> None:
         """Sort the shards by the next column."""
         self._sorted = (self._sorted + 1) % len(_SHARDS)
-        self.notify(f"shards by {_SHARDS[self._sorted][0]}", timeout=2)
+        self.notify(f"shards by {self.sort_column}", timeout=2)
         if self.sample is not None:
             self.show(replace(self.sample, events=()))
 

@@ -19,7 +19,11 @@ function later(jobs) {
 
 function doWork() {
   const start = performance.now();
-  while (work.length && performance.now() - start < BUDGET_MS) work.shift()();
+  while (work.length && performance.now() - start < BUDGET_MS) {
+    const job = work.shift();
+    job();
+    if (job.draws) break; // uPlot draws once this is done, in the same frame
+  }
   scheduled = work.length > 0;
   if (scheduled) requestAnimationFrame(doWork);
 }
@@ -110,7 +114,7 @@ function timeRange() {
 
 function drawCharts() {
   const [from, to] = timeRange();
-  later(charts.map((chart) => () => chart.update(from, to)));
+  later(charts.map((chart) => Object.assign(() => chart.update(from, to), { draws: true })));
 }
 
 function showStaleness(counts) {
