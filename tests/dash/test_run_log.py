@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from embershard.dash.run_log import NoRun, RunLog
+from embershard.dash.run_log import FollowedLog, NoRun
 from embershard.worker.reporting.log import JsonLog
 from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 
@@ -38,12 +38,12 @@ def log(tmp_path):
 def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(NoRun) as caught:
-            RunLog(folder)
+            FollowedLog(folder)
         assert caught.value.fields["folder"] == str(folder)
 
 
 def test_a_job_that_starts_may_write_its_log_later(tmp_path):
-    followed = RunLog(tmp_path / "later", wait=True)
+    followed = FollowedLog(tmp_path / "later", wait=True)
     assert followed.read()[0] == []
     written = JsonLog(tmp_path / "later")
     written.started(PLAN)
@@ -54,7 +54,7 @@ def test_a_job_that_starts_may_write_its_log_later(tmp_path):
 
 def test_each_line_is_taken_once_and_a_half_written_one_later(tmp_path, log):
     log.started(PLAN)
-    followed = RunLog(tmp_path)
+    followed = FollowedLog(tmp_path)
     followed.read()
     log.trained(INTERVAL)
     text = log.path.read_text()
@@ -70,7 +70,7 @@ def test_each_line_is_taken_once_and_a_half_written_one_later(tmp_path, log):
 def test_what_no_model_can_beat_is_known_from_the_first_evaluation_on(tmp_path, log):
     log.started(PLAN)
     log.evaluated(EVALUATION)
-    followed = RunLog(tmp_path)
+    followed = FollowedLog(tmp_path)
     followed.read()
     assert (followed.state.figure, followed.state.best, followed.state.reachable) == (0.75, 0.75, 0.8)
 
@@ -79,7 +79,7 @@ def test_a_run_that_ended_says_so_and_what_it_advises(tmp_path, log):
     log.started(PLAN)
     log.trained(INTERVAL)
     log.finished(RESULT)
-    followed = RunLog(tmp_path)
+    followed = FollowedLog(tmp_path)
     followed.read()
     assert followed.state.ended
     assert (followed.state.samples, followed.state.best, followed.state.notes) == (100, 0.75, ["more shards"])
@@ -89,7 +89,7 @@ def test_a_new_run_in_the_folder_begins_anew_and_one_that_is_resumed_goes_on(tmp
     log.started(PLAN)
     log.trained(INTERVAL)
     log.started(dataclasses.replace(PLAN, resumed_step=5))
-    followed = RunLog(tmp_path)
+    followed = FollowedLog(tmp_path)
     followed.read()
     assert (followed.training.points, followed.restarts) == (1, 0)
     log.started(PLAN)
@@ -106,7 +106,7 @@ def test_a_damaged_line_is_left_out(tmp_path, log, line):
     with log.path.open("a") as file:
         file.write(line + "\n")
     log.trained(INTERVAL)
-    followed = RunLog(tmp_path)
+    followed = FollowedLog(tmp_path)
     followed.read()
     assert followed.training.points == 1
 
@@ -117,6 +117,6 @@ def test_a_record_of_a_worker_of_an_earlier_run_is_not_shown(tmp_path, log):
     for worker, time in ((0, 1.0), (1, 4e9)):
         (tmp_path / "workers" / f"{worker}.json").write_text(json.dumps({"worker": worker, "time": time}))
     (tmp_path / "workers" / "2.json").write_text("{")
-    followed = RunLog(tmp_path)
+    followed = FollowedLog(tmp_path)
     followed.read()
     assert list(followed.workers()) == [1]

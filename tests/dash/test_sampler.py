@@ -7,7 +7,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from embershard.dash.events import Level
+from embershard.dash.events import Severity
 from embershard.dash.sampler import Sampler
 from embershard.dash.shards import ShardWatch
 from embershard.dash.workers import WorkersWatch
@@ -70,7 +70,7 @@ def test_a_shard_that_is_gone_is_stale_with_the_age_of_its_last_answer_and_witho
     assert row.age > 1
     assert (row.requests, row.busy, row.pull_p99, row.received) == (None,) * 4
     assert sampler.last.series["pulled_rows"] is None
-    assert [event.level for event in sampler.events] == [Level.ERROR]
+    assert [event.severity for event in sampler.events] == [Severity.ERROR]
 
 
 def test_one_that_does_not_answer_holds_up_no_other(served):
@@ -89,7 +89,7 @@ def test_a_shard_that_comes_back_as_another_process_is_told(served):
     old = ShardStatus(instance="a", term=0)
     old.tables.add(name="t", rows=5)
     (lost,) = watch._compare(old, replace(old, instance="b"), 0.0, True)
-    assert lost.level is Level.WARNING
+    assert lost.severity is Severity.WARNING
     assert "without its rows" in lost.text
     watch.close()
 
@@ -129,7 +129,7 @@ def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():
     watch = WorkersWatch()
     assert watch.events([status((0, 1))], True) == []
     (joined,) = watch.events([status((0, 1), (1, 1))], True)
-    assert joined.level is Level.INFO
+    assert joined.severity is Severity.INFO
     (evicted,) = watch.events([status((0, 1), expired_leases=1)], True)
-    assert evicted.level is Level.WARNING
+    assert evicted.severity is Severity.WARNING
     assert watch.events([], False) == []  # shards that do not answer tell of nobody

@@ -12,7 +12,7 @@ import typer
 
 from embershard.cli.shards import ENVIRONMENT, find_shards
 from embershard.cli.signals import end_with_parent
-from embershard.dash.run_log import RunLog
+from embershard.dash.run_log import FollowedLog
 from embershard.dash.sampler import Sampler
 from embershard.proto.errors import EmbershardError
 from embershard.proto.transport.addresses import parse_addresses
@@ -72,7 +72,7 @@ def dash(
     if parent_pid:
         end_with_parent(parent_pid)
     addresses = [] if ps == FROM_STDIN else watched(ps, run)
-    log = None if run is None else RunLog(run, wait=of_job)
+    log = None if run is None else FollowedLog(run, wait=of_job)
     sock = listen_on(listen, or_free_port=of_job)
     sampler = Sampler(addresses, log)
     if ps == FROM_STDIN:

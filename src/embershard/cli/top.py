@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from embershard.cli.dash import NoPanel, RunOption, WatchedShards, watched
-from embershard.dash.run_log import RunLog
+from embershard.dash.run_log import FollowedLog
 from embershard.dash.sampler import Sampler
 
 
@@ -16,4 +16,4 @@ def top(ps: WatchedShards = None, run: RunOption = None) -> None:
     from embershard.dash.terminal import TopApp
 
     addresses = watched(ps, run)
-    TopApp(Sampler(addresses, None if run is None else RunLog(run))).run()
+    TopApp(Sampler(addresses, None if run is None else FollowedLog(run))).run()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     """How much an event matters."""
 
     INFO = "info"
@@ -19,5 +19,5 @@ class Event:
     """Something that happened; `time` is in seconds since 1970."""
 
     time: float
-    level: Level
+    severity: Severity
     text: str

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embershard.dash.events import Event, Level
+from embershard.dash.events import Event, Severity
 from embershard.dash.track import Track
 from embershard.proto.errors import EmbershardError
 from embershard.worker.reporting.log import FILE_NAME
@@ -51,7 +51,7 @@ class RunState:
     waits: dict[str, float] = field(default_factory=dict)  # shares of the first worker's time
 
 
-class RunLog:
+class FollowedLog:
     """The log of the run in `folder`; `read` takes in what was written since. NoRun where there is none.
 
     With `wait` the log may come later: `embershard train` starts the panel before its workers.
@@ -74,7 +74,7 @@ class RunLog:
         except OSError as error:
             reason = f"{self._file} cannot be read ({error.strerror or error})"
         runs = sorted(Path("runs").glob(f"*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime)
-        raise NoRun(folder=str(self.folder), reason=reason, example=runs[-1].parent if runs else "runs/JOB-TIME")
+        raise NoRun(folder=str(self.folder), reason=reason, example=str(runs[-1].parent) if runs else "runs/JOB-TIME")
 
     def _start(self) -> None:
         self.state = RunState(str(self.folder))
@@ -129,7 +129,7 @@ class RunLog:
             case "config":
                 yield self._begin(line, time)
             case "takeover":
-                yield Event(time, Level.WARNING, f"worker {line.get('reporter')} reports from here on")
+                yield Event(time, Severity.WARNING, f"worker {line.get('reporter')} reports from here on")
             case "train":
                 state.samples, state.step = _whole(line, "samples"), _whole(line, "step")
                 state.epoch = _whole(line, "epoch")
@@ -143,7 +143,7 @@ class RunLog:
             case "recovery":
                 lost, seconds = _whole(line, "lost_steps"), _number(line, "seconds") or 0.0
                 text = f"the job was started again: {line.get('reason')}; about {lost} steps were lost"
-                yield Event(time, Level.WARNING, f"{text}, and {seconds:.1f} s passed")
+                yield Event(time, Severity.WARNING, f"{text}, and {seconds:.1f} s passed")
             case "result":
                 yield from self._finished(line, time)
 
@@ -162,7 +162,7 @@ class RunLog:
         state.total_samples = _whole(line, "total_samples") or None
         state.began, state.last, state.ended = state.began or time, time, False
         where = "" if resumed is None else f", from step {resumed}"
-        return Event(time, Level.INFO, f"{state.name}: {line.get('workers')} workers begin to train{where}")
+        return Event(time, Severity.INFO, f"{state.name}: {line.get('workers')} workers begin to train{where}")
 
     def _evaluated(self, line: Line, time: float, points: dict[str, list[dict[str, float | None]]]) -> Iterator[Event]:
         state = self.state
@@ -175,8 +175,8 @@ class RunLog:
         points["evaluations"].append({"time": time, "figure": figure})
         shown = "undefined" if figure is None else f"{figure:.4f}"
         best = ", the best so far" if line.get("improved") else ""
-        yield Event(time, Level.INFO, f"{state.metric.upper()} {shown} on {state.split}{best}")
-        yield from (Event(time, Level.WARNING, text) for text in _texts(line, "warnings"))
+        yield Event(time, Severity.INFO, f"{state.metric.upper()} {shown} on {state.split}{best}")
+        yield from (Event(time, Severity.WARNING, text) for text in _texts(line, "warnings"))
 
     def _finished(self, line: Line, time: float) -> Iterator[Event]:
         state = self.state
@@ -187,7 +187,7 @@ class RunLog:
         state.samples_per_second = _number(line, "samples_per_second")
         state.notes = [*_texts(line, "warnings"), *_texts(line, "advice")]
         seconds = _number(line, "seconds") or 0.0
-        yield Event(time, Level.INFO, f"the run ended well: {state.samples:,} samples in {seconds:,.0f} s")
+        yield Event(time, Severity.INFO, f"the run ended well: {state.samples:,} samples in {seconds:,.0f} s")
 
 
 def _figure(line: Line, name: str, state: RunState) -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from embershard.dash.events import Event
-from embershard.dash.run_log import RunLog, RunState
+from embershard.dash.run_log import FollowedLog, RunState
 from embershard.dash.shards import ShardRow, ShardWatches
 from embershard.dash.track import Track
 from embershard.dash.workers import WorkerRow, WorkersWatch
@@ -54,7 +54,7 @@ class Sampler:
     """
 
     def __init__(
-        self, addresses: Sequence[str], run: RunLog | None = None, *, interval: float = INTERVAL_SECONDS
+        self, addresses: Sequence[str], run: FollowedLog | None = None, *, interval: float = INTERVAL_SECONDS
     ) -> None:
         self._run, self._interval = run, interval
         self._shards = ShardWatches(addresses)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from embershard.dash.events import Event, Level
+from embershard.dash.events import Event, Severity
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, ShardStatus
 from embershard.proto.monitoring.histogram import quantile
@@ -166,7 +166,7 @@ class ShardWatch:
         if self._down:
             return []
         self._down = True
-        return [Event(now, Level.ERROR, f"{self._name} does not answer: {problem}")]
+        return [Event(now, Severity.ERROR, f"{self._name} does not answer: {problem}")]
 
     @property
     def _name(self) -> str:
@@ -175,7 +175,7 @@ class ShardWatch:
     def _compare(self, old: ShardStatus | None, new: ShardStatus, now: float, was_down: bool) -> list[Event]:
         name = f"shard {new.shard}"
         if old is None:
-            return [Event(now, Level.INFO, f"{name} answers")] if was_down else []
+            return [Event(now, Severity.INFO, f"{name} answers")] if was_down else []
         if old.instance != new.instance:
             kept = (
                 f"with its log, term {new.term}"
@@ -184,23 +184,23 @@ class ShardWatch:
                 if sum(table.rows for table in old.tables)
                 else "anew"
             )
-            return [Event(now, Level.WARNING, f"{name} was started again, {kept}")]
-        events = [Event(now, Level.INFO, f"{name} answers again")] if was_down else []
+            return [Event(now, Severity.WARNING, f"{name} was started again, {kept}")]
+        events = [Event(now, Severity.INFO, f"{name} answers again")] if was_down else []
         if old.recovering and not new.recovering:
-            events.append(Event(now, Level.INFO, f"{name} has recovered its rows"))
+            events.append(Event(now, Severity.INFO, f"{name} has recovered its rows"))
         if new.draining and not old.draining:
-            events.append(Event(now, Level.WARNING, f"{name} finishes what it accepted, and ends"))
+            events.append(Event(now, Severity.WARNING, f"{name} finishes what it accepted, and ends"))
         if new.last_snapshot > old.last_snapshot:
-            events.append(Event(new.last_snapshot, Level.INFO, f"{name} wrote its part of a snapshot"))
+            events.append(Event(new.last_snapshot, Severity.INFO, f"{name} wrote its part of a snapshot"))
         if new.skipped_rows > old.skipped_rows:
             skipped = new.skipped_rows - old.skipped_rows
-            events.append(Event(now, Level.WARNING, f"{name} left out {skipped:,} gradient rows with NaN or Inf"))
+            events.append(Event(now, Severity.WARNING, f"{name} left out {skipped:,} gradient rows with NaN or Inf"))
         for reason, count in new.rejected.items():
             if count > old.rejected.get(reason, 0):
                 text = f"{name} turned {count - old.rejected.get(reason, 0):,} requests away: {reason}"
-                events.append(Event(now, Level.WARNING, text))
+                events.append(Event(now, Severity.WARNING, text))
         if new.failed_update and not old.failed_update:
-            events.append(Event(now, Level.ERROR, f"an update failed on {name}: {new.failed_update}"))
+            events.append(Event(now, Severity.ERROR, f"an update failed on {name}: {new.failed_update}"))
         return events
 
     def _add_rates(self, row: ShardRow) -> None:

@@ -12,14 +12,14 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from embershard.dash.events import Event, Level
+from embershard.dash.events import Event, Severity
 from embershard.dash.sampler import Sample, Sampler
 from embershard.dash.shards import ShardRow
 from embershard.dash.workers import WorkerRow
 from embershard.doctor.check import size
 
 _GOOD = ("serving", "trains", "paused")
-_COLORS = {Level.INFO: "", Level.WARNING: "yellow", Level.ERROR: "red"}
+_COLORS = {Severity.INFO: "", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _BAR = 24  # characters of a step
 _PARTS = {
     "compute": "dark_orange",
@@ -199,7 +199,7 @@ def worker_cells(row: WorkerRow) -> list[Text]:
 
 
 def _line(event: Event) -> Text:
-    return Text(f"{datetime.fromtimestamp(event.time):%H:%M:%S}  {event.text}", _COLORS[event.level])
+    return Text(f"{datetime.fromtimestamp(event.time):%H:%M:%S}  {event.text}", _COLORS[event.severity])
 
 
 def _health(row: ShardRow) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from embershard.dash.events import Event, Level
+from embershard.dash.events import Event, Severity
 from embershard.dash.run_log import Line
 from embershard.proto.messages import ShardStatus
 
@@ -98,12 +98,12 @@ class WorkersWatch:
         expired = max(status.expired_leases for status in statuses)
         events = []
         if self._members is not None:
-            events += [Event(now, Level.INFO, f"worker {one} joined") for one in sorted(members - self._members)]
+            events += [Event(now, Severity.INFO, f"worker {one} joined") for one in sorted(members - self._members)]
             how = "was evicted: its lease ran out" if expired > self._expired else "left"
-            level = Level.WARNING if expired > self._expired else Level.INFO
-            events += [Event(now, level, f"worker {one} {how}") for one in sorted(self._members - members)]
+            severity = Severity.WARNING if expired > self._expired else Severity.INFO
+            events += [Event(now, severity, f"worker {one} {how}") for one in sorted(self._members - members)]
             if expired > self._expired and not self._members - members:
-                events.append(Event(now, Level.WARNING, f"{expired - self._expired} leases ran out"))
+                events.append(Event(now, Severity.WARNING, f"{expired - self._expired} leases ran out"))
         self._members, self._expired = members, expired
         return events
 

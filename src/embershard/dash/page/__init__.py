@@ -9,14 +9,14 @@ from importlib.resources import files
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PanelPage:
     """The page, and its Content-Security-Policy."""
 
     html: bytes
     policy: str
 
 
-def build_page() -> Page:
+def build_page() -> PanelPage:
     """Put the page together from the files beside this one."""
     folder = files(__name__)
 
@@ -42,7 +42,7 @@ def build_page() -> Page:
             "frame-ancestors 'none'",
         )
     )
-    return Page(html.encode(), policy)
+    return PanelPage(html.encode(), policy)
 
 
 def _hashes(texts: list[str]) -> str:

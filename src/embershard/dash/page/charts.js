@@ -1,10 +1,19 @@
 // Charts by uPlot, each with a table of the same numbers.
 const BINS = 480;
 
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Colours are read once, since to ask the browser for one has it compute all styles.
+let colors = new Map();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (colors = new Map()));
+
+function css(name) {
+  if (!colors.has(name)) colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return colors.get(name);
+}
+
+const wholeNumbers = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 const fmt = {
-  count: (value) => (value == null ? "–" : Math.round(value).toLocaleString("en-US")),
+  count: (value) => (value == null ? "–" : wholeNumbers.format(value)),
   short(value) {
     if (value == null) return "–";
     for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
@@ -33,7 +42,7 @@ const fmt = {
     const [h, m] = [Math.floor(value / 3600), Math.floor(value / 60) % 60];
     return h ? `${h} h ${m} min` : `${m} min`;
   },
-  clock: (time) => new Date(time * 1000).toLocaleTimeString("en-GB"),
+  clock: (time) => new Date(time * 1000).toTimeString().slice(0, 8),
 };
 
 function trim(value, digits = null) {

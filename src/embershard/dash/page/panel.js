@@ -24,8 +24,15 @@ function doWork() {
     job();
     if (job.draws) break; // uPlot draws once this is done, in the same frame
   }
+  if (!work.length && view.next) show(view.next);
   scheduled = work.length > 0;
   if (scheduled) requestAnimationFrame(doWork);
+}
+
+// Show a sample once the one before is shown whole: a page that is slow, or hidden, leaves some out.
+function showSoon(sample) {
+  view.next = sample;
+  if (!work.length) show(sample);
 }
 
 const learning = {
@@ -241,6 +248,7 @@ function showBytes(sample) {
 
 function show(sample) {
   view.sample = sample;
+  view.next = null;
   showBanner();
   later([
     () => showFacts(sample),
@@ -280,7 +288,7 @@ function take(sample) {
   for (const name of ["training", "evaluations"]) for (const point of sample.points[name] ?? []) tracks[name].add(point);
   events.add(sample.events);
   if (view.paused) view.waiting = sample;
-  else show(sample);
+  else showSoon(sample);
 }
 
 let source = null;
@@ -303,7 +311,7 @@ function reconnect() {
         { name: "pushed_rows", label: "rows pushed/s", color: "--violet" },
       ];
     }
-    if (hello.last) show(hello.last);
+    if (hello.last) showSoon(hello.last);
   });
   source.addEventListener("sample", (event) => {
     heard();
@@ -333,7 +341,7 @@ function setPaused(on) {
   view.paused = on;
   document.getElementById("pause").setAttribute("aria-pressed", String(on));
   write(document.getElementById("pause"), on ? "go on" : "pause");
-  if (!on && view.waiting) show(view.waiting);
+  if (!on && view.waiting) showSoon(view.waiting);
 }
 
 function setNumbers(on) {

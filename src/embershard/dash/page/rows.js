@@ -9,6 +9,8 @@ const PARTS = [
   ["other", "other", "--grey"],
 ];
 
+const SOME = 6;
+
 function write(node, text) {
   if (node.firstChild?.nodeType === 3 && node.childNodes.length === 1) {
     if (node.firstChild.data !== text) node.firstChild.data = text;
@@ -41,11 +43,11 @@ class Rows {
     this.held = new Map();
   }
 
-  // As many jobs as there are dozens of rows, each short enough for one frame.
+  // A job for a few rows each, short enough for one frame.
   jobs(rows) {
     const jobs = [() => this.arrange(rows)];
-    for (let i = 0; i < rows.length; i += 12) {
-      const some = rows.slice(i, i + 12);
+    for (let i = 0; i < rows.length; i += SOME) {
+      const some = rows.slice(i, i + SOME);
       jobs.push(() => some.forEach((row) => this.fill(row)));
     }
     return jobs;
@@ -156,7 +158,8 @@ class Spark {
     cell.append(box);
     this.values = new Float64Array(240).fill(NaN);
     before.slice(-240).forEach((value, i, all) => (this.values[240 - all.length + i] = value ?? NaN));
-    this.seen = seen;
+    this.canvas.spark = this;
+    this.shown = false;
     seen.observe(this.canvas);
   }
 
@@ -164,12 +167,13 @@ class Spark {
     this.values.copyWithin(0, 1);
     this.values[239] = value ?? NaN;
     write(this.label, label);
-    if (this.canvas.dataset.seen === "yes") this.draw();
+    if (this.shown) this.draw();
   }
 
+  // The size is what the browser said last: to ask for it would have it lay out the page.
   draw() {
     const ratio = devicePixelRatio || 1;
-    const { clientWidth: width, clientHeight: height } = this.canvas;
+    const { width, height } = this;
     if (!width) return;
     if (this.canvas.width !== Math.round(width * ratio)) {
       [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -202,7 +206,10 @@ const HEALTH = { serving: "good", loading: "warn", recovering: "warn", ending: "
 
 function makeShards() {
   const seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) entry.target.dataset.seen = entry.isIntersecting ? "yes" : "no";
+    for (const { target, isIntersecting, boundingClientRect } of entries) {
+      Object.assign(target.spark, { shown: isIntersecting, width: boundingClientRect.width, height: boundingClientRect.height });
+      if (isIntersecting) later([() => target.spark.draw()]);
+    }
   });
   const columns = [
     { label: "shard", width: "6%", title: true, fill: text((row) => (row.shard == null ? row.address : String(row.shard))) },
@@ -394,7 +401,7 @@ class Events {
       const item = el("li");
       const time = el("time", "", fmt.clock(event.time));
       time.dateTime = new Date(event.time * 1000).toISOString();
-      const kind = { info: "", warning: "warn", error: "bad" }[event.level];
+      const kind = { info: "", warning: "warn", error: "bad" }[event.severity];
       item.append(time, el("span", `dot ${kind}`, event.text));
       this.list.prepend(item);
     }
