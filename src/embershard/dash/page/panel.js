@@ -211,8 +211,8 @@ function showFacts(sample) {
   const stale = sample.shards.some((shard) => shard.stale);
   fact("shards", sample.shards.length ? `${good} of ${sample.shards.length}` : "–", sample.shards.length ? (bad.length ? `${bad.length === 1 && bad[0].shard != null ? `shard ${bad[0].shard}` : `${bad.length} shards`}: ${bad[0].health}` : `${fmt.short(total)} rows${stale ? " on those that answer" : ""}`) : "not watched", bad.length ? "bad" : "");
   const training = sample.workers.filter((worker) => worker.state === "trains" || worker.state === "paused").length;
-  const held = sample.workers.filter((worker) => ["waited for", "silent"].includes(worker.state));
-  fact("workers", sample.workers.length ? (run?.ended ? String(sample.workers.length) : `${training} of ${sample.workers.length}`) : "–", held.length ? `worker ${held[0].worker} ${held[0].state === "silent" ? "is silent" : "is waited for"}` : run?.ended ? "trained" : "train", held.length ? "warn" : "");
+  const held = sample.workers.filter((worker) => ["waited for", "silent"].includes(worker.state) || worker.waits_for_shards.length);
+  fact("workers", sample.workers.length ? (run?.ended ? String(sample.workers.length) : `${training} of ${sample.workers.length}`) : "–", held.length ? held[0].state === "waits" ? `wait for shard ${held[0].waits_for_shards.join(", ")}` : `worker ${held[0].worker} ${held[0].state === "silent" ? "is silent" : "is waited for"}` : run?.ended ? "trained" : "train", held.length ? "warn" : "");
   const [label, kind] = overall(sample, late, bad.length);
   const pill = document.getElementById("state");
   mark(pill, `pill ${kind}`);
