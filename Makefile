@@ -194,6 +194,9 @@ bar-leak: setup  ## 10^5 steps with memory flat on both sides (up to 10 minutes)
 bar-serve: setup  ## an exported ranker over HTTP: the trainer's scores, and 50 requests a second of 100 candidates (2 minutes)
 	$(BIN)/python bench/bar_serve.py $(ARGS)
 
+bar-panel: setup  ## the panel in Chromium: sample to pixel, no stranger asked, a flat heap, 100 shards (5 minutes; apt-get install chromium)
+	$(BIN)/python bench/bar_panel.py $(ARGS)
+
 bar-codecs: setup  ## what codecs cost and save: speed against copying, bytes of real messages
 	$(BIN)/python bench/codecs.py
 

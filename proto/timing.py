@@ -67,6 +67,11 @@ def split_now() -> TimeSplit | None:
     return None if _recorder is None else _recorder.split()
 
 
+def recent_parts(steps: int) -> dict[str, float]:
+    """Seconds of the last steps by their parts, on the training thread; empty where no Recorder is installed."""
+    return {} if _recorder is None else _recorder.recent(steps)
+
+
 class Deadline:
     """A moment that several waits share."""
 
@@ -202,6 +207,16 @@ class Recorder:
     def add(self, name: str, seconds: float) -> None:
         """Count time of this thread that no span could hold."""
         self._done.append((name, threading.get_ident(), seconds))
+
+    def recent(self, steps: int) -> dict[str, float]:
+        """Seconds of each part in the mean of the last steps, `other` included: together they are the step."""
+        with self._lock:
+            kept = min(self._steps, self._kept, steps)
+            if not kept:
+                return {}
+            at = np.arange(self._steps - kept, self._steps) % self._kept
+            means = {name: float(ring[at].mean()) for (name, beside), ring in self._seconds.items() if not beside}
+            return {**means, "other": max(0.0, float(self._step_seconds[at].mean()) - sum(means.values()))}
 
     def split(self) -> TimeSplit:
         """The steps until now, of which the last `kept_steps` are remembered."""

@@ -71,6 +71,7 @@ class Evaluation:
     warnings: Sequence[str] = ()
     # split, and label where there are several -> mean prediction, mean label and samples of each bin of predictions
     reliability: Mapping[str, Sequence[tuple[float, float, int]]] = field(default_factory=dict)
+    reachable: Mapping[str, Figures] = field(default_factory=dict)  # as in RunResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -26,6 +27,7 @@ from embershard.worker.reporting.records import (
     StepTime,
 )
 from embershard.worker.reporting.throughput import Throughput, Waited
+from embershard.worker.reporting.worker_record import WorkerRecord
 from embershard.worker.strategy.protocol import Strategy
 
 
@@ -50,10 +52,12 @@ class Report:
         group: WorkerGroup,
         meter: Throughput,
         observers: Observers,
+        record: WorkerRecord | None = None,
     ) -> None:
         self._job, self._dataset, self._strategy, self._group = job, dataset, strategy, group
         self._meter = meter
         self._observers = observers
+        self._record = record
         self._plan: RunPlan | None = None  # until it is told
         self._best: Evaluation | None = None
         self.last: Evaluation | None = None
@@ -102,6 +106,9 @@ class Report:
         """Report the steps since the last report."""
         if self._meter.has_news:
             interval = self._meter.interval(step, epoch, lr_scale)
+            if self._record is not None:
+                own = interval.samples_per_second / self._meter.workers
+                self._record.write(interval, own, self._meter.bytes_per_step({}))
             for observer in self._active_observers(self._group.reports):
                 observer.trained(interval)
 
@@ -136,6 +143,7 @@ class Report:
             evaluation_seconds=seconds,
             warnings=(warning,) if warning else (),
             reliability=reliability,
+            reachable=self._reachable if self._group.is_first else {},
         )
         self.last = evaluation
         if improved or self._best is None:
@@ -172,7 +180,7 @@ class Report:
             metric=self._job.metric,
             split=self.split,
             figures=best.figures if best else {},
-            reachable=self._reachable() if group.is_first else {},
+            reachable=self._reachable if group.is_first else {},
             best_epoch=best.epoch if best else epoch,
             best_step=best.step if best else step,
             stopped_early=stopped_early,
@@ -235,6 +243,7 @@ class Report:
         for observer in self._observers:
             observer.started(plan)
 
+    @cached_property
     def _reachable(self) -> dict[str, Figures]:
         dataset = self._dataset
         splits = dataset.splits

@@ -123,6 +123,11 @@ class Throughput:
         return sum(self._counts.values()) + (self.samples - self._met_at) * self._workers
 
     @property
+    def workers(self) -> int:
+        """Workers that train, as they met last."""
+        return self._workers
+
+    @property
     def has_news(self) -> bool:
         """Whether there were steps since the last interval."""
         return self._new_samples > 0

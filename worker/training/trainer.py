@@ -26,6 +26,7 @@ from embershard.worker.reporting.prometheus import MonitoredWorker, StepCounters
 from embershard.worker.reporting.records import BestWeights, RunResult
 from embershard.worker.reporting.report import Observers, Report
 from embershard.worker.reporting.throughput import Throughput
+from embershard.worker.reporting.worker_record import WorkerRecord
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import EpochBatch
 from embershard.worker.training.budget import Segment, TrainingPlan, steps_of
@@ -105,7 +106,8 @@ class Trainer:
         min_delta = early_stop.min_delta if early_stop else 0.0
         self._best = Best(lower_is_better=job.lower_is_better, min_delta=min_delta)
         self._meter = Throughput(self.strategy, group.world_size)
-        self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
+        record = None if output is None else WorkerRecord(output, group.rank)
+        self._report = Report(job, dataset, self.strategy, group, self._meter, observers, record)
         self._epoch = 0
         self._stopped = False
         self._restores = restore_best and job.checkpoint.restore_best

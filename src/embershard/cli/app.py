@@ -27,6 +27,8 @@ COMMANDS = {
     "compare": "Train a job in several arms with paired seeds, and report whether they paid.",
     "evaluate": "Score a trained model: of a checkpoint, or on shards while workers train it.",
     "status": "Show health, rows, bytes and requests of every shard.",
+    "dash": "Show shards, workers and a run on a page in the browser.",
+    "top": "Show shards, workers and a run in the terminal.",
     "compression": "Show or switch how tables travel, while workers train.",
     "doctor": "Check this machine, shards, a job or a run, and say what to do.",
     "export": "Write a trained model as files for torch, ONNX and others.",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embershard.cli.dash import check_panel
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
@@ -34,6 +35,7 @@ from embershard.deploy.attempts import (
     ShardEnded,
     WorkerEnded,
 )
+from embershard.deploy.panel import LocalPanel
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
@@ -111,6 +113,9 @@ def train(
     log_format: LogFormatOption = "text",
     trace: TraceOption = "",
     trace_every: TraceEveryOption = 1000,
+    dash: Annotated[
+        bool, typer.Option("--dash", help="Serve a page that shows the job, until it ends, and print its address.")
+    ] = False,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
@@ -148,19 +153,22 @@ def train(
     for line in compression_advice(settings):
         say(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
+    if dash:
+        check_panel()
     try:
-        started = _LocalJob(
-            job=settings,
-            command=command,
-            folder=folder,
-            ps=ps,
-            imports=imports or (),
-            replace=replace,
-            recoveries=Recoveries(folder, say),
-            metrics=addresses,
-            trace=trace,
-        )
-        with ended_by_signals():
+        with ended_by_signals(), contextlib.ExitStack() as stack:
+            started = _LocalJob(
+                job=settings,
+                command=command,
+                folder=folder,
+                ps=ps,
+                imports=imports or (),
+                replace=replace,
+                recoveries=Recoveries(folder, say),
+                metrics=addresses,
+                trace=trace,
+                panel=stack.enter_context(LocalPanel(folder, say)) if dash else None,
+            )
             started.train(checkpoint)
     except (EmbershardError, OSError) as error:
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
@@ -259,6 +267,7 @@ class _LocalJob:
     recoveries: Recoveries
     metrics: Sequence[str] = ()
     trace: str = ""
+    panel: LocalPanel | None = None
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -325,6 +334,8 @@ class _LocalJob:
                     _restore_onto(local, checkpoint, self.replace)
             if ps is not None:
                 running.connect(ps)
+                if self.panel is not None:
+                    self.panel.connect(ps)
             running.wait(lambda: self._look(local))
         if running.lost:
             lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))

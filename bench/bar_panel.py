@@ -1,0 +1,255 @@
+"""The panel in a real Chromium: how soon a sample is seen, what leaves the page, and what it costs the browser.
+
+Shards serve in this process, over TCP as they would elsewhere; Chromium is driven by Playwright. Three rounds:
+
+- `latency`: two shards, which are pulled from, sampled twice a second. From the moment that they are asked until the
+  frame after the page has shown the sample: p95 <= 250 ms.
+- `heap`: ten thousand samples, fifty a second; the heap after a garbage collection grows by at most 2 MiB over the
+  second half.
+- `hundred`: 100 shards; scrolled up and down. No task of the page's main thread takes over 100 ms, and p99 of the
+  script of a frame is at most 8 ms. Both are CPU time of that thread, from a trace, since the machine may be busy.
+
+In all of them: no request off the page's origin, no error on its console. Prints one JSON line; exits 1 below the bar,
+and where there is no Chromium (apt-get install chromium).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import threading
+import time
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
+
+from embershard.dash import server
+from embershard.dash.sampler import INTERVAL_SECONDS, Sampler
+from embershard.proto.messages import Pull, TableIds
+from embershard.proto.transport.addresses import transport_for
+from timing import finish
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from harness.served import ServedShard
+from harness.shards import make_shard, table
+
+LATENCY_MS, HEAP_GROWTH_MIB, TASK_MS, SCRIPT_MS = 250.0, 2.0, 100.0, 8.0
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--js-flags=--expose-gc"]
+SCRIPT = {"FireAnimationFrame", "FunctionCall", "EventDispatch", "RunMicrotasks", "TimerFire", "EvaluateScript"}
+# when each sample was seen: the frame after the one in which the page marked it as shown
+WATCH = """
+window.seen = {};
+new MutationObserver(() => {
+  const number = document.body.dataset.shown;
+  requestAnimationFrame(() => setTimeout(() => { window.seen[number] ??= Date.now() / 1000; }));
+}).observe(document, {subtree: true, attributes: true, attributeFilter: ["data-shown"]});
+"""
+
+
+@contextlib.contextmanager
+def shards(count: int) -> Iterator[list[str]]:
+    """So many shards, with rows, as ones of their own."""
+    with contextlib.ExitStack() as stack:
+        served = []
+        for _ in range(count):
+            served.append(ServedShard(shard=make_shard(table(dim=16))))
+            stack.callback(served[-1].stop)
+        yield [one.address for one in served]
+
+
+@contextlib.contextmanager
+def panel(addresses: list[str], interval: float) -> Iterator[tuple[str, dict[int, float]]]:
+    """A panel of these shards; its address, and when each sample was made."""
+    sampler, made = Sampler(addresses, interval=interval), {}
+    sample = sampler.sample
+
+    def noted() -> Any:
+        one = sample()
+        made[one.number] = one.time
+        return one
+
+    sampler.sample = noted  # type: ignore[method-assign]
+    sock = server.listen("127.0.0.1:0")
+    running = server.PanelServer(uvicorn.Config(server.make_app(sampler), log_level="warning"))
+    thread = threading.Thread(target=running.run, args=([sock],))
+    thread.start()
+    try:
+        yield server.url_of(sock), made
+    finally:
+        running.should_exit = True
+        thread.join(20)
+
+
+@contextlib.contextmanager
+def pulled(addresses: list[str]) -> Iterator[None]:
+    """Someone pulls rows from the shards, a hundred times a second."""
+    stop = threading.Event()
+
+    def pull() -> None:
+        transports = [transport_for(address) for address in addresses]
+        request = Pull(1, (TableIds("items", np.arange(1000)),))
+        while not stop.wait(0.01):
+            for transport in transports:
+                transport.submit(request, timedelta(seconds=20)).result()
+        for transport in transports:
+            transport.close()
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Watched:
+    """A page that is watched for what leaves it and what goes wrong."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        self.context = browser.new_context(viewport={"width": 1400, "height": 900})
+        self.page: Page = self.context.new_page()
+        self.strangers: list[str] = []
+        self.errors: list[str] = []
+        self.page.on(
+            "request", lambda asked: None if self._is_own(asked.url, url) else self.strangers.append(asked.url)
+        )
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.add_init_script(WATCH)
+        self.page.goto(url)
+        self.page.locator("#shards tbody tr").first.wait_for()
+        self.devtools: CDPSession = self.context.new_cdp_session(self.page)
+
+    @staticmethod
+    def _is_own(asked: str, url: str) -> bool:
+        return asked.startswith((url, "data:"))
+
+    def heap_mib(self) -> float:
+        """What the page holds after a collection."""
+        self.devtools.send("HeapProfiler.collectGarbage")
+        return float(self.devtools.send("Runtime.getHeapUsage")["usedSize"]) / 2**20
+
+    def shown(self) -> int:
+        return int(self.page.evaluate("document.body.dataset.shown ?? -1"))
+
+    def close(self) -> dict[str, object]:
+        self.context.close()
+        return {"off_origin": self.strangers, "console_errors": self.errors}
+
+
+def latency(browser: Browser, seconds: float) -> dict[str, object]:
+    with shards(2) as addresses, pulled(addresses), panel(addresses, INTERVAL_SECONDS) as (url, made):
+        page = Watched(browser, url)
+        time.sleep(seconds)
+        seen = {int(number): at for number, at in page.page.evaluate("window.seen").items()}
+        waits = [1e3 * (at - made[number]) for number, at in seen.items() if number in made][2:]
+        p50, p95 = np.percentile(waits, [50, 95])
+        return {"samples": len(waits), "p50_ms": round(p50, 1), "p95_ms": round(p95, 1), **page.close()}
+
+
+def heap(browser: Browser, samples: int) -> dict[str, object]:
+    with shards(2) as addresses, pulled(addresses), panel(addresses, 0.02) as (url, _):
+        page = Watched(browser, url)
+        page.page.evaluate("window.seen = new Proxy({}, {set: () => true})")  # its own growth is not the page's
+        sizes = []
+        for goal in (samples // 2, samples):
+            while page.shown() < goal:
+                time.sleep(0.5)
+            sizes.append(page.heap_mib())
+        return {"samples": page.shown(), "mib": [round(size, 2) for size in sizes], **page.close()}
+
+
+def hundred(browser: Browser, seconds: float) -> dict[str, object]:
+    with shards(100) as addresses, pulled(addresses[:4]), panel(addresses, INTERVAL_SECONDS) as (url, _):
+        page = Watched(browser, url)
+        time.sleep(5)
+        browser.start_tracing(page=page.page, categories=["toplevel", "devtools.timeline", "__metadata"])
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for way in (400, 400, 400, -400, -400, -400):
+                page.page.mouse.wheel(0, way)
+                time.sleep(0.1)
+        tasks, scripts = main_thread(json.loads(browser.stop_tracing())["traceEvents"])
+        rows = page.page.locator("#shards tbody tr").count()
+        figures = {
+            "rows": rows,
+            "frames": len(scripts),
+            "script_p50_ms": round(float(np.percentile(scripts, 50)), 2),
+            "script_p99_ms": round(float(np.percentile(scripts, 99)), 2),
+            "longest_task_ms": round(max(tasks), 1),
+        }
+        return {**figures, **page.close()}
+
+
+def main_thread(events: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """CPU milliseconds of each task of the page's main thread, and of each frame's script, from a trace."""
+    frames = [event for event in events if event["name"] == "FireAnimationFrame"]
+    thread = Counter((event["pid"], event["tid"]) for event in frames).most_common(1)[0][0]
+    own = [event for event in events if (event["pid"], event["tid"]) == thread and event.get("ph") == "X"]
+    tasks = [event["tdur"] / 1e3 for event in own if event["name"].endswith("RunTask")]
+    starts = sorted({event["ts"] for event in frames})
+    spent = [0.0] * (len(starts) + 1)
+    end = 0.0
+    for event in sorted((event for event in own if event["name"] in SCRIPT), key=lambda event: event["ts"]):
+        if event["ts"] >= end:  # else it is inside the one before
+            end = event["ts"] + event["dur"]
+            spent[bisect(starts, event["ts"])] += event.get("tdur", event["dur"]) / 1e3
+    return tasks, spent[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the rounds latency and hundred")
+    parser.add_argument("--samples", type=int, default=10_000, help="of the round heap")
+    parser.add_argument("--only", choices=("latency", "heap", "hundred"))
+    given = parser.parse_args()
+    if shutil.which(given.chromium) is None:
+        sys.exit(f"bar-panel: there is no Chromium at {given.chromium}: apt-get install chromium")
+    rounds = {
+        "latency": lambda browser: latency(browser, given.seconds),
+        "heap": lambda browser: heap(browser, given.samples),
+        "hundred": lambda browser: hundred(browser, given.seconds),
+    }
+    figures: dict[str, Any] = {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=given.chromium, args=FLAGS)
+        for name, run in rounds.items():
+            if given.only in (None, name):
+                figures[name] = run(browser)
+                print(json.dumps({name: figures[name]}), file=sys.stderr, flush=True)
+        browser.close()
+    finish(figures, below(figures))
+
+
+def below(figures: dict[str, Any]) -> list[str]:
+    """What misses the bar."""
+    failures = []
+    for name, found in figures.items():
+        wrong = [what for what in ("off_origin", "console_errors") if found[what]]
+        failures += [f"{name}: {len(found[what])} {what}: {found[what][:3]}" for what in wrong]
+    if "latency" in figures and not figures["latency"]["p95_ms"] <= LATENCY_MS:
+        failures.append(f"p95 from sample to pixel: {figures['latency']['p95_ms']} ms")
+    if "heap" in figures and figures["heap"]["mib"][1] - figures["heap"]["mib"][0] > HEAP_GROWTH_MIB:
+        failures.append(f"the heap grew: {figures['heap']['mib']} MiB")
+    if "hundred" in figures:
+        found = figures["hundred"]
+        failures += [f"{found['rows']} rows of 100"] if found["rows"] != 100 else []
+        failures += [f"script of a frame: {found['script_p99_ms']} ms"] if found["script_p99_ms"] > SCRIPT_MS else []
+        failures += [f"longest task: {found['longest_task_ms']} ms"] if found["longest_task_ms"] > TASK_MS else []
+    return failures
+
+
+if __name__ == "__main__":
+    main()

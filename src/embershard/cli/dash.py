@@ -1,0 +1,90 @@
+"""`embershard dash`: shards and a run in the browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.cli.shards import ENVIRONMENT, find_shards
+from embershard.cli.signals import end_with_parent
+from embershard.dash.run_log import FollowedLog
+from embershard.dash.sampler import Sampler
+from embershard.proto.errors import EmbershardError
+from embershard.proto.transport.addresses import parse_addresses
+
+DEFAULT_LISTEN = "127.0.0.1:7780"
+FROM_STDIN = "-"
+
+RunOption = Annotated[Path | None, typer.Option(help="Folder of a run, for its loss, metric, speed and events.")]
+WatchedShards = Annotated[
+    str | None,
+    typer.Option(
+        "--ps",
+        metavar="ADDRESSES",
+        envvar=ENVIRONMENT,
+        help="host:port of every shard, with commas between.  [default: the shards of `embershard up`, here; none with "
+        "--run alone]",
+    ),
+]
+
+
+class NoPanel(EmbershardError):
+    """A package that the panel needs is not installed."""
+
+    template = "{what} needs {package}: pip install 'embershard[{extra}]'"
+
+
+def check_panel() -> None:
+    """Raise NoPanel where the page cannot be served."""
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise NoPanel(what="the panel", package=package, extra="dash")
+
+
+def watched(ps: str | None, run: Path | None) -> list[str]:
+    """The shards to watch: those of --ps, else none beside a run, else those of `embershard up`. NoShards."""
+    return [] if ps is None and run is not None else find_shards(ps)
+
+
+def dash(
+    ps: WatchedShards = None,
+    run: RunOption = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where the page is served; port 0: any free one.")
+    ] = DEFAULT_LISTEN,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A name by which browsers may call the page; may be repeated."),
+    ] = None,
+    of_job: Annotated[bool, typer.Option("--of-job", hidden=True, help="Started by `embershard train`.")] = False,
+    parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
+) -> None:
+    """Serve a page that shows shards, workers and a run, until Ctrl-C. It only reads: training goes on without it."""
+    check_panel()
+    from embershard.dash.server import is_loopback, serve, url_of
+    from embershard.dash.server import listen as listen_on
+
+    if parent_pid:
+        end_with_parent(parent_pid)
+    addresses = [] if ps == FROM_STDIN else watched(ps, run)
+    log = None if run is None else FollowedLog(run, wait=of_job)
+    sock = listen_on(listen, or_free_port=of_job)
+    sampler = Sampler(addresses, log)
+    if ps == FROM_STDIN:
+        threading.Thread(target=_follow_stdin, args=(sampler,), name="stdin", daemon=True).start()
+    typer.echo(f"panel: {url_of(sock)}" + ("" if of_job else "  (Ctrl-C ends the panel; training goes on)"))
+    sys.stdout.flush()
+    if not is_loopback(sock):
+        typer.echo("warning: everybody who reaches this address sees the panel; it has no password", err=True)
+    serve(sampler, sock, frozenset(name.lower() for name in host or ()))
+
+
+def _follow_stdin(sampler: Sampler) -> None:
+    """Watch the shards of the last line of stdin: a job that is started again has others."""
+    for line in sys.stdin:
+        sampler.connect(parse_addresses(line))

@@ -1,0 +1,19 @@
+"""`embershard top`: shards and a run in the terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from embershard.cli.dash import NoPanel, RunOption, WatchedShards, watched
+from embershard.dash.run_log import FollowedLog
+from embershard.dash.sampler import Sampler
+
+
+def top(ps: WatchedShards = None, run: RunOption = None) -> None:
+    """Show shards, workers and a run in the terminal, until q. It only reads: training goes on without it."""
+    if importlib.util.find_spec("textual") is None:
+        raise NoPanel(what="`embershard top`", package="textual", extra="top")
+    from embershard.dash.terminal import TopApp
+
+    addresses = watched(ps, run)
+    TopApp(Sampler(addresses, None if run is None else FollowedLog(run))).run()

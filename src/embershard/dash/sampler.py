@@ -1,0 +1,161 @@
+"""One sampler for any number of pages: twice a second it asks the shards and reads the run's log."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from embershard.dash.events import Event
+from embershard.dash.run_log import FollowedLog, RunState
+from embershard.dash.shards import ShardRow, ShardWatches
+from embershard.dash.track import Track
+from embershard.dash.workers import WorkerRow, WorkersWatch
+from embershard.worker.client.lineage import shards_without_rows
+
+INTERVAL_SECONDS = 0.5
+KEPT_EVENTS = 200
+LATENCIES = ("pull_p50", "pull_p99", "push_p50", "push_p99")
+SERIES = (*LATENCIES, "pulled_rows", "pushed_rows", "received", "sent")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Everything that is shown, at one moment. `points` and `events` are those since the sample before."""
+
+    time: float  # seconds since 1970, when the shards were asked
+    number: int  # of the sample
+    restarts: int  # of the run's tracks
+    run: RunState | None
+    shards: Sequence[ShardRow]
+    workers: Sequence[WorkerRow]
+    staleness: Sequence[int]  # pushes by the updates that their rows had missed, since the job began
+    bytes: Sequence[Mapping[str, object]]  # per step of the first worker, by direction and part
+    series: Mapping[str, float | None]
+    points: Mapping[str, Sequence[Mapping[str, float | None]]]
+    events: Sequence[Event]
+
+    def as_json(self) -> dict[str, object]:
+        """For the page."""
+        return dataclasses.asdict(self)
+
+
+class Sampler:
+    """Samples shards and a run's log in a thread of its own, between `start` and `close`.
+
+    `publish` is called with each sample. `connect` gives it other shards.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], run: FollowedLog | None = None, *, interval: float = INTERVAL_SECONDS
+    ) -> None:
+        self._run, self._interval = run, interval
+        self._shards = ShardWatches(addresses)
+        self._workers = WorkersWatch()
+        self._next: Sequence[str] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
+        self._publish: Callable[[Sample], object] = lambda sample: None
+        self.series = Track(SERIES, peaks=("pull_p99", "push_p99"))
+        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self.last: Sample | None = None
+
+    def start(self, publish: Callable[[Sample], object]) -> None:
+        """Begin; `publish` is called in the sampler's thread."""
+        self._publish = publish
+        self._thread.start()
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Ask these shards from now on."""
+        self._next = addresses
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread, and the connections."""
+        self._stop.set()
+        if wait and self._thread.ident is not None:
+            self._thread.join(5)
+        self._shards.close()
+
+    def history(self) -> dict[str, object]:
+        """What a page needs that opens now: all that came until the sample of this `number`. Waits for a round."""
+        with self._lock:
+            tracks = {"series": self.series.columns()}
+            if self._run is not None:
+                tracks["training"] = self._run.training.columns()
+                tracks["evaluations"] = self._run.evaluations.columns()
+            last = None if self.last is None else self.last.as_json()
+            events = [dataclasses.asdict(event) for event in self.events]
+            sparks = {watch.address: list(watch.latencies) for watch in self._shards.watches}
+            return {"interval": self._interval, "tracks": tracks, "events": events, "sparks": sparks, "last": last}
+
+    def sample(self) -> Sample:
+        """One round."""
+        with self._lock:
+            return self._sample()
+
+    def _sample(self) -> Sample:
+        if self._next is not None:
+            self._shards.close()
+            self._shards, self._next = ShardWatches(self._next), None
+        now = time.time()
+        events = self._shards.ask()
+        fresh = self._shards.fresh
+        from_log, points = self._run.read() if self._run is not None else ([], {})
+        state = None if self._run is None else self._run.state
+        records = {} if self._run is None else self._run.workers()
+        events += self._workers.events(fresh, len(fresh) == len(self._shards.watches))
+        lost = shards_without_rows(fresh)
+        rows = [watch.row(lost=watch.status in lost) for watch in self._shards.watches]
+        down = [row.shard for row in rows if row.stale and row.shard is not None]
+        series = self._series(rows)
+        events = sorted([*from_log, *events], key=lambda event: event.time)
+        self.events.extend(events)
+        self.series.add(now, series)
+        self.last = Sample(
+            time=now,
+            number=0 if self.last is None else self.last.number + 1,
+            restarts=0 if self._run is None else self._run.restarts,
+            run=state,
+            shards=rows,
+            workers=self._workers.rows(fresh, down, records, state is not None and state.ended),
+            staleness=[sum(column) for column in zip_longest(*(s.staleness_seen for s in fresh), fillvalue=0)],
+            bytes=_bytes_of(records),
+            series=series,
+            points=points,
+            events=events[-KEPT_EVENTS:],
+        )
+        return self.last
+
+    def _series(self, rows: Sequence[ShardRow]) -> dict[str, float | None]:
+        shares = {"p50": 0.5, "p99": 0.99}
+        latencies = {name: self._shards.milliseconds(f"{name[:4]}_seconds", shares[name[5:]]) for name in LATENCIES}
+        names = ("pulled_rows", "pushed_rows", "received", "sent")
+        return {**latencies, **{name: _sum_of(rows, name) for name in names}}
+
+    def _loop(self) -> None:
+        due = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                self._publish(self.sample())
+            except Exception:  # what is wrong with one sample must not end the watching
+                _log.exception("a sample failed")
+            due = max(due + self._interval, time.monotonic())
+            self._stop.wait(due - time.monotonic())
+
+
+def _sum_of(rows: Sequence[ShardRow], name: str) -> float | None:
+    values = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+    return sum(values) if values else None
+
+
+def _bytes_of(records: Mapping[int, Mapping[str, object]]) -> list[Mapping[str, object]]:
+    moved = records[min(records)].get("bytes") if records else None
+    return [part for part in moved if isinstance(part, dict)] if isinstance(moved, list) else []

@@ -1,0 +1,122 @@
+"""The log of a run is followed while it is written."""
+
+import dataclasses
+import json
+
+import pytest
+
+from embershard.dash.run_log import FollowedLog, NoRun
+from embershard.worker.reporting.log import JsonLog
+from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
+
+PLAN = RunPlan(
+    job={}, name="dlrm on clicks", workers=2, shards=2, device="cpu", dense_parameters=1, total_samples=100,
+    metric="auc", split="valid",
+)  # fmt: skip
+INTERVAL = Interval(
+    step=5, epoch=1, samples=50, seconds=1.0, loss=0.5, samples_per_second=40.0, wait_share=0.25, lr_scale=1.0,
+    wait_shards=0.25,
+)  # fmt: skip
+EVALUATION = Evaluation(
+    step=5, epoch=1, samples=50, seconds=1.0, figures={"valid": {"auc": 0.75}}, improved=True, evaluation_seconds=0.1,
+    reachable={"valid": {"auc": 0.8}},
+)  # fmt: skip
+RESULT = RunResult(
+    metric="auc", split="valid", figures={"valid": {"auc": 0.75}}, reachable={}, best_epoch=1, best_step=5,
+    stopped_early=False, epochs=1, steps=10, samples=100, seconds=3.0, train_seconds=2.0, samples_per_second=50.0,
+    wait_share=0.0, skipped_rows=0, advice=("more shards",),
+)  # fmt: skip
+
+
+@pytest.fixture
+def log(tmp_path):
+    written = JsonLog(tmp_path)
+    yield written
+    written.close()
+
+
+def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(NoRun) as caught:
+            FollowedLog(folder)
+        assert caught.value.fields["folder"] == str(folder)
+
+
+def test_a_job_that_starts_may_write_its_log_later(tmp_path):
+    followed = FollowedLog(tmp_path / "later", wait=True)
+    assert followed.read()[0] == []
+    written = JsonLog(tmp_path / "later")
+    written.started(PLAN)
+    written.close()
+    assert len(followed.read()[0]) == 1
+    assert followed.state.name == "dlrm on clicks"
+
+
+def test_each_line_is_taken_once_and_a_half_written_one_later(tmp_path, log):
+    log.started(PLAN)
+    followed = FollowedLog(tmp_path)
+    followed.read()
+    log.trained(INTERVAL)
+    text = log.path.read_text()
+    log.path.write_text(text[:-20])
+    assert followed.read()[1]["training"] == []
+    log.path.write_text(text)
+    (point,) = followed.read()[1]["training"]
+    assert (point["loss"], point["samples_per_second"]) == (0.5, 40.0)
+    assert followed.read()[1]["training"] == []
+    assert followed.training.points == 1
+
+
+def test_what_no_model_can_beat_is_known_from_the_first_evaluation_on(tmp_path, log):
+    log.started(PLAN)
+    log.evaluated(EVALUATION)
+    followed = FollowedLog(tmp_path)
+    followed.read()
+    assert (followed.state.figure, followed.state.best, followed.state.reachable) == (0.75, 0.75, 0.8)
+
+
+def test_a_run_that_ended_says_so_and_what_it_advises(tmp_path, log):
+    log.started(PLAN)
+    log.trained(INTERVAL)
+    log.finished(RESULT)
+    followed = FollowedLog(tmp_path)
+    followed.read()
+    assert followed.state.ended
+    assert (followed.state.samples, followed.state.best, followed.state.notes) == (100, 0.75, ["more shards"])
+
+
+def test_a_new_run_in_the_folder_begins_anew_and_one_that_is_resumed_goes_on(tmp_path, log):
+    log.started(PLAN)
+    log.trained(INTERVAL)
+    log.started(dataclasses.replace(PLAN, resumed_step=5))
+    followed = FollowedLog(tmp_path)
+    followed.read()
+    assert (followed.training.points, followed.restarts) == (1, 0)
+    log.started(PLAN)
+    followed.read()
+    assert (followed.training.points, followed.restarts) == (0, 1)
+
+
+DAMAGED = ("nonsense", "[]", '{"record":"train"}', '{"record":"eval","time":1,"figures":7}', "[" * 9999)
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_is_left_out(tmp_path, log, line):
+    log.started(PLAN)
+    with log.path.open("a") as file:
+        file.write(line + "\n")
+    log.trained(INTERVAL)
+    followed = FollowedLog(tmp_path)
+    followed.read()
+    assert followed.training.points == 1
+
+
+def test_a_record_of_a_worker_of_an_earlier_run_is_not_shown(tmp_path, log):
+    log.started(PLAN)
+    (tmp_path / "workers").mkdir()
+    for worker, time in ((0, 1.0), (1, 4e9)):
+        (tmp_path / "workers" / f"{worker}.json").write_text(json.dumps({"worker": worker, "time": time}))
+    (tmp_path / "workers" / "2.json").write_text("{")
+    followed = FollowedLog(tmp_path)
+    followed.read()
+    assert list(followed.workers()) == [1]

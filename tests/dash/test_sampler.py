@@ -1,0 +1,135 @@
+"""What the panel says of shards and workers: rates, waits, and who is down."""
+
+import socket
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from embershard.dash.events import Severity
+from embershard.dash.sampler import Sampler
+from embershard.dash.shards import ShardWatch
+from embershard.dash.workers import WorkersWatch
+from embershard.proto.messages import Pull, ShardStatus, TableIds, replace
+from embershard.proto.transport.addresses import transport_for
+from harness.eventually import eventually
+from harness.served import ServedShard
+from harness.shards import make_shard, table
+
+_SOON = timedelta(seconds=20)
+
+
+def _black_hole() -> socket.socket:
+    """Takes connections, and never answers."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+@pytest.fixture
+def served():
+    shard = ServedShard(shard=make_shard(table()))
+    yield shard
+    if not shard.loop.is_closed():
+        shard.stop()
+
+
+@pytest.fixture
+def sampler(served):
+    made = Sampler([served.address])
+    yield made
+    made.close()
+
+
+def pull(address, count=100):
+    transport = transport_for(address)
+    for _ in range(count):
+        transport.submit(Pull(1, (TableIds("items", np.arange(50)),)), _SOON).result()
+    transport.close()
+
+
+def test_a_shard_that_serves_has_rates_and_latencies(sampler, served):
+    sampler.sample()
+    pull(served.address)
+    (row,) = sampler.sample().shards
+    assert (row.health, row.stale, row.shard) == ("serving", False, 0)
+    assert row.pulled_rows > 0
+    assert row.requests > 0
+    assert row.received > 0
+    assert 0 < row.pull_p50 <= row.pull_p99
+    assert 0 <= row.busy <= 1
+
+
+def test_a_shard_that_is_gone_is_stale_with_the_age_of_its_last_answer_and_without_rates(sampler, served):
+    sampler.sample()
+    pull(served.address)
+    sampler.sample()
+    served.stop()
+    assert eventually(lambda: sampler.sample().shards[0].stale)
+    (row,) = sampler.last.shards
+    assert row.health == "down"
+    assert row.age > 1
+    assert (row.requests, row.busy, row.pull_p99, row.received) == (None,) * 4
+    assert sampler.last.series["pulled_rows"] is None
+    assert [event.severity for event in sampler.events] == [Severity.ERROR]
+
+
+def test_one_that_does_not_answer_holds_up_no_other(served):
+    hole = _black_hole()
+    sampler = Sampler([served.address, f"127.0.0.1:{hole.getsockname()[1]}"])
+    begun = time.monotonic()
+    rows = [sampler.sample().shards for _ in range(3)][-1]
+    assert [row.health for row in rows] == ["serving", "starting"]
+    assert time.monotonic() - begun < 2 * 3  # that is the timeout of one question
+    sampler.close()
+    hole.close()
+
+
+def test_a_shard_that_comes_back_as_another_process_is_told(served):
+    watch = ShardWatch(served.address)
+    old = ShardStatus(instance="a", term=0)
+    old.tables.add(name="t", rows=5)
+    (lost,) = watch._compare(old, replace(old, instance="b"), 0.0, True)
+    assert lost.severity is Severity.WARNING
+    assert "without its rows" in lost.text
+    watch.close()
+
+
+def status(*members, clock=5, staleness=0, **fields) -> ShardStatus:
+    made = ShardStatus(clock=clock, staleness=staleness, **fields)
+    for worker, at in members:
+        made.members.add(worker=worker, clock=at, lease_seconds=5.0)
+    return made
+
+
+def states(watch, *statuses, down=()):
+    return {row.worker: (row.state, row.waits_for) for row in watch.rows(statuses, down, {}, False)}
+
+
+def test_a_worker_waits_for_the_one_that_is_behind(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("embershard.dash.workers.time.monotonic", lambda: now[0])
+    watch, waiting = WorkersWatch(), status((0, 6), (1, 5))
+    assert states(watch, waiting) == {0: ("trains", []), 1: ("trains", [])}  # as in every step
+    now[0] += 2
+    assert states(watch, waiting) == {0: ("waits", [1]), 1: ("waited for", [])}
+    assert states(watch, status((0, 6), (1, 6), clock=6)) == {0: ("trains", []), 1: ("trains", [])}
+
+
+def test_without_a_bound_nobody_waits_and_one_that_stands_still_is_silent(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("embershard.dash.workers.time.monotonic", lambda: now[0])
+    watch = WorkersWatch()
+    states(watch, status((0, 9), (1, 5), staleness=-1))
+    now[0] += 10
+    assert states(watch, status((0, 20), (1, 5), staleness=-1)) == {0: ("trains", []), 1: ("silent", [])}
+    assert states(watch, status((0, 20), (1, 5), staleness=-1), down=(1,))[1] == ("waits", [])
+
+
+def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():
+    watch = WorkersWatch()
+    assert watch.events([status((0, 1))], True) == []
+    (joined,) = watch.events([status((0, 1), (1, 1))], True)
+    assert joined.severity is Severity.INFO
+    (evicted,) = watch.events([status((0, 1), expired_leases=1)], True)
+    assert evicted.severity is Severity.WARNING
+    assert watch.events([], False) == []  # shards that do not answer tell of nobody

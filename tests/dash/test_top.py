@@ -1,0 +1,70 @@
+"""`embershard top`, in a terminal that is not there."""
+
+import asyncio
+
+import pytest
+from textual.widgets import DataTable
+
+from embershard.dash.sampler import Sampler
+from embershard.dash.terminal import TopApp, facts, worker_cells
+from embershard.dash.workers import WorkerRow
+from harness.served import ServedShard
+from harness.shards import make_shard, table
+
+
+@pytest.fixture
+def addresses():
+    shards = [ServedShard(shard=make_shard(table(name=name))) for name in ("a", "b")]
+    yield [shard.address for shard in shards]
+    for shard in shards:
+        shard.stop()
+
+
+async def shown(app, pilot):
+    while app.sample is None or any(row.stale for row in app.sample.shards):
+        await pilot.pause(0.02)
+
+
+def test_shards_are_shown_sorted_and_opened_by_keys(addresses):
+    app = TopApp(Sampler(addresses, interval=0.05))
+
+    async def use() -> None:
+        async with app.run_test(size=(140, 40)) as pilot:
+            await shown(app, pilot)
+            rows = app.query_one("#shards", DataTable)
+            assert rows.row_count == 2
+            assert "2 of 2 shards" in facts(app.sample).plain
+            await pilot.press("down", "enter")
+            await pilot.pause()
+            opened = app.shards[1]
+            assert opened.tables[0].name in str(app.query_one("#detail").render())
+            before = app.sort_column
+            await pilot.press("s")
+            assert app.sort_column != before
+            await pilot.press("q")
+
+    asyncio.run(use())
+
+
+def test_it_stands_still_while_it_is_paused(addresses):
+    app = TopApp(Sampler(addresses, interval=0.02))
+
+    async def use() -> None:
+        async with app.run_test() as pilot:
+            await shown(app, pilot)
+            await pilot.press("p")
+            number = app.sample.number
+            await pilot.pause(0.2)
+            assert app.sample.number == number
+            await pilot.press("p")
+            await pilot.pause(0.2)
+            assert app.sample.number > number
+
+    asyncio.run(use())
+
+
+def test_a_worker_that_waits_names_whom_it_waits_for():
+    row = WorkerRow(worker=0, state="waits", waits_for=[1, 3], seconds=4.0, step_ms=10.0, parts={"compute": 10.0})
+    cells = [cell.plain for cell in worker_cells(row)]
+    assert "1, 3" in cells[1]
+    assert "4 s" in cells[1]
