@@ -158,6 +158,16 @@ def write_new(folder: Path, files: dict[str, bytes]) -> None:
         raise CannotIssue(path=str(error.filename or folder), reason=error.strerror or str(error)) from None
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file anew, so that a reader sees the one of before or this one. CannotIssue where that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as error:
+        raise CannotIssue(path=str(path), reason=error.strerror or str(error)) from None
+
+
 def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
