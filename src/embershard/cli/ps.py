@@ -16,6 +16,7 @@ from embershard.cli.durability import (
     checked_log_bytes,
 )
 from embershard.cli.sizes import memory_bytes
+from embershard.cli.tls import TLSOption, tls_of
 from embershard.ps.server import ServerOptions, serve
 
 
@@ -32,6 +33,7 @@ def ps(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without protection.")
     ] = False,
+    tls: TLSOption = None,
     rpc: Annotated[
         str, typer.Option(help="host:port at which to serve torch.distributed.rpc too; it executes pickles.")
     ] = "",
@@ -76,5 +78,6 @@ def ps(
         durability=checked_durability(durability, log_dir),
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
+        tls=tls_of(tls),
     )
     raise typer.Exit(serve(options))

@@ -16,6 +16,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
+from embershard.cli.tls import TLSOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 
 DEFAULT_PORT = 7700
@@ -33,6 +34,7 @@ def up(
             "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
         ),
     ] = None,
+    tls: TLSOption = None,
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
@@ -54,6 +56,7 @@ def up(
         durability=mode,
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
+        tls=tls,
         report=_say,
         forward=_say,
     )

@@ -19,10 +19,12 @@ import typer
 
 from embershard.cli.app import fail
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
+from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
@@ -56,6 +58,8 @@ def worker(
             help="host:port of every shard, with commas between, for a strategy that has some. -: a line of stdin.",
         ),
     ] = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,
@@ -127,7 +131,16 @@ def worker(
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     timeout = timedelta(seconds=join_timeout)
     own = rank if local_rank is None else local_rank
-    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here)
+    place = WorkerRanks(
+        rank,
+        world_size,
+        own,
+        local_world_size or world_size,
+        timeout,
+        run,
+        started_here,
+        tls_of(tls, tls_server_name),
+    )
     _prepare(settings, place)
     profile = profile and rank == 0
     try:
@@ -156,6 +169,7 @@ class WorkerRanks:
     join_timeout: timedelta
     run: int = 0
     started_here: bool = False
+    tls: TLS | None = None
 
 
 def _train(
@@ -266,6 +280,7 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
         local_steps=train.local_steps,
         bandwidth=job.network.bandwidth,
         imports=imports,
+        tls=place.tls,
     )
     if place.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
         session.switching.say = typer.echo
