@@ -317,12 +317,20 @@ def _tls_port(server: Server, certificates: CertificateFolder, instance: str) ->
     """What connections over TCP go through, with a second gRPC server, which refuses those without TLS."""
     import grpc.aio
 
-    from embershard.proto.errors import TLSRequired
+    from embershard.proto.errors import BadCertificate, TLSRequired
     from embershard.ps.transport.grpc import Refuses, server_credentials
     from embershard.ps.transport.tls import TLSPort
 
     target, path = _abstract_socket("grpc-tls", instance)
-    server.add_secure_port(target, server_credentials(certificates))
+    try:
+        server.add_secure_port(target, server_credentials(certificates))
+    except RuntimeError:  # gRPC has a TLS library of its own, which is stricter, and says why on stderr alone
+        raise BadCertificate(
+            path=str(certificates.tls.path),
+            problem="unreadable",
+            reason="gRPC cannot use its certificate or its key",
+            remedy="Issue one with the key usage digitalSignature (`embershard keys issue`)",
+        ) from None
     refusing = grpc.aio.server()
     refusing.add_generic_rpc_handlers((Refuses(TLSRequired()),))
     refusing_target, refusing_path = _abstract_socket("grpc-refusing", instance)

@@ -6,6 +6,8 @@ import asyncio
 import socket
 import time
 
+from cryptography import x509
+
 from embershard.proto.errors import BadFrame, EmbershardError, TLSNotOffered
 from embershard.proto.security.credentials import CertificateFolder, Credentials, read_certificate
 from embershard.proto.security.handshake import HANDSHAKE_SECONDS, start_tls
@@ -56,23 +58,32 @@ class ClientTLS:
 
         None where that one succeeds, or where nobody answers it.
         """
+        try:
+            self.certificate_of_shard()
+        except EmbershardError as error:
+            return None if isinstance(error, BadFrame) else error
+        except OSError:
+            pass
+        return None
+
+    def certificate_of_shard(self) -> x509.Certificate:
+        """The one that the shard shows, once both sides trust each other; else an error, or OSError, that says why."""
         host, _, port = self.address.rpartition("://")[2].rpartition(":")
         credentials = self.credentials()
         try:
             with socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_SECONDS) as outer:
                 outer.settimeout(HANDSHAKE_SECONDS)
                 if Feature.TLS not in _say_hello(outer, Feature.TLS).features:
-                    return TLSNotOffered(address=self.address, reason="it was started without certificates")
+                    raise TLSNotOffered(address=self.address, reason="it was started without certificates")
                 with credentials.client_context.wrap_socket(outer, server_hostname=self.server_name) as inner:
-                    certificate = inner.getpeercert(True)
-                    assert certificate is not None
-                    credentials.check_peer(read_certificate(certificate), self._peer)
+                    data = inner.getpeercert(True)
+                    assert data is not None
+                    certificate = read_certificate(data)
+                    credentials.check_peer(certificate, self._peer)
                     _say_hello(inner, Feature(0))  # only now comes what the shard says to our certificate
-        except EmbershardError as error:
-            return None if isinstance(error, BadFrame) else error
+                    return certificate
         except OSError as error:
-            return self.explain(error)
-        return None
+            raise self.explain(error) or error from None
 
 
 def _say_hello(sock: socket.socket, features: Feature) -> Agreed:

@@ -344,13 +344,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _pass_on(self, received: bytes) -> None:
         self._server.connections.discard(self)
-        target, is_tls = self._server.foreign, received[0] == TLS_RECORD
+        # inside TLS, too, nothing else is passed on: gRPC's server would take it for a peer of this machine
+        target, is_tls = "" if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
         if self._tls is not None:
             target = self._tls.grpc if is_tls else self._tls.refusing_grpc
             if is_tls and not self._tls.admit_grpc():
                 self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
                 return
-        elif is_tls:
+        elif is_tls and self._inside is None:
             self._transport.write(_HANDSHAKE_FAILURE)
             _log.warning(
                 "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)", self._peer

@@ -1,11 +1,14 @@
 """Mutual TLS at one port, for both transports: what is encrypted, and what each side says to bad certificates."""
 
-from contextlib import closing
-from datetime import timedelta
+import ssl
+from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 
-from embershard.deploy.authority import Authority
+from embershard.deploy.authority import Authority, pem
 from embershard.proto.errors import (
     BadCertificate,
     CertificateRefused,
@@ -15,10 +18,13 @@ from embershard.proto.errors import (
     UntrustedCertificate,
 )
 from embershard.proto.messages import GetStatus, ShardStatus
+from embershard.proto.security import credentials, handshake
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import transport_for
-from harness.certificates import DAY, issue, revoke
+from embershard.proto.wire import Feature, client_hello
+from harness.certificates import AUTHORITY, DAY, issue, replace, revoke
 from harness.eventually import eventually
+from harness.hostile_peers import connected
 from harness.secure_shard import SecureShard
 
 SECONDS = timedelta(seconds=10)
@@ -109,8 +115,6 @@ def test_a_client_says_what_is_wrong_with_the_certificate_of_a_shard(
     serve, worker, tmp_path, monkeypatch, scheme, problem, certificate
 ):
     """A shard does not start with a certificate that it sees is bad; one of its authority's authority may be so."""
-    from embershard.proto.security import credentials
-
     monkeypatch.setattr(credentials, "_check_dates", lambda path, leaf: None)
     shard = serve(issue(tmp_path / "shard", **certificate, trusts=certificate.get("authority")))
     error = refused(scheme, shard, worker)
@@ -130,9 +134,6 @@ def test_a_client_says_what_is_wrong_with_the_certificate_of_a_shard(
 def test_a_client_is_told_what_a_shard_thinks_of_its_certificate(
     serve, tmp_path, monkeypatch, caplog, scheme, problem, certificate
 ):
-    from embershard.proto.security import credentials
-    from harness.certificates import AUTHORITY
-
     shard = serve()
     monkeypatch.setattr(credentials, "_check_dates", lambda path, leaf: None)
     error = refused(scheme, shard, issue(tmp_path / "worker", **certificate, trusts=AUTHORITY))
@@ -140,6 +141,125 @@ def test_a_client_is_told_what_a_shard_thinks_of_its_certificate(
     assert error.fields["problem"] == problem
     if scheme == "tcp":  # gRPC's handshake is its own
         assert "dropping the connection" in caplog.text
+
+
+def self_signed(folder):
+    """A certificate of no authority but itself; its side trusts the tests' one."""
+    key = Authority.create("nobody").key
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "nobody")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 7, now - DAY, now + DAY)
+    certificate = builder.sign(key, hashes.SHA256())
+    replace(folder, {"tls.crt": pem(certificate), "tls.key": pem(key), "ca.crt": pem(AUTHORITY.certificate)})
+    return TLS(folder)
+
+
+@BOTH
+def test_a_self_signed_certificate_is_told_as_what_it_is(serve, tmp_path, worker, caplog, scheme):
+    error = refused(scheme, serve(self_signed(tmp_path / "shard")), worker)
+    assert isinstance(error, UntrustedCertificate)
+    assert error.fields["problem"] == "self_signed"
+    error = refused(scheme, serve(issue(tmp_path / "other")), self_signed(tmp_path / "worker"))
+    assert isinstance(error, CertificateRefused)
+    assert error.fields["problem"] == "foreign"  # TLS has no word for it
+    assert "self-signed" in caplog.text
+
+
+def encrypted(shard, context, first=b""):
+    """A raw connection that has asked for TLS and done its part of the handshake."""
+    sock = connected(shard.tcp)
+    sock.settimeout(10)
+    sock.sendall(client_hello(Feature.TLS) + first)
+    assert sock.recv(16)[12] == Feature.TLS
+    return context.wrap_socket(sock, server_hostname="localhost")
+
+
+@pytest.fixture
+def without_certificate(worker):
+    return ssl.create_default_context(cafile=worker.path / "ca.crt")
+
+
+def test_a_client_that_shows_no_certificate_gets_an_alert_in_place_of_the_hello(serve, without_certificate, caplog):
+    with encrypted(serve(), without_certificate) as sock:
+        sock.sendall(client_hello(Feature(0)))
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+            sock.recv(1)
+    assert eventually(lambda: "it sent none" in caplog.text)
+
+
+def test_a_client_of_tls_1_2_is_refused_by_both_transports(serve, worker):
+    shard, context = serve(), ssl.create_default_context(cafile=worker.path / "ca.crt")
+    context.load_cert_chain(worker.path / "tls.crt", worker.path / "tls.key")
+    context.set_alpn_protocols(["h2"])
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError):
+        encrypted(shard, context)
+    with connected(shard.tcp) as sock, pytest.raises(OSError, match=r"EOF|reset"):
+        context.wrap_socket(sock, server_hostname="localhost")
+    context.maximum_version = ssl.TLSVersion.TLSv1_3
+    with connected(shard.tcp) as sock, context.wrap_socket(sock, server_hostname="localhost") as inner:
+        assert inner.version() == "TLSv1.3"
+        assert inner.recv(1)  # gRPC's settings
+
+
+def test_a_client_that_does_not_wait_for_the_answer_is_served(serve, worker):
+    """Its handshake has come with its hello, and uvloop must not have read it too early."""
+    context = ssl.create_default_context(cafile=worker.path / "ca.crt")
+    context.load_cert_chain(worker.path / "tls.crt", worker.path / "tls.key")
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    with connected(serve().tcp) as sock:
+        sock.settimeout(10)
+        sock.sendall(client_hello(Feature.TLS) + outgoing.read())
+        assert sock.recv(16)[12] == Feature.TLS
+        while True:
+            incoming.write(sock.recv(65536))
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                pass
+        tls.write(client_hello(Feature(0)))
+        sock.sendall(outgoing.read())
+        incoming.write(sock.recv(65536))
+        assert tls.read(16)[:8] == client_hello(Feature(0))[:8]
+
+
+@pytest.mark.parametrize(
+    "said", [b"EMBF" + bytes(28), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01" + bytes(29)]
+)
+def test_what_begins_without_a_hello_inside_tls_is_dropped(serve, worker, said):
+    context = ssl.create_default_context(cafile=worker.path / "ca.crt")
+    context.load_cert_chain(worker.path / "tls.crt", worker.path / "tls.key")
+    shard = serve()
+    with encrypted(shard, context) as sock:
+        sock.sendall(said)
+        with suppress(OSError):
+            assert sock.recv(1) == b""
+    assert eventually(lambda: not shard.stream.connections)
+
+
+def test_handshakes_are_bounded_in_number_and_time(serve, worker, monkeypatch):
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.5)
+    shard = serve()
+    shard.stream.tls.max_handshakes = 2
+    idle = [connected(shard.tcp) for _ in range(3)]
+    try:
+        for sock in idle:
+            sock.settimeout(10)
+            sock.sendall(client_hello(Feature.TLS))
+        said = [sock.recv(17) for sock in idle[:2]] + [idle[2].recv(17) and idle[2].recv(1)]
+        assert [len(answer) for answer in said] == [16, 16, 0]
+        assert [sock.recv(1) for sock in idle[:2]] == [b"", b""]  # their time is over
+    except ConnectionResetError:
+        pass  # cut
+    finally:
+        for sock in idle:
+            sock.close()
+    assert eventually(lambda: shard.stream.tls.handshakes == 0)
+    assert isinstance(ask(shard.tcp, worker), ShardStatus)
 
 
 @BOTH
@@ -225,3 +345,10 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_is_sent(tmp_pa
     with pytest.raises(BadCertificate) as caught:
         transport_for("127.0.0.1:1", tls=TLS(tmp_path / "nothing"))
     assert caught.value.fields["problem"] == "missing"
+
+
+def test_a_certificate_that_grpc_cannot_use_is_named_before_the_shard_serves(serve, tmp_path):
+    own = Authority.create("an authority's own")
+    replace(tmp_path, {"tls.crt": pem(own.certificate), "tls.key": pem(own.key), "ca.crt": pem(own.certificate)})
+    with pytest.raises(BadCertificate):
+        serve(TLS(tmp_path))
