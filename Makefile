@@ -185,6 +185,9 @@ bar-scale: setup  ## how cost grows with rows, shards, workers and batch (5 minu
 bar-link: setup  ## a link of 1 Gbit/s and of 100 Mbit/s is kept busy (root, iproute2)
 	$(BIN)/python bench/link.py
 
+bar-tls: setup  ## what TLS costs over TCP, and 100 rotations of certificates under load (root, iproute2)
+	$(BIN)/python bench/bar_tls.py
+
 bar-bandwidth: setup  ## codecs over 100 Mbit/s and without limit (10 minutes; ARGS=--netns: a real link beside it)
 	$(BIN)/python bench/bar_bandwidth.py $(ARGS)
 

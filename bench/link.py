@@ -30,6 +30,7 @@ from typing import NoReturn
 import numpy as np
 
 from embershard.compare.run.netns import Namespaces, NoNamespaces
+from embershard.proto.security.tls import TLS
 from embershard.worker.client.connections import ClientStats
 from timing import finish, machine, print_table
 
@@ -61,8 +62,8 @@ def worker_process(made: Namespaces, *words: str) -> Iterator[subprocess.Popen[s
         popen.communicate()
 
 
-def measure(made: Namespaces, kind: str, rate: str, seconds: float) -> dict[str, float]:
-    """One worker's figures over fresh shards."""
+def measure(made: Namespaces, kind: str, rate: str, seconds: float, tls: str = "") -> dict[str, float]:
+    """One worker's figures over fresh shards; `tls` is a folder of certificates for both sides, if they use some."""
     with ExitStack() as stack:
         addresses = stack.enter_context(made.shards(SHARDS, ()))
         begin = time.monotonic() + WARM_SECONDS
@@ -71,6 +72,7 @@ def measure(made: Namespaces, kind: str, rate: str, seconds: float) -> dict[str,
                 worker_process(
                     made, __file__, "--worker", kind, "--rank", str(rank), "--rate", rate,
                     "--begin", str(begin), "--seconds", str(seconds), "--addresses", ",".join(addresses),
+                    "--tls", tls,
                 )
             )
             for rank in range(WORKERS[kind])
@@ -107,7 +109,7 @@ class Throughput:
         return {name: (b - a) / (end - start) for name, a, b in zip(names, before, after, strict=True)}
 
 
-def train_steps(addresses: str, rank: int, rate: str, meter: Throughput) -> None:
+def train_steps(addresses: str, rank: int, rate: str, meter: Throughput, tls: TLS | None) -> None:
     """Steps of a DLRM, its rows pulled ahead."""
     import torch
     from torch.nn.functional import binary_cross_entropy_with_logits
@@ -126,7 +128,7 @@ def train_steps(addresses: str, rank: int, rate: str, meter: Throughput) -> None
         )
         for _ in range(16)
     ]
-    with es.connect(addresses, worker=rank) as session:
+    with es.connect(addresses, worker=rank, tls=tls) as session:
         model = DLRM(ROWS, FIELDS, DIM, NUM_DENSE, bottom=(32,), hidden=(32,), device="meta")
         wrapped = es.wrap(model, session, optimizer=es.RowWiseAdagrad(lr=0.01))
         for step, (ids, dense, labels) in enumerate(session.prefetch(cycle(pool), staleness=STALENESS)):
@@ -136,13 +138,13 @@ def train_steps(addresses: str, rank: int, rate: str, meter: Throughput) -> None
             session.step()
 
 
-def client_threads(addresses: str, rank: int, rate: str, meter: Throughput) -> None:
+def client_threads(addresses: str, rank: int, rate: str, meter: Throughput, tls: TLS | None) -> None:
     """Pulls and pushes of the same rows, each thread on its own ids."""
     from embershard.proto.routing import make_route
     from embershard.proto.spec import RowWiseAdagrad, TableSpec
     from embershard.worker.client.client import Client
 
-    client = Client.connect(addresses.split(","), worker=rank)
+    client = Client.connect(addresses.split(","), worker=rank, tls=tls)
     spec = TableSpec(name="items", dim=DIM, optimizer=RowWiseAdagrad(lr=0.01))
     client.declare(spec)
     rng, rows, done = np.random.default_rng(0), [0] * THREADS, threading.Event()
@@ -180,10 +182,11 @@ def main() -> None:
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--rate", help=argparse.SUPPRESS)
     parser.add_argument("--addresses", help=argparse.SUPPRESS)
+    parser.add_argument("--tls", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         meter = Throughput(args.begin, args.seconds)
-        RUNS[args.worker](args.addresses, args.rank, args.rate, meter)
+        RUNS[args.worker](args.addresses, args.rank, args.rate, meter, TLS(args.tls) if args.tls else None)
         print(json.dumps(meter.rates()), flush=True)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the namespaces go

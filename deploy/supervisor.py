@@ -162,11 +162,12 @@ class LocalShards:
     `imports` are modules with row optimizers and codecs; the shards find what this process finds (its sys.path).
     `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
     again; by default they are not. With `durability` "log" or "fsync" they keep a log in `log_dir`, from which one that
-    is started again has its rows; else these are lost. Each may take `log_bytes`. With `rpc` they serve
-    torch.distributed.rpc too, on loopback, which executes pickles and imports torch. `metrics` are the addresses at
-    which they serve their metrics, by index; `log_format` is that of their logs, and `trace` where their traces go. A
-    shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a line for people at every
-    event, `forward` every line that a shard logs; both are called from threads.
+    is started again has its rows; else these are lost. Each may take `log_bytes`. `tls` is the folder of their
+    certificates, which clients over TCP need then, too. With `rpc` they serve torch.distributed.rpc too, on loopback,
+    which executes pickles and imports torch. `metrics` are the addresses at which they serve their metrics, by index;
+    `log_format` is that of their logs, and `trace` where their traces go. A shard that logs nothing for
+    `start_timeout` before it serves is killed. `report` gets a line for people at every event, `forward` every line
+    that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class LocalShards:
         metrics: Sequence[str] = (),
         log_format: str = "text",
         trace: str = "",
+        tls: Path | None = None,
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -199,6 +201,7 @@ class LocalShards:
         self._durability, self._log_dir, self._log_bytes = durability, log_dir, log_bytes
         self._metrics = tuple(metrics)
         self._log_format, self._trace = log_format, trace
+        self._tls = tls
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
         self._forward = forward
@@ -300,6 +303,7 @@ class LocalShards:
         command += ["--trace", self._trace] if self._trace else []
         command += ["--metrics", self._metrics[index]] if self._metrics else []
         command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
+        command += [] if self._tls is None else ["--tls", str(self._tls)]
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's

@@ -8,6 +8,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
                       FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
+        certificates  BadCertificate, UntrustedCertificate, CertificateRefused, TLSRequired, TLSNotOffered
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
@@ -44,6 +45,7 @@ class Status(enum.Enum):
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
     UNAVAILABLE = "UNAVAILABLE"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
     INTERNAL = "INTERNAL"
 
 
@@ -471,6 +473,47 @@ class CannotListen(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "cannot listen on {address}: {reason}"
+
+
+class BadCertificate(EmbershardError):
+    """A folder whose certificate, key or authorities cannot be used; `problem` is one of proto/security's PROBLEMS."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot use {path}: {reason}. {remedy}"
+
+
+class UntrustedCertificate(EmbershardError):
+    """A certificate of the other side that this one does not accept; `problem` is one of proto/security's PROBLEMS."""
+
+    status = Status.UNAUTHENTICATED
+    template = "the certificate of {peer} is not trusted: {reason}. {remedy}"
+
+
+class CertificateRefused(EmbershardError):
+    """The other side does not accept the certificate of this one; `problem` is one of proto/security's PROBLEMS."""
+
+    status = Status.UNAUTHENTICATED
+    template = "{peer} refuses the certificate of this side: {reason}. {remedy}"
+
+
+class TLSRequired(EmbershardError):
+    """A client without TLS at a shard that takes only TLS from other machines."""
+
+    status = Status.UNAUTHENTICATED
+    template = (
+        "the shard takes only TLS connections, and this client speaks without; give the client a folder with its "
+        "certificate (--tls DIR, EMBERSHARD_TLS, or es.connect(tls=...))"
+    )
+
+
+class TLSNotOffered(EmbershardError):
+    """A client with certificates at a shard that has none: it sends nothing unencrypted."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "{address} does not offer TLS ({reason}), and this client has certificates, so that it sends nothing "
+        "unencrypted; start the shard with --tls DIR, or leave out the client's --tls (EMBERSHARD_TLS)"
+    )
 
 
 class ShardFailed(EmbershardError):

@@ -43,6 +43,7 @@ class Feature(enum.IntFlag):
     """Features that the two sides of a connection agree on beside the version."""
 
     CHECKSUM = 1  # the buffers have a checksum too
+    TLS = 2  # a TLS handshake follows the hello, and another hello inside it
 
 
 class Agreed(NamedTuple):

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from embershard.proto.monitoring.exporter import MetricsServer
     from embershard.proto.monitoring.tracing import RequestTracer
+    from embershard.proto.security.credentials import CertificateFolder
+    from embershard.proto.security.tls import TLS
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from embershard.ps.recovery import ShardLog
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
+    from embershard.ps.transport.tls import TLSPort
     from embershard.ps.transport.torch_rpc import RpcServer
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
@@ -66,6 +69,7 @@ class ServerOptions:
     `restarts` is how often its supervisor has started it again, for its status. `metrics` is "host:port" for /metrics
     and the probes; port 0: any free one. `log_format` is that of its log, on stderr. `trace` is the URL
     of the OpenTelemetry collector that gets the spans of traced requests.
+    With `tls`, whoever comes over TCP has to have a certificate of an authority that its folder names.
     """
 
     shard: int
@@ -86,6 +90,7 @@ class ServerOptions:
     metrics: str = ""
     log_format: LogFormat = "text"
     trace: str = ""
+    tls: TLS | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -123,7 +128,9 @@ def serve(options: ServerOptions) -> int:
     if options.parent_pid:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
-    address.check(options.insecure)
+    certificates = _certificates(options)
+    if certificates is None:
+        address.check(options.insecure)
     with _metrics_server(options) as metrics, _tracer(options) as tracer:
         shard = _make_shard(options)
         if json_log is not None:
@@ -131,7 +138,7 @@ def serve(options: ServerOptions) -> int:
 
         import uvloop
 
-        return uvloop.run(_serve(shard, address, options, metrics, tracer))
+        return uvloop.run(_serve(shard, address, options, certificates, metrics, tracer))
 
 
 @contextmanager
@@ -157,6 +164,14 @@ def _metrics_server(options: ServerOptions) -> Iterator[MetricsServer | None]:
 
     with MetricsServer(options.metrics, SHARD_METRICS, {"shard": str(options.shard)}) as server:
         yield server
+
+
+def _certificates(options: ServerOptions) -> CertificateFolder | None:
+    if options.tls is None:
+        return None
+    from embershard.proto.security.credentials import CertificateFolder  # a shard without TLS need not load this
+
+    return CertificateFolder(options.tls)
 
 
 def _make_shard(options: ServerOptions) -> Shard:
@@ -205,6 +220,7 @@ async def _serve(
     shard: Shard,
     address: Address,
     options: ServerOptions,
+    certificates: CertificateFolder | None = None,
     metrics: MetricsServer | None = None,
     tracer: RequestTracer | None = None,
 ) -> int:
@@ -223,7 +239,7 @@ async def _serve(
     dispatch.tracer = tracer
     if metrics is not None:
         metrics.monitored = _monitored(dispatch, apply, loop)
-    transports = await _Transports.start(dispatch, address, sockets, options)
+    transports = await _Transports.start(dispatch, address, sockets, options, certificates)
     # in a thread: workers are told meanwhile how far it is
     recovery = loop.run_in_executor(None, _recover, shard, options, progress)
     either: tuple[asyncio.Future[Any], ...] = recovery, stop.received
@@ -294,15 +310,21 @@ def _end_while_recovering(signum: int) -> NoReturn:
 class _Transports:
     """What brings requests to the shard."""
 
-    grpc: Server
+    grpc: list[Server]
     health: health_aio.HealthServicer
     stream: StreamServer
     listeners: list[asyncio.Server]
     rpc: RpcServer | None
+    following: asyncio.Task[None] | None  # of the files of certificates
 
     @classmethod
     async def start(
-        cls, dispatch: Dispatch, address: Address, sockets: list[socket.socket], options: ServerOptions
+        cls,
+        dispatch: Dispatch,
+        address: Address,
+        sockets: list[socket.socket],
+        options: ServerOptions,
+        certificates: CertificateFolder | None,
     ) -> _Transports:
         from grpc_health.v1 import health
         from grpc_health.v1.health_pb2 import HealthCheckResponse
@@ -315,12 +337,23 @@ class _Transports:
         healthy = health.aio.HealthServicer()
         for name in ("", SERVICE):
             await healthy.set(name, HealthCheckResponse.NOT_SERVING)
-        server = make_server(ShardService(dispatch), healthy)
-        target, path = _private_socket(address, dispatch.status().instance)
+        server = make_server(ShardService(dispatch, certificates), healthy, certificates)
+        instance = dispatch.status().instance
+        target, path = _private_socket(address, instance)
         server.add_insecure_port(target)
-        await server.start()
-        stream = StreamServer(dispatch, foreign=path, max_connections=options.connections)
-        return cls(server, healthy, stream, [await _listen(stream, sock) for sock in sockets], rpc)
+        servers, tls, following = [server], None, None
+        if certificates is not None and not address.path:
+            tls, refusing = _tls_port(server, certificates, instance)
+            servers.append(refusing)
+        for one in servers:
+            await one.start()
+        stream = StreamServer(dispatch, foreign=path, tls=tls, max_connections=options.connections)
+        if certificates is not None:
+            from embershard.ps.transport.tls import follow
+
+            following = asyncio.create_task(follow(certificates, stream.check_certificates))
+        listeners = [await _listen(stream, sock) for sock in sockets]
+        return cls(servers, healthy, stream, listeners, rpc, following)
 
     async def open(self) -> None:
         """Say to those who ask about the health of this server that it serves."""
@@ -335,7 +368,10 @@ class _Transports:
         """Stop listening, and send the last replies."""
         for listener in self.listeners:
             listener.close()
-        await asyncio.gather(self.grpc.stop(_REPLY_SECONDS), self.stream.close(_REPLY_SECONDS))
+        if self.following is not None:
+            self.following.cancel()
+        servers = (server.stop(_REPLY_SECONDS) for server in self.grpc)
+        await asyncio.gather(self.stream.close(_REPLY_SECONDS), *servers)
         if self.rpc is not None:
             await self.rpc.close()
 
@@ -345,6 +381,31 @@ async def _start_rpc(dispatch: Dispatch, options: ServerOptions) -> RpcServer:
 
     place = Address.parse(options.rpc)
     return await RpcServer.start(dispatch, place.host, place.port, executes_pickles=options.rpc_executes_pickles)
+
+
+def _tls_port(server: Server, certificates: CertificateFolder, instance: str) -> tuple[TLSPort, Server]:
+    """What connections over TCP go through, with a second gRPC server, which refuses those without TLS."""
+    import grpc.aio
+
+    from embershard.proto.errors import BadCertificate, TLSRequired
+    from embershard.ps.transport.grpc import Refuses, server_credentials
+    from embershard.ps.transport.tls import TLSPort
+
+    target, path = _abstract_socket("grpc-tls", instance)
+    try:
+        server.add_secure_port(target, server_credentials(certificates))
+    except RuntimeError:  # gRPC has a TLS library of its own, which is stricter, and says why on stderr alone
+        raise BadCertificate(
+            path=str(certificates.tls.path),
+            problem="unreadable",
+            reason="gRPC cannot use its certificate or its key",
+            remedy="Issue one with the key usage digitalSignature (`embershard keys issue`)",
+        ) from None
+    refusing = grpc.aio.server()
+    refusing.add_generic_rpc_handlers((Refuses(TLSRequired()),))
+    refusing_target, refusing_path = _abstract_socket("grpc-refusing", instance)
+    refusing.add_insecure_port(refusing_target)
+    return TLSPort(certificates, path, refusing_path), refusing
 
 
 def _settle() -> None:
@@ -357,9 +418,13 @@ def _private_socket(address: Address, instance: str) -> tuple[str, str]:
     """Where gRPC listens, and the same as a path for connect: not for others, who come by the shard's own address."""
     if address.path:
         return f"unix:{address.path}.grpc", f"{address.path}.grpc"
+    return _abstract_socket("grpc", instance)
+
+
+def _abstract_socket(name: str, instance: str) -> tuple[str, str]:
     if sys.platform == "linux":
-        return f"unix-abstract:embershard-grpc-{instance}", f"\0embershard-grpc-{instance}"
-    path = f"{tempfile.mkdtemp(prefix='embershard-')}/grpc"
+        return f"unix-abstract:embershard-{name}-{instance}", f"\0embershard-{name}-{instance}"
+    path = f"{tempfile.mkdtemp(prefix='embershard-')}/{name}"
     return f"unix:{path}", path
 
 

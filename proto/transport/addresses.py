@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from embershard.proto.errors import BadAddress
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.transport import Transport
+
+if TYPE_CHECKING:
+    from embershard.proto.security.tls import TLS
+    from embershard.proto.transport.client_tls import ClientTLS
 
 _FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the transport"
 
@@ -24,10 +29,11 @@ def parse_addresses(given: str | Sequence[str]) -> list[str]:
     return addresses
 
 
-def transport_for(address: str, link: EmulatedLink | None = None) -> Transport:
+def transport_for(address: str, link: EmulatedLink | None = None, tls: TLS | None = None) -> Transport:
     """The transport that an address asks for: `stream`, unless its scheme says another.
 
-    BadAddress for another one with an emulated `link`, which would not slow it down.
+    BadAddress for another one with an emulated `link`, which would not slow it down, and for one that cannot use `tls`;
+    BadCertificate where the certificates of `tls` cannot be used.
     """
     scheme = address.partition("://")[0].partition("+")[0]
     if link is not None and scheme in ("grpc", "rpc", "rpc-executes-pickles"):
@@ -37,14 +43,24 @@ def transport_for(address: str, link: EmulatedLink | None = None) -> Transport:
     if address.startswith(("grpc://", "grpc+")):
         from embershard.proto.transport.grpc import GrpcTransport  # half a second that the others need not wait
 
-        return GrpcTransport(address.removeprefix("grpc://").removeprefix("grpc+"))
+        return GrpcTransport(address.removeprefix("grpc://").removeprefix("grpc+"), tls=_client_tls(address, tls))
     if address.startswith(("rpc://", "rpc-executes-pickles://")):
+        if tls is not None:
+            raise BadAddress(address=address, reason="torch.distributed.rpc is not encrypted here: write host:port")
         from embershard.proto.transport.torch_rpc import RpcTransport
 
         return RpcTransport(address)
     from embershard.proto.transport.stream import StreamTransport
 
-    return StreamTransport(address, link=link)
+    return StreamTransport(address, link=link, tls=_client_tls(address, tls))
+
+
+def _client_tls(address: str, tls: TLS | None) -> ClientTLS | None:
+    if tls is None or address.removeprefix("grpc+").startswith("unix:"):
+        return None  # a Unix socket's peers are of this machine, and the system says who they are
+    from embershard.proto.transport.client_tls import ClientTLS
+
+    return ClientTLS(tls, address)
 
 
 def _mistake(address: str) -> str:

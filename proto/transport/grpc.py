@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import grpc
 
@@ -20,6 +21,10 @@ from embershard.proto.messages import METHODS, SERVICE, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import VERSION, wrong_version
+
+if TYPE_CHECKING:
+    from embershard.proto.security.credentials import Credentials
+    from embershard.proto.transport.client_tls import ClientTLS
 
 ERROR_KEY = "embershard-error-bin"
 _OPTIONS = [
@@ -52,16 +57,48 @@ class _Call(Protocol):
 
 
 class GrpcTransport:
-    """One channel to `address` ("host:port" or "unix:/path"); connects at the first call and again when it must."""
+    """One channel to `address` ("host:port" or "unix:/path"); connects at the first call and again when it must.
 
-    def __init__(self, address: str) -> None:
+    With `tls` it is encrypted, and made anew when the certificates change.
+    """
+
+    def __init__(self, address: str, *, tls: ClientTLS | None = None) -> None:
         self.address = address
         self.sent_bytes = 0
         self.received_bytes = 0
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self.tls = tls
+        self._used: Credentials | None = None
+        self._retired: grpc.Channel | None = None  # of the certificates of before: its calls go on
+        self._closed = self._is_checked = False
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        if self.tls is None:
+            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        else:
+            self._used = self.tls.credentials()
+            pair = {"private_key": self._used.key, "certificate_chain": self._used.certificate}
+            credentials = grpc.ssl_channel_credentials(self._used.authorities, **pair)
+            name = [("grpc.ssl_target_name_override", self.tls.server_name)]
+            self._channel = grpc.secure_channel(self.address, credentials, options=_OPTIONS + name)
         self._methods: dict[type[Request], Callable[[bytes, float], _Call]] = {
             kind: self._method(name) for kind, (name, _) in METHODS.items()
         }
+
+    def _follow_certificates(self, tls: ClientTLS) -> None:
+        """Use a new channel with new certificates; UntrustedCertificate where the shard's was revoked."""
+        with self._lock:
+            if tls.credentials() is not self._used and not self._closed:
+                if self._retired is not None:
+                    self._retired.close()
+                self._retired = self._channel
+                self._open()
+                self._is_checked = False
+            # gRPC's client knows no revocation lists, and shows no certificate
+            if not self._is_checked and self._used is not None and self._used.revoked and (error := tls.diagnose()):
+                raise error
+            self._is_checked = True
 
     def _method(self, name: str) -> Callable[[bytes, float], _Call]:
         method = self._channel.unary_unary(f"/{SERVICE}/{name}")
@@ -77,6 +114,8 @@ class GrpcTransport:
         data = dumps(request)
         self.sent_bytes += len(data)
         seconds = timeout.total_seconds()
+        if self.tls is not None:
+            self._follow_certificates(self.tls)
         try:
             call = self._methods[type(request)](data, seconds)
         except ValueError:  # gRPC's word for a channel that was closed
@@ -92,7 +131,11 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Cancel the calls in flight and close the connection."""
-        self._channel.close()
+        with self._lock:
+            self._closed = True
+            if self._retired is not None:
+                self._retired.close()
+            self._channel.close()
 
 
 class _Answer:
@@ -115,6 +158,9 @@ class _Answer:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._transport.check_version()
+            if error.code() is grpc.StatusCode.UNAVAILABLE and self._transport.tls is not None:
+                if reason := self._transport.tls.diagnose():
+                    raise reason from None
             _raise(error, self._transport.address)
         self._transport.received_bytes += len(data)
         self.num_bytes += len(data)

@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats
-from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
+from embershard.proto.errors import EmbershardError, NotAShard, Status, TLSNotOffered, WrongVersion, from_wire
 from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Reply, Request, Rows, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.timing import span
@@ -41,6 +41,9 @@ from embershard.proto.wire import (
     encode,
     read_server_hello,
 )
+
+if TYPE_CHECKING:
+    from embershard.proto.transport.client_tls import ClientTLS
 
 # A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
 # while it lives might have its arrays written after its end.
@@ -113,12 +116,21 @@ class StreamTransport:
 
     "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
     "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
-    trusted to do it. `link` is the emulated one that it shares with the worker's other transports.
+    trusted to do it. `link` is the emulated one that it shares with the worker's other transports. With `tls`, nothing
+    is sent over TCP that is not encrypted, to nobody but a shard whose certificate is trusted.
     """
 
-    def __init__(self, address: str, *, checksum: bool = False, link: EmulatedLink | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        checksum: bool = False,
+        link: EmulatedLink | None = None,
+        tls: ClientTLS | None = None,
+    ) -> None:
         self.address = address
         self.link = link
+        self.tls = tls
         self.sent_bytes = 0
         self.received_bytes = 0
         self._features = Feature.CHECKSUM if checksum else Feature(0)
@@ -212,11 +224,15 @@ class StreamTransport:
             connection = await self._open()
             try:
                 await connection.ready
-                if connection.lost is not None:  # it said hello and left
-                    raise connection.lost
             except BaseException:
                 connection.drop("no hello")
                 raise
+        if connection.uses_tls:
+            assert self.tls is not None
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await connection.start_tls(self.tls)
+        if connection.lost is not None:  # it said hello and left
+            raise connection.lost
         return connection
 
     async def _open(self) -> _Connection:
@@ -247,7 +263,8 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self, owner: StreamTransport) -> None:
         self._owner, self._link = owner, owner.link
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # once its hello was answered
+        self.uses_tls = False
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0
         self._reader: FrameReader | None = None
@@ -256,27 +273,57 @@ class _Connection(asyncio.BufferedProtocol):
         self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
         self._sent = 0  # bytes, those that asyncio still holds included
         self._heard = 0.0
-        self.lost: Unreachable | None = None  # why it ended
+        self.lost: Unreachable | EmbershardError | None = None  # why it ended
         self._reason = "the connection broke"
         self._transport: asyncio.Transport
+        self._outer: asyncio.Transport | None = None  # below TLS
+        self._socket: socket.socket
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
-        sock = transport.get_extra_info("socket")
+        sock = self._socket = transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+        else:
+            self.uses_tls = self._owner.tls is not None
         if self._link is not None:
             self._link.join(self._transport)
-        self._transport.write(client_hello(self._owner._features))
+        features = self._owner._features
+        self._transport.write(client_hello(features | Feature.TLS if self.uses_tls else features))
+
+    async def start_tls(self, tls: ClientTLS) -> None:
+        """Go on inside TLS, with another hello, which is the one that counts.
+
+        An error that says so where a side does not trust the other; Unreachable where the connection just ends.
+        """
+        outer = self._outer = self._transport
+        if self._link is not None:
+            self._link.leave(outer)
+        self.ready, self._filled, self._reader = asyncio.get_running_loop().create_future(), 0, None
+        try:
+            self._transport = await tls.handshake(outer, self)
+            if self._link is not None:
+                self._link.join(self._transport)
+            self._transport.write(client_hello(self._owner._features))
+            await self.ready
+        except BaseException:
+            self._owner.lost(self)
+            self.drop("no hello")
+            outer.abort()
+            raise
 
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.lost(self)
         if self._link is not None:
             self._link.leave(self._transport)
-        reason = self.lost = Unreachable(f"{self._reason} ({error})" if error else self._reason)
+        reason = self.lost or Unreachable(f"{self._reason} ({error})" if error else self._reason)
+        if not self.ready.done() and self._outer is not None and error is not None and self._owner.tls is not None:
+            # where it does not like our certificate it says so after its own handshake, when ours has ended well
+            reason = self._owner.tls.explain(error) or reason
         if self._owner.closed:
-            reason = self.lost = TransportClosed()
+            reason = TransportClosed()
+        self.lost = reason
         if not self.ready.done():
             self.ready.set_exception(reason)
         for call in self._calls.values():
@@ -334,13 +381,15 @@ class _Connection(asyncio.BufferedProtocol):
     def _left(self) -> int:
         """Bytes that have left this process."""
         waiting = 0 if self._link is None else self._link.unsent(self._transport)
+        if self._outer is not None:
+            waiting += self._outer.get_write_buffer_size()
         return self._sent - self._transport.get_write_buffer_size() - waiting
 
     def _gone(self) -> int:
         """Those of them that the other side's system has, as far as this one says."""
         queued = bytes(4)
         with suppress(OSError):
-            queued = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+            queued = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, queued)
         return self._left() - int.from_bytes(queued, sys.byteorder)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -369,8 +418,10 @@ class _Connection(asyncio.BufferedProtocol):
             return
         try:
             agreed = read_server_hello(bytes(self._hello))
+            if self._outer is None and self.uses_tls and Feature.TLS not in agreed.features:
+                raise TLSNotOffered(address=self._owner.address, reason="it was started without certificates")
         except EmbershardError as error:
-            if not isinstance(error, WrongVersion):
+            if not isinstance(error, WrongVersion | TLSNotOffered):
                 error = NotAShard(address=self._owner.address, reason=str(error))
             if not self.ready.done():
                 self.ready.set_exception(error)
@@ -395,7 +446,10 @@ class _Connection(asyncio.BufferedProtocol):
         if self._arriving is buffers:  # and not those of a frame behind it, of which a part is here already
             self._arriving = None
         if header.call == 0 and header.kind == ERROR_KIND:
-            self.drop(str(from_wire(header.head, "")))
+            error = from_wire(header.head, "")
+            if error.status is Status.UNAUTHENTICATED:  # nor will it be another time
+                self.lost = error
+            self.drop(str(error))
             return
         call = self._calls.get(header.call)
         if call is None:

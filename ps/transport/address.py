@@ -55,8 +55,8 @@ class Address:
             raise CannotListen(
                 address=self.text,
                 reason="it can be reached from other machines, and there is neither encryption nor a password: "
-                "anyone there could read and change the model. Listen on 127.0.0.1, or pass --insecure "
-                "if the network keeps strangers out",
+                "anyone there could read and change the model. Give the shard certificates (--tls), listen on "
+                "127.0.0.1, or pass --insecure if the network keeps strangers out",
             )
         _log.warning("--insecure: anyone who reaches %s can read and change the model", self.text)
 

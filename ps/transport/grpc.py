@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -21,6 +21,9 @@ from embershard.proto.protobuf import dumps, loads
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.dispatch import Dispatch
 
+if TYPE_CHECKING:
+    from embershard.proto.security.credentials import CertificateFolder, Credentials
+
 ERROR_KEY = "embershard-error-bin"
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -33,16 +36,18 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.server_handshake_timeout_ms", 10_000),  # for who connects and says nothing, as on the other transport
     ("grpc.max_connection_idle_ms", 300_000),  # without a call; clients connect again when they have one
 ]
+_AGE_GRACE_MS = 300_000  # for the calls of a connection that is too old
 _NO_DEADLINE = 24 * 3600.0  # seconds for a caller that set none
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
 class ShardService:
-    """Handlers for one shard, on the event loop."""
+    """Handlers for one shard, on the event loop. With `certificates`, those of its TLS port."""
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, certificates: CertificateFolder | None = None) -> None:
         self._dispatch = dispatch
+        self._certificates = certificates
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio."""
@@ -58,6 +63,10 @@ class ShardService:
             remaining, arrived = context.time_remaining(), time.monotonic()
             counters.received_bytes += len(data)
             deadline = arrived + (_NO_DEADLINE if remaining is None else remaining)
+            try:
+                self._peer_identity(context)
+            except EmbershardError as error:
+                await _abort(context, error)
             answer = self._dispatch.submit(
                 kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline
             )
@@ -74,6 +83,20 @@ class ShardService:
             return reply
 
         return method
+
+    def _peer_identity(self, context: _Context) -> str:
+        """Whom the caller's certificate names; nobody without TLS. UntrustedCertificate where it was revoked."""
+        if self._certificates is None:
+            return ""
+        pem = context.auth_context().get("x509_pem_cert")
+        if not pem:
+            return ""  # by a Unix socket
+        from embershard.proto.security.credentials import identity_of, read_certificate
+
+        certificate = read_certificate(bytes(pem[0]))
+        identity = identity_of(certificate)
+        self._certificates.current.check_peer(certificate, f"the client {identity!r}")
+        return identity
 
 
 class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -100,10 +123,50 @@ async def _abort(context: _Context, error: EmbershardError) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def make_server(service: ShardService, healthy: health.aio.HealthServicer) -> grpc.aio.Server:
+class Refuses(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers every call with one error."""
+
+    def __init__(self, error: EmbershardError) -> None:
+        self._error = error
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """A handler of any method."""
+
+        async def refuse(data: bytes, context: _Context) -> bytes:
+            await _abort(context, self._error)
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def make_server(
+    service: ShardService, healthy: health.aio.HealthServicer, certificates: CertificateFolder | None = None
+) -> grpc.aio.Server:
     """A server, not yet listening, of this service, of grpc.health.v1 and of reflection."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    options = list(SERVER_OPTIONS)
+    if certificates is not None:
+        age_ms = int(certificates.tls.connection_lifetime.total_seconds() * 1000)
+        options += [("grpc.max_connection_age_ms", age_ms), ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
+    server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((service.handlers(), OtherVersions()))
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+def server_credentials(certificates: CertificateFolder) -> grpc.ServerCredentials:
+    """Credentials of a port that demands certificates of its clients, and follows those of the folder."""
+
+    def config(current: Credentials) -> grpc.ServerCertificateConfiguration:
+        pair = current.key, current.certificate
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=current.authorities)
+
+    used = certificates.current
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:  # at every handshake, in a thread of gRPC's
+        nonlocal used
+        if certificates.current is used:
+            return None  # as before
+        used = certificates.current
+        return config(used)
+
+    return grpc.dynamic_ssl_server_credentials(config(used), fetch, require_client_authentication=True)

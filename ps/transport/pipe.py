@@ -5,29 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from collections.abc import Callable
 from typing import cast
 
+TLS_RECORD = 0x16  # the first byte of a connection that begins with TLS
+_TLS_ALERT = 0x15
+_TLS13 = 0x0304
 _FLUSH_SECONDS = 30.0  # for what one end had not yet read when the other one left
 
 _log = logging.getLogger(__name__)
 _connecting: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
 
-def pipe_to(path: str, transport: asyncio.Transport, received: bytes, ended: Callable[[], None] = lambda: None) -> None:
-    """Pipe `transport` to the Unix socket at `path`, which first gets `received`; call `ended` at the end."""
+def pipe_to(
+    path: str,
+    transport: asyncio.Transport,
+    received: bytes,
+    ended: Callable[[], None] = lambda: None,
+    *,
+    tls13: bool = False,
+) -> None:
+    """Pipe `transport` to the Unix socket at `path`, which first gets `received`; call `ended` at the end.
+
+    With `tls13` the connection ends where the server there answers with an earlier version of TLS.
+    """
     near = _End(ended)
     near.transport = transport
     transport.pause_reading()
     transport.set_protocol(near)
     transport.set_write_buffer_limits()  # the usual ones: what is read there waits for what is read here
-    task = asyncio.get_running_loop().create_task(_connect(path, near, received))
+    task = asyncio.get_running_loop().create_task(_connect(path, near, received, tls13))
     _connecting.add(task)
     task.add_done_callback(_connecting.discard)
 
 
-async def _connect(path: str, near: _End, received: bytes) -> None:
-    far = _End()
+async def _connect(path: str, near: _End, received: bytes, tls13: bool) -> None:
+    far = _TLSEnd() if tls13 else _End()
     far.other = near  # before it connects: a gRPC server speaks first
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
@@ -84,3 +98,50 @@ class _End(asyncio.Protocol):
         if self.other is not None:
             self.other.transport.close()
             asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.other.transport.abort)
+
+
+class _TLSEnd(_End):
+    """The end at a server that speaks TLS: gRPC's takes 1.2 too, and cannot be told otherwise from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start: bytes | None = b""  # of what the server says, until its hello is there
+
+    def data_received(self, data: bytes) -> None:
+        if self._start is not None:
+            self._start += data
+            if (version := _negotiated_version(self._start)) is None:
+                return
+            if version != _TLS13:
+                _log.warning("dropping a connection to gRPC: its client speaks no TLS 1.3")
+                self.transport.abort()
+                return
+            data, self._start = self._start, None
+        super().data_received(data)
+
+
+def _negotiated_version(data: bytes) -> int | None:
+    """The version of TLS that a server's first bytes, a ServerHello, agree on; None while there are too few.
+
+    0 where they are none. An alert is let through.
+    """
+    if len(data) < 5:
+        return None
+    if data[0] != TLS_RECORD:
+        return _TLS13 if data[0] == _TLS_ALERT else 0  # an alert: let the client read it
+    end = 5 + int.from_bytes(data[3:5])
+    if len(data) < end:
+        return None
+    try:
+        at = 9 + 2 + 32  # the headers of record and handshake, the version before 1.3, the random
+        at += 1 + data[at] + 3  # session id, cipher, compression
+        (length,) = struct.unpack_from(">H", data, at)
+        at, end = at + 2, min(end, at + 2 + length)
+        while at < end:
+            kind, size = struct.unpack_from(">HH", data, at)
+            if kind == 43:  # supported_versions
+                return int.from_bytes(data[at + 4 : at + 4 + size])
+            at += 4 + size
+    except (struct.error, IndexError):
+        return 0
+    return 0x0303

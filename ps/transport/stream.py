@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from embershard.proto.errors import (
     InvalidRequest,
     ShardBusy,
     ShuttingDown,
+    TLSRequired,
     clipped,
     to_wire,
 )
@@ -54,7 +55,10 @@ from embershard.proto.wire import (
 )
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.monitoring.counters import TransportCounters
-from embershard.ps.transport.pipe import pipe_to
+from embershard.ps.transport.pipe import TLS_RECORD, pipe_to
+
+if TYPE_CHECKING:
+    from embershard.ps.transport.tls import Inside, TLSPort
 
 HELLO_SECONDS = 10.0  # to say what is spoken
 # A frame that has begun, and a reply that waits to be read, move at this rate, or their connection is dropped after so
@@ -70,6 +74,8 @@ RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
 UNSENT_BYTES = MAX_MESSAGE_BYTES
 ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
 _RETRY_MS = 100
+# a TLS record with the alert handshake_failure: what a server says that speaks no TLS
+_HANDSHAKE_FAILURE = bytes([0x15, 3, 1, 0, 2, 2, 40])
 
 _log = logging.getLogger(__name__)
 Pieces = list[bytes | memoryview]
@@ -79,6 +85,7 @@ class StreamServer:
     """The connections of one shard. All of it runs on the event loop, but for what Dispatch runs elsewhere.
 
     `foreign`, a Unix socket's path, is where connections go that speak something else; without it they are closed.
+    With `tls`, those over TCP have to use it, and `foreign` is for Unix sockets alone.
     """
 
     def __init__(
@@ -86,11 +93,13 @@ class StreamServer:
         dispatch: Dispatch,
         foreign: str = "",
         *,
+        tls: TLSPort | None = None,
         limit: int = MAX_MESSAGE_BYTES,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.dispatch = dispatch
         self.foreign = foreign
+        self.tls = tls
         self.limit = limit
         self.loop = asyncio.get_running_loop()
         self.counters, self.rejected = dispatch.counters.transports["stream"], dispatch.counters.rejected
@@ -137,6 +146,11 @@ class StreamServer:
         for connection in list(self.connections):
             connection.drop("")
 
+    def check_certificates(self) -> None:
+        """Drop the peers whose certificates were revoked since they came."""
+        for connection in list(self.connections):
+            connection.check_certificate()
+
     def _last_sign(self, worker: int, epoch: int) -> float:
         """When bytes of a worker's incarnation arrived last; on the apply thread."""
         signs = (c.last_sign for c in tuple(self.connections) if c.sender == (worker, epoch))
@@ -170,7 +184,10 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, server: StreamServer) -> None:
         self.sender: tuple[int, int] | None = None  # the worker and its epoch, once a request has said so
         self.last_sign = 0.0  # when bytes arrived last
+        self.peer_identity = ""  # whom its certificate names; nobody without TLS
         self._server = server
+        self._tls: TLSPort | None = None  # what it still has to go through
+        self._inside: Inside | None = None  # once it has
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0  # bytes of the hello
         self._reader: FrameReader | None = None
@@ -199,6 +216,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
+            self._tls = self._server.tls  # a Unix socket's peers are of this machine, and the system says who they are
             # between calls a peer may be silent, so that the system has to notice one whose machine is gone
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._server.connections.add(self)
@@ -227,7 +245,8 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def unsent_bytes(self) -> int:
         """Bytes of replies that the peer has not read."""
-        return self._transport.get_write_buffer_size()
+        size = self._transport.get_write_buffer_size()
+        return size if self._inside is None else size + self._inside.unsent_bytes
 
     def pause_writing(self) -> None:
         """A peer that does not read its replies gets no more of them."""
@@ -254,6 +273,16 @@ class Connection(asyncio.BufferedProtocol):
         elif self._reads.behind(now, unsent > 0, self._written - unsent) > wait_timeout:
             self._server.rejected["slow"] += 1
             self.drop(f"it has not read {unsent} bytes of replies for {wait_timeout:.0f} s")
+        elif self._inside is not None and self._inside.is_over(now, now - self.last_sign if not unsent else 0.0):
+            self._transport.close()  # the next one uses the certificates of that day
+
+    def check_certificate(self) -> None:
+        """Drop a peer whose certificate was revoked since it came."""
+        if self._inside is not None:
+            try:
+                self._inside.check()
+            except EmbershardError as error:
+                self._fail(error)
 
     def drop(self, reason: str) -> None:
         """End the connection and log the reason."""
@@ -285,7 +314,10 @@ class Connection(asyncio.BufferedProtocol):
         if hello[: len(MAGIC)] != MAGIC[: self._filled]:
             self._pass_on(hello)
         elif self._filled == HELLO_BYTES:
-            answer, agreed = server_hello(hello, Feature.CHECKSUM)
+            answer, agreed = server_hello(hello, Feature.CHECKSUM if self._tls is None else Feature.TLS)
+            if agreed is not None and Feature.TLS in agreed.features:
+                # before the answer: what comes next is for the handshake, and uvloop loses what comes before it
+                self._transport.pause_reading()
             self._transport.write(answer)
             self._server.counters.sent_bytes += len(answer)
             if agreed is None:
@@ -293,14 +325,63 @@ class Connection(asyncio.BufferedProtocol):
                 return
             self._checksum = Feature.CHECKSUM in agreed.features
             self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
+            if Feature.TLS in agreed.features:
+                self._begin_tls()
+            elif self._tls is not None:
+                self._fail(TLSRequired())
+            else:
+                self.check_certificate()
+
+    def _begin_tls(self) -> None:
+        assert self._tls is not None
+        self._reader, self._filled = None, 0  # a second hello comes, and only that one counts
+        if self._tls.is_full():
+            self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
+            return
+        self._tls.begin(self._handshake())
+
+    async def _handshake(self) -> None:
+        outer, tls = self._transport, self._tls
+        assert tls is not None
+        try:
+            self._transport, self._inside = await tls.handshake(outer, self, self._peer)
+        except EmbershardError as error:
+            self._refused(outer, str(error))
+            return
+        except OSError as error:
+            self._refused(outer, f"the TLS handshake did not end: {error.strerror or error}")
+            return
+        self._tls = None  # from here on, it is like any other
+        self.peer_identity = self._inside.identity
+        self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
+
+    def _refused(self, outer: asyncio.Transport, reason: str) -> None:
+        if not self._gone:  # else it was dropped, or it left
+            _log.warning("dropping the connection of %s: %s", self._peer, reason)
+        outer.abort()
+        self.connection_lost(None)  # which a failed handshake does not always call
 
     def _pass_on(self, received: bytes) -> None:
         self._server.connections.discard(self)
-        if not self._server.foreign:
+        # inside TLS, too, nothing else is passed on: gRPC's server would take it for a peer of this machine
+        target, is_tls = "" if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
+        if self._tls is not None:
+            target = self._tls.grpc if is_tls else self._tls.refusing_grpc
+            if is_tls and not self._tls.admit_grpc():
+                self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
+                return
+        elif is_tls and self._inside is None:
+            self._transport.write(_HANDSHAKE_FAILURE)
+            _log.warning(
+                "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)", self._peer
+            )
+            self._transport.close()
+            return
+        if not target:
             self.drop("it speaks something else than this protocol")
             return
         self._count(self._server.passed_on)
-        pipe_to(self._server.foreign, self._transport, received, self._end)
+        pipe_to(target, self._transport, received, self._end, tls13=is_tls)
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""

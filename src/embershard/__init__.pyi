@@ -4,6 +4,7 @@ from embershard import errors as errors
 from embershard.local_shards import local as local
 from embershard.proto.codec.user_defined import values_codec as values_codec
 from embershard.proto.errors import EmbershardError as EmbershardError
+from embershard.proto.security.tls import TLS as TLS
 from embershard.proto.spec import FTRL as FTRL
 from embershard.proto.spec import SGD as SGD
 from embershard.proto.spec import Adagrad as Adagrad

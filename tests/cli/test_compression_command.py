@@ -16,7 +16,7 @@ from embershard.worker.session.session import Session
 @pytest.fixture(autouse=True)
 def shards(monkeypatch):
     shards = InProcessShards(2)
-    monkeypatch.setattr(command.Client, "connect", lambda _, timeout: Client(shards.transports(), timeout=timeout))
+    monkeypatch.setattr(command.Client, "connect", lambda _, timeout, tls: Client(shards.transports(), timeout=timeout))
     session = Session(Client(shards.transports()))
     for name, optimizer in (("embedding", es.SGD(lr=1.0)), ("embedding.more", es.Adam(lr=1.0))):
         session.table(es.TableSpec(name=name, dim=2, optimizer=optimizer))

@@ -87,7 +87,7 @@ def test_a_checkpoint_is_exported_whole_and_imported(monkeypatch):
     assert int(model.get_buffer("deep.1.num_batches_tracked")) == 12  # batch norm's, which are the worker's
 
     fresh = local(1)
-    monkeypatch.setattr(import_command, "connect", lambda addresses: fresh)
+    monkeypatch.setattr(import_command, "connect", lambda addresses, tls: fresh)
     assert "table embedding: 20 rows" in embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700")
     (table,) = (table for table in fresh.tables if table.spec.name == "embedding")
     assert torch.equal(table.pull(torch.arange(20)), weights["embedding.weight"])

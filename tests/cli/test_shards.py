@@ -96,3 +96,14 @@ def test_trained_weights_have_one_source(words, ps, opened, tmp_path, monkeypatc
     done = run(*words, ps=ps)
     assert taken == ([opened] if opened else [])
     assert opened or done.exit_code == 2
+
+
+def test_a_command_that_takes_shards_takes_certificates():
+    without = set()
+    for name in cli.COMMANDS:
+        command = cli._load(name)
+        for part in getattr(command, "commands", {"": command}).values():
+            options = {option for param in part.params for option in param.opts}
+            if "--ps" in options and "--tls" not in options:
+                without.add(name)
+    assert without == {"compare"}

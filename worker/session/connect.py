@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.messages import READ_ONLY_WORKER
+from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
@@ -32,6 +33,7 @@ def connect(
     bandwidth: str = UNLIMITED,
     compression: Compression | None = None,
     imports: Sequence[str] = (),
+    tls: TLS | None = None,
 ) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
@@ -43,6 +45,7 @@ def connect(
     is. With `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
     `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
     `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
+    With `tls`, nothing is sent over TCP that is not encrypted; BadCertificate where its files cannot be used.
     """
     terms = Terms(
         workers=workers,
@@ -65,6 +68,7 @@ def connect(
         timeout=timeout,
         recovery_timeout=recovery_timeout,
         bandwidth=bits,
+        tls=tls,
     )
     client.compressor.find = codecs.find
     try:

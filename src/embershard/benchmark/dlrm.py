@@ -13,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from embershard.benchmark.ids import ZipfIds
 from embershard.benchmark.settings import FIELDS, NUM_DENSE, POOL, Lap, Train, TransportName
 from embershard.local_shards import local
+from embershard.proto.security.tls import TLS
 from embershard.proto.spec import Adagrad
 from embershard.proto.timing import Recorder, TimeSplit, end_step, span
 from embershard.worker.models.ctr.dlrm import DLRM
@@ -48,7 +49,8 @@ class TrainWorker:
     def __init__(self, settings: Train, addresses: Sequence[str], rank: int) -> None:
         torch.set_num_threads(1)
         on_shards = settings.transport is not TransportName.LOCAL
-        self._session = connect(addresses, worker=rank) if on_shards else local(settings.shards)
+        tls = TLS(settings.tls) if settings.tls else None
+        self._session = connect(addresses, worker=rank, tls=tls) if on_shards else local(settings.shards)
         self._model = wrap(make_model(settings, "meta"), self._session, optimizer=Adagrad(lr=LR), prefix="bench/")
         self._batches, self._staleness = make_batches(settings, rank), settings.prefetch
         self._recorder = Recorder()

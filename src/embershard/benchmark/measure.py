@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -124,7 +125,7 @@ def _serve(
         yield tuple(parse_addresses(settings.ps)), (), lambda: None
     else:
         rpc = settings.transport is TransportName.RPC
-        with LocalShards(settings.shards, rpc=rpc) as shards:
+        with LocalShards(settings.shards, rpc=rpc, tls=Path(settings.tls) if settings.tls else None) as shards:
             bare = shards.rpc_addresses if rpc else shards.addresses
             addresses = tuple(_SCHEME[settings.transport] + address for address in bare)
             yield addresses, shards.pids, lambda: shards.failure

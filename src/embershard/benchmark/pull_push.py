@@ -13,6 +13,7 @@ from embershard.benchmark.settings import POOL, Lap, PullPush, TransportName
 from embershard.local_shards import local
 from embershard.proto.arrays import Ids
 from embershard.proto.routing import make_route
+from embershard.proto.security.tls import TLS
 from embershard.proto.spec import OPTIMIZERS, TableSpec, Uniform
 from embershard.worker.client.client import Client
 
@@ -26,7 +27,7 @@ class PullPushWorker:
         if settings.transport is TransportName.LOCAL:
             self._client = local(settings.shards).client
         else:
-            self._client = Client.connect(addresses, worker=rank)
+            self._client = Client.connect(addresses, worker=rank, tls=TLS(settings.tls) if settings.tls else None)
         optimizer = OPTIMIZERS[settings.optimizer](lr=0.01)
         name = f"bench/{settings.optimizer}-{settings.dim}"
         self._spec = TableSpec(name=name, dim=settings.dim, optimizer=optimizer, initializer=Uniform())

@@ -40,6 +40,7 @@ class Setup(BaseModel):
 
     transport: TransportName = TransportName.STREAM
     ps: tuple[str, ...] = ()  # addresses of shards that run already; without them `shards` are started
+    tls: str = ""  # folder of certificates of shards and workers; they use them over TCP
     shards: Shards = 2
     workers: Workers = 1
     rows: Rows = 1_000_000  # ids are 0..rows - 1

@@ -36,6 +36,7 @@ COMMANDS = {
     "snapshot": "Write all shards to a folder, or to remote storage, while they train.",
     "restore": "Read a snapshot into running shards, of any number.",
     "inspect": "Show what a snapshot holds; --verify checks every file.",
+    "keys": "Make certificates for shards and workers.",
     "log": "Show what a shard's log holds, or cut it.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }

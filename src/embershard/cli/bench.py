@@ -16,6 +16,7 @@ from embershard.benchmark.report import curve_row, figures, parts_table, points_
 from embershard.benchmark.settings import PullPush, Train, TransportName
 from embershard.benchmark.sweep import AnyResult, Axis, Sweep, plan, run_sweep
 from embershard.cli.signals import ended_by_signals
+from embershard.cli.tls import TLSOption
 from embershard.proto.spec import OPTIMIZERS
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.reporting.log import make_folder
@@ -53,6 +54,7 @@ Output = Annotated[Path | None, typer.Option(help="Folder for the result as JSON
 def ps(
     transport: Transport = None,
     ps: Ps = "",
+    tls: TLSOption = None,
     shards: Shards = None,
     workers: Workers = 1,
     rows: Annotated[int, typer.Option(help="Ids are 0..ROWS-1.", min=1)] = 1_000_000,
@@ -72,8 +74,8 @@ def ps(
     A step makes its ids unique and groups them by shard, pulls the rows, and pushes as many gradients.
     """
     settings = _checked(
-        PullPush, **_shards(transport, ps, shards), workers=workers, rows=rows, ids=ids, skew=skew, dim=dim,
-        optimizer=optimizer, fill=fill, warmup=warmup, steps=steps, rounds=rounds, seed=seed,
+        PullPush, **_shards(transport, ps, shards), tls=str(tls or ""), workers=workers, rows=rows, ids=ids,
+        skew=skew, dim=dim, optimizer=optimizer, fill=fill, warmup=warmup, steps=steps, rounds=rounds, seed=seed,
     )  # fmt: skip
     _measure(lambda: measure_pull_push(settings), output, "ps")
 
@@ -82,6 +84,7 @@ def ps(
 def train(
     transport: Transport = None,
     ps: Ps = "",
+    tls: TLSOption = None,
     shards: Shards = None,
     workers: Workers = 1,
     batch: Annotated[int, typer.Option(help="Samples per step and worker.", min=1)] = 2048,
@@ -103,7 +106,8 @@ def train(
     if not (prefetch == "off" or (prefetch.isascii() and prefetch.isdigit())):
         raise typer.BadParameter(f"--prefetch must be a staleness of 0 or more, or off; got {prefetch!r}")
     settings = _checked(
-        Train, **_shards(transport, ps, shards), workers=workers, batch=batch, rows=rows, skew=skew, dim=dim,
+        Train, **_shards(transport, ps, shards), tls=str(tls or ""), workers=workers, batch=batch, rows=rows,
+        skew=skew, dim=dim,
         prefetch=None if prefetch == "off" else int(prefetch), warmup=warmup, steps=steps, rounds=rounds, seed=seed,
         beside_torch=torch,
     )  # fmt: skip

@@ -13,9 +13,11 @@ from rich.table import Table
 
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import UnknownTable
 from embershard.proto.messages import Compress, TableCodecs, TableStatus
+from embershard.proto.security.tls import TLS
 from embershard.worker.client.client import Client
 from embershard.worker.compression.settings import advice
 from embershard.worker.patterns import matches
@@ -28,10 +30,13 @@ compression = typer.Typer(
 
 @compression.command("show")
 def show(
-    ps: RunningShards = None, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    ps: RunningShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show every table's codecs: those that its workers use, and those that the shards were told."""
-    with _client(ps) as client:
+    with _client(ps, tls_of(tls, tls_server_name)) as client:
         tables, told = _tables(client), settings_of(client)
     revision, said = told.revision, {part.table: part for part in told.tables}
     if as_json:
@@ -63,13 +68,15 @@ def set_codecs(
         ),
     ],
     ps: RunningShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
 ) -> None:
     """Have the workers switch; they do before their next step, and say so in their log.
 
     A codec that a table cannot have, or that a shard was not started with, is refused, and nothing is switched then.
     """
     given = _directions(codecs)
-    with _client(ps) as client:
+    with _client(ps, tls_of(tls, tls_server_name)) as client:
         tables = _tables(client)
         names = [name for name in tables if matches(name, table)]
         if not names:
@@ -87,8 +94,8 @@ def set_codecs(
 
 
 @contextlib.contextmanager
-def _client(ps: str | None) -> Iterator[Client]:
-    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT)) as client:
+def _client(ps: str | None, tls: TLS | None) -> Iterator[Client]:
+    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls)) as client:
         yield client
 
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from embershard.cli.shards import RunningShards, shards_of_up
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.doctor.case import Case, open_case
 from embershard.doctor.check import Check, Finding, Level
 from embershard.doctor.checks import SUBJECTS
@@ -49,6 +50,8 @@ class Answer:
 
 def doctor(
     ps: RunningShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     job: Annotated[Path | None, typer.Option(help="A job file that is to run here.")] = None,
     run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
     data: Annotated[
@@ -59,7 +62,7 @@ def doctor(
 ) -> None:
     """Check this machine, and the shards, the job and the run that are named; exit code 1 if anything fails."""
     named = shards_of_up() if ps is None else [ps]
-    answers = list(_answers(open_case(",".join(named), job, data, run, log_dir)))
+    answers = list(_answers(open_case(",".join(named), job, data, run, log_dir, tls_of(tls, tls_server_name))))
     failed = any(answer.finding.level is Level.FAIL for answer in answers)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": [answer.as_json() for answer in answers]}))

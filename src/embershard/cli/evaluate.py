@@ -15,6 +15,7 @@ from embershard.benchmark.picture import can_draw, draw_reliability
 from embershard.cli.shards import NamedShards
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.source import Source, check_one_source, open_source
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
@@ -34,6 +35,8 @@ def evaluate(
         ),
     ] = None,
     ps: NamedShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     on: Annotated[
         Path | None, typer.Option(help="A file of the job's reader to score, instead of the job's own splits.")
     ] = None,
@@ -71,7 +74,7 @@ def evaluate(
     torch.set_num_threads(threads)
     split = None if on is None else str(on)
     with ended_by_signals(), contextlib.ExitStack() as stack:
-        found = open_source(source, ps, stack, latest=latest, imports=imports or ())
+        found = open_source(source, ps, stack, latest=latest, imports=imports or (), tls=tls_of(tls, tls_server_name))
         settings = with_preprocessing(settings, job.parent, found.checkpoint)
         dataset = (
             settings.data.open(job.parent, settings.train.seed) if on is None else open_file(settings, job.parent, on)

@@ -13,6 +13,7 @@ import typer
 
 from embershard.cli.shards import NamedShards
 from embershard.cli.source import check_one_source, open_source
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
@@ -42,6 +43,8 @@ def export(
     ],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
     ps: NamedShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     onnx: Annotated[bool, typer.Option("--onnx", help="Write the dense part as ONNX too.")] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")
@@ -68,7 +71,9 @@ def export(
     with contextlib.ExitStack() as stack:
         # to write tables down they need not be in memory; to score by them they must
         dense = None if onnx or int8 else [f"{settings.prefix}dense", f"{settings.prefix}dense.blocks"]
-        found = open_source(given, ps, stack, latest=latest, imports=imports or (), tables=dense)
+        found = open_source(
+            given, ps, stack, latest=latest, imports=imports or (), tables=dense, tls=tls_of(tls, tls_server_name)
+        )
         settings = with_preprocessing(settings, job.parent, found.checkpoint)
         dataset = settings.data.open(job.parent, settings.train.seed)
         if int8 and not dataset.splits:

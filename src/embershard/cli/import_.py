@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from embershard.cli.shards import RunningShards, find_shards
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
@@ -19,6 +20,8 @@ def import_(
     job: Annotated[Path, typer.Argument(help="The job file that the shards' tables are made by.")],
     state: Annotated[Path, typer.Argument(help="A state_dict as safetensors, or the folder of an export.")],
     ps: RunningShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,
@@ -33,6 +36,6 @@ def import_(
         raise JobError(where=str(job), reason=f"{mode} keeps weights in the workers; import with --set strategy=ps")
     settings = with_preprocessing(settings, job.parent)
     schema = settings.data.open(job.parent, settings.train.seed).schema
-    with connect(find_shards(ps)) as session:
+    with connect(find_shards(ps), tls=tls_of(tls, tls_server_name)) as session:
         for table, rows in import_state(state, settings, schema, session).items():
             typer.echo(f"table {table}: {rows:,} rows")

@@ -17,6 +17,7 @@ from embershard.cli.durability import (
 )
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption
 from embershard.cli.sizes import memory_bytes
+from embershard.cli.tls import TLSOption, tls_of
 from embershard.ps.server import ServerOptions, serve
 
 
@@ -33,6 +34,7 @@ def ps(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without protection.")
     ] = False,
+    tls: TLSOption = None,
     rpc: Annotated[
         str, typer.Option(help="host:port at which to serve torch.distributed.rpc too; it executes pickles.")
     ] = "",
@@ -85,5 +87,6 @@ def ps(
         metrics=metrics,
         log_format=log_format,
         trace=trace,
+        tls=tls_of(tls),
     )
     raise typer.Exit(serve(options))

@@ -11,6 +11,7 @@ import typer
 
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, restore_snapshot
 from embershard.worker.client.client import Client
 
@@ -20,6 +21,8 @@ def restore(
         str, typer.Argument(help="Folder of snapshots (the latest is taken), or one snapshot in it; or an fsspec URL.")
     ],
     ps: RunningShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     name: Annotated[str, typer.Option(help="Name of the snapshot in the folder.  [default: the latest]")] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")
@@ -30,7 +33,9 @@ def restore(
 ) -> None:
     """Give running shards, of any number, the rows and optimizer states of a snapshot."""
     began = time.monotonic()
-    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT)) as client:
+    with contextlib.closing(
+        Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
+    ) as client:
         wait = timedelta(seconds=wait_timeout)
         manifest = restore_snapshot(client, folder, name, replace_tables=replace, wait_timeout=wait)
     typer.echo(

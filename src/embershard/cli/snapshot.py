@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from embershard.cli.shards import RunningShards, find_shards
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, take_snapshot
 from embershard.worker.client.client import Client
 
@@ -22,6 +23,8 @@ def snapshot(
         typer.Argument(help="Folder that all shards and this machine share, or an fsspec URL (s3://..., gs://...)."),
     ],
     ps: RunningShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     name: Annotated[str, typer.Option(help="Name of the snapshot.  [default: the time]")] = "",
     at_clock: Annotated[
         int | None,
@@ -50,7 +53,9 @@ def snapshot(
     ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
     """Take a snapshot of all shards, rows and optimizer states, while they go on serving."""
-    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT)) as client:
+    with contextlib.closing(
+        Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
+    ) as client:
         wait = timedelta(seconds=wait_timeout)
         taken = take_snapshot(
             client, folder, name, at_clock=at_clock, keep=keep, incremental=incremental, wait_timeout=wait

@@ -17,6 +17,7 @@ from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import SnapshotNotFound
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.routing import make_route
+from embershard.proto.security.tls import TLS
 from embershard.proto.snapshot.stored import StoredSnapshot
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, best_checkpoint, checkpoint_at
@@ -54,6 +55,7 @@ def open_source(
     latest: bool = False,
     imports: Sequence[str] = (),
     tables: Collection[str] | None = None,
+    tls: TLS | None = None,
 ) -> Source:
     """Open the weights of a checkpoint or a snapshot (folder or URL), or, without one, those of shards, to read them.
 
@@ -63,9 +65,8 @@ def open_source(
     without it all are, and all fit memory.
     """
     if source is None:
-        client = Client.connect(
-            parse_addresses(ps or ""), worker=READ_ONLY_WORKER
-        )  # not one whose loading it would end
+        # not a worker whose loading it would end
+        client = Client.connect(parse_addresses(ps or ""), worker=READ_ONLY_WORKER, tls=tls)
         stack.callback(client.close)
         return Source(ReadOnlySession(client), None, None)
     if (Path(source) / "best").is_dir():  # a run's folder

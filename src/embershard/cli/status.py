@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from embershard.cli.shards import FIRST_OF_UP, RunningShards, shards_of_up
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Request, ShardStatus
@@ -58,12 +59,15 @@ class Seen:
 
 def status(
     ps: RunningShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --watch one a line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show every shard, its tables, and the workers that train; exit code 1 if a shard does not serve."""
     named = parse_addresses(ps) if ps is not None else shards_of_up() or [FIRST_OF_UP]
-    transports = [transport_for(address) for address in named]
+    certificates = tls_of(tls, tls_server_name)
+    transports = [transport_for(address, tls=certificates) for address in named]
     try:
         rounds, console = _rounds(transports) if watch else islice(_rounds(transports), 1), Console()
         if as_json:

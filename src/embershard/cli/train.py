@@ -21,6 +21,7 @@ from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEvery
 from embershard.cli.recovery import Recoveries
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.attempts import (
     AttemptPolicy,
@@ -41,6 +42,7 @@ from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
 from embershard.proto.monitoring.exporter import check_addresses, check_installed, parse_address
 from embershard.proto.monitoring.logs import log_as_json
+from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -68,6 +70,8 @@ def train(
             help="host:port of every shard, with commas between.  [default: shards are started here]",
         ),
     ] = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
     bandwidth: Annotated[
@@ -148,6 +152,8 @@ def train(
     command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
+    certificates = None if ps is None else tls_of(tls, tls_server_name)  # shards started here are on Unix sockets
+    command += tls_words(certificates)
     make_folder(folder)
     try_job(settings, job, sets, data, imports or (), say)
     for line in compression_advice(settings):
@@ -167,6 +173,7 @@ def train(
                 recoveries=Recoveries(folder, say),
                 metrics=addresses,
                 trace=trace,
+                tls=certificates,
                 panel=stack.enter_context(LocalPanel(folder, say)) if dash else None,
             )
             started.train(checkpoint)
@@ -268,6 +275,7 @@ class _LocalJob:
     metrics: Sequence[str] = ()
     trace: str = ""
     panel: LocalPanel | None = None
+    tls: TLS | None = None  # to the shards that run already
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -307,7 +315,7 @@ class _LocalJob:
         with contextlib.ExitStack() as stack:
             local = self._local_shards(stack) if job.has_shards and ps is None else None
             if ps is not None:
-                _meet_shards(ps, checkpoint, self.replace, timeout)
+                _meet_shards(ps, checkpoint, self.replace, timeout, self.tls)
             if local is not None:
                 stack.callback(local.close)
                 local.start()
@@ -424,7 +432,13 @@ def _restore_onto(local: LocalShards, checkpoint: Checkpoint, replace: bool) -> 
         raise
 
 
-def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool, timeout: timedelta = _START_TIMEOUT) -> None:
+def _meet_shards(
+    ps: str,
+    checkpoint: Checkpoint | None,
+    replace: bool,
+    timeout: timedelta = _START_TIMEOUT,
+    tls: TLS | None = None,
+) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
 
     Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them.
@@ -434,7 +448,7 @@ def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool, timeout:
     """
     from embershard.worker.client.client import Client
 
-    with contextlib.closing(Client.connect(parse_addresses(ps), timeout=timeout)) as client:
+    with contextlib.closing(Client.connect(parse_addresses(ps), timeout=timeout, tls=tls)) as client:
         if checkpoint is not None and checkpoint.manifest.snapshot:
             from embershard.worker.checkpoint.checkpoint import SNAPSHOT
             from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot

@@ -19,6 +19,7 @@ from embershard.cli.durability import (
     checked_log_bytes,
 )
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption, say
+from embershard.cli.tls import TLSOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto.monitoring.exporter import check_addresses, check_installed
 from embershard.proto.monitoring.logs import log_as_json
@@ -38,6 +39,7 @@ def up(
             "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
         ),
     ] = None,
+    tls: TLSOption = None,
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
@@ -71,6 +73,7 @@ def up(
         metrics=check_addresses(metrics, shards) if metrics else (),
         log_format=log_format,
         trace=trace,
+        tls=tls,
         report=partial(say, err=True),
         forward=partial(typer.echo, err=True),
     )

@@ -28,12 +28,14 @@ from embershard.cli.monitoring import (
     say,
 )
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
 from embershard.proto.monitoring.logs import log_as_json, logs_json
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
+from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
@@ -68,6 +70,8 @@ def worker(
             help="host:port of every shard, with commas between, for a strategy that has some. -: a line of stdin.",
         ),
     ] = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,
@@ -146,7 +150,7 @@ def worker(
     timeout = timedelta(seconds=join_timeout)
     own = rank if local_rank is None else local_rank
     place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here, metrics)
-    place = dataclasses.replace(place, trace=trace, trace_every=trace_every)
+    place = dataclasses.replace(place, trace=trace, trace_every=trace_every, tls=tls_of(tls, tls_server_name))
     _prepare(settings, place)
     profile = profile and rank == 0
     try:
@@ -178,6 +182,7 @@ class WorkerRanks:
     metrics: str = ""
     trace: str = ""
     trace_every: int = 1000
+    tls: TLS | None = None
 
 
 def _train(
@@ -295,6 +300,7 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
         local_steps=train.local_steps,
         bandwidth=job.network.bandwidth,
         imports=imports,
+        tls=place.tls,
     )
     if place.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
         session.switching.say = say

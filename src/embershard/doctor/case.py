@@ -13,6 +13,7 @@ from embershard.doctor.probe import Probe, probe_all
 from embershard.doctor.run_record import RunRecord, read_run
 from embershard.proto.errors import BadAddress, EmbershardError, JobError
 from embershard.proto.messages import ShardStatus
+from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Case:
     data_mistake: str = ""
     run: RunRecord | None = None
     log_dir: Path | None = None
+    tls: TLS | None = None
 
     @property
     def log_folder(self) -> Path | None:
@@ -58,7 +60,12 @@ class Case:
 
 
 def open_case(
-    addresses: str, job: Path | None, data: Path | None, run: Path | None, log_dir: Path | None = None
+    addresses: str,
+    job: Path | None,
+    data: Path | None,
+    run: Path | None,
+    log_dir: Path | None = None,
+    tls: TLS | None = None,
 ) -> Case:
     """Look at what was named; a dead address takes `probe.DEADLINE`, however many there are."""
     probes: Sequence[Probe] = ()
@@ -66,7 +73,7 @@ def open_case(
     found = None
     if addresses:
         try:
-            probes = probe_all(parse_addresses(addresses))
+            probes = probe_all(parse_addresses(addresses), tls=tls)
         except BadAddress as error:
             address_mistake = str(error)
     if job is not None:
@@ -85,6 +92,7 @@ def open_case(
         data_mistake=data_mistake,
         run=read_run(run) if run is not None else None,
         log_dir=log_dir,
+        tls=tls,
     )
 
 

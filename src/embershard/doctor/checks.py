@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from embershard.doctor import compute, folders, installation, logs, machine, runs, shards
+from embershard.doctor import certificates, compute, folders, installation, logs, machine, runs, shards
 from embershard.doctor import job as clocks
 from embershard.doctor.check import Check
 
@@ -14,6 +14,7 @@ SUBJECTS: Mapping[str, Sequence[Check]] = {
     "computing": compute.CHECKS,
     "files": [*folders.CHECKS, *logs.CHECKS],
     "shards": shards.CHECKS,
+    "certificates": certificates.CHECKS,
     "workers": clocks.CHECKS,
     "run": runs.CHECKS,
 }

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Greeting, Hello, ShardStatus
+from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Deadline
-from embershard.proto.transport.grpc import GrpcTransport
+from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.io_thread import connect_beside, io_loop
-from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Transport, Unreachable
 
 DEADLINE = timedelta(seconds=3)
@@ -71,12 +71,12 @@ class Probe:
         return self.address.removeprefix("grpc+").rpartition("://")[2]
 
 
-def probe_all(addresses: Sequence[str], deadline: timedelta = DEADLINE) -> list[Probe]:
+def probe_all(addresses: Sequence[str], deadline: timedelta = DEADLINE, tls: TLS | None = None) -> list[Probe]:
     """Ask all of them at once; what is not known by the deadline stays as it was."""
     probes = [Probe(address) for address in addresses]
     limit = Deadline(deadline)
     # daemon threads: looking a name up cannot be interrupted, and must not hold up the end of the process
-    threads = [threading.Thread(target=_ask, args=(probe, limit), daemon=True) for probe in probes]
+    threads = [threading.Thread(target=_ask, args=(probe, limit, tls), daemon=True) for probe in probes]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,15 +84,15 @@ def probe_all(addresses: Sequence[str], deadline: timedelta = DEADLINE) -> list[
     return [replace(probe) for probe in probes]  # what comes later does not change them
 
 
-def _ask(probe: Probe, limit: Deadline) -> None:
+def _ask(probe: Probe, limit: Deadline, tls: TLS | None) -> None:
     with contextlib.suppress(Unreachable, EmbershardError, TimeoutError):  # it has gone: what is known of it is told
         if _reaches(probe, limit) and not probe.is_rpc:
-            _question(probe, limit)
+            _question(probe, limit, tls)
 
 
-def _question(probe: Probe, limit: Deadline) -> None:
-    stream = StreamTransport(probe.address if probe.address.startswith("tcp://") else probe.bare)
-    grpc = GrpcTransport(probe.bare)
+def _question(probe: Probe, limit: Deadline, tls: TLS | None) -> None:
+    stream = transport_for(probe.address if probe.address.startswith("tcp://") else probe.bare, tls=tls)
+    grpc = transport_for(f"grpc+{probe.bare}" if probe.bare.startswith("unix:") else f"grpc://{probe.bare}", tls=tls)
     try:
         probe.stream_greeting, probe.stream_problem = _greeting(stream, limit)
         probe.grpc_greeting, probe.grpc_problem = _greeting(grpc, limit)

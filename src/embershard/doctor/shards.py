@@ -135,7 +135,7 @@ def placement(case: Case) -> Finding | None:
         named = {probe.greeting.shard for probe in case.probes if probe.greeting is not None}
         missing = [index for index in range(case.shards) if index not in named]
         return fail(f"of {case.shards} shards, {numbers(missing)} did not answer; silent: {some(silent)}")
-    transports = [transport_for(probe.address) for probe in case.probes]
+    transports = [transport_for(probe.address, tls=case.tls) for probe in case.probes]
     try:
         links = handshake(transports, 0, Deadline(_GREET_TIMEOUT))
     except (WrongShards, ShardUnavailable) as error:

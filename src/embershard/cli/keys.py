@@ -1,0 +1,84 @@
+"""`embershard keys`: certificates for shards and workers, of an authority of one's own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.deploy.authority import Authority, CannotIssue, general_name, replace_file, write_new
+from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, REVOKED
+
+keys = typer.Typer(no_args_is_help=True, help="Make certificates for shards and workers.")
+
+AuthorityFolder = Annotated[
+    Path, typer.Option("--authority", "-a", metavar="DIR", help="The folder that `embershard keys init` made.")
+]
+
+
+@keys.command("init")
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder for the authority's key.")],
+    name: Annotated[str, typer.Option(help="Its name, for people.")] = "embershard lab",
+) -> None:
+    """Make a certificate authority; whoever has its key (DIR/ca.key) can take part in every job that trusts it."""
+    Authority.create(name).save(folder)
+    typer.echo(f"{folder / AUTHORITIES} and its key; issue certificates with `embershard keys issue NAME -a {folder}`")
+
+
+@keys.command("issue")
+def issue(
+    name: Annotated[str, typer.Argument(help="Whom the certificate names, as shard-0 or worker.")],
+    authority: AuthorityFolder,
+    covered: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name",
+            help="Host name or IP address of a shard, or an identity (spiffe://..., an e-mail address); "
+            "may be repeated.  [default: NAME]",
+        ),
+    ] = None,
+    days: Annotated[int, typer.Option(help="For how long it is valid.", min=1, max=3650)] = 365,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where its files go.  [default: NAME in the authority's folder]")
+    ] = None,
+) -> None:
+    """Issue a certificate: a folder for --tls, with tls.crt, tls.key and ca.crt."""
+    names = covered or [name]
+    for one in names:
+        try:
+            general_name(one)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    if output is None and (not name or "/" in name or name.startswith(".")):
+        raise typer.BadParameter(f"{name!r} cannot be the name of a folder; say where the files go with --output")
+    folder = authority / name if output is None else output
+    write_new(folder, Authority.load(authority).issue(name, names, timedelta(days=days)))
+    typer.echo(f"{folder}: a certificate of {name!r} for {', '.join(names)}, valid for {days} days")
+
+
+@keys.command("revoke")
+def revoke(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of certificates to trust no more.")],
+    authority: AuthorityFolder,
+) -> None:
+    """Revoke certificates: writes crl.pem, to be copied into the folder of every shard and worker."""
+    from cryptography import x509
+
+    ours, path = Authority.load(authority), authority / REVOKED
+    data = path.read_bytes() if path.exists() else b""
+    for folder in folders:
+        try:
+            certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise CannotIssue(path=str(folder / CERTIFICATE), reason=f"no certificate can be read ({reason})") from None
+        if certificate.issuer != ours.certificate.subject:
+            raise CannotIssue(
+                path=str(folder / CERTIFICATE), reason="another authority has issued it, and can revoke it"
+            )
+        data = ours.revoke(certificate, data)
+    replace_file(path, data)
+    typer.echo(f"{path}: copy it into the folder of every shard and worker; they use it within 10 s")

@@ -1,0 +1,98 @@
+"""What a folder of certificates must hold, and what is said where it does not."""
+
+from datetime import timedelta
+
+import pytest
+
+from embershard.deploy.authority import Authority
+from embershard.proto.errors import BadCertificate
+from embershard.proto.security.credentials import CertificateFolder, Credentials
+from embershard.proto.security.tls import TLS
+from harness.certificates import DAY, issue, replace, revoke
+
+
+def problem_of(folder):
+    with pytest.raises(BadCertificate) as caught:
+        Credentials.load(folder)
+    return caught.value.fields["problem"], caught.value.fields["path"]
+
+
+@pytest.mark.parametrize("name", ["tls.crt", "tls.key", "ca.crt"])
+@pytest.mark.parametrize(("data", "problem"), [(None, "missing"), (b"", "unreadable"), (b"-----BEGIN", "unreadable")])
+def test_a_file_that_is_missing_or_is_none_is_named(tmp_path, name, data, problem):
+    issue(tmp_path)
+    (tmp_path / name).unlink()
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    assert problem_of(tmp_path) == (problem, str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("certificate", "problem"),
+    [({"start": -2 * DAY, "days": 1}, "expired"), ({"start": timedelta(hours=1)}, "not_yet_valid")],
+)
+def test_a_certificate_is_refused_outside_its_time(tmp_path, certificate, problem):
+    assert problem_of(issue(tmp_path, **certificate).path) == (problem, str(tmp_path / "tls.crt"))
+
+
+def test_a_key_of_another_certificate_is_refused(tmp_path):
+    issue(tmp_path)
+    other = issue(tmp_path / "other")
+    replace(tmp_path, {"tls.key": (other.path / "tls.key").read_bytes()})
+    assert problem_of(tmp_path) == ("wrong_key", str(tmp_path / "tls.key"))
+
+
+def test_an_encrypted_key_is_refused_and_no_terminal_is_asked(tmp_path):
+    from cryptography.hazmat.primitives import serialization as s
+
+    issue(tmp_path)
+    key = s.load_pem_private_key((tmp_path / "tls.key").read_bytes(), None)
+    encrypted = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.BestAvailableEncryption(b"word"))
+    replace(tmp_path, {"tls.key": encrypted})
+    assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "tls.key"))
+
+
+def test_a_revocation_list_must_be_of_a_trusted_authority(tmp_path):
+    issue(tmp_path)
+    revoke(tmp_path, tmp_path, authority=Authority.create("another"))
+    assert problem_of(tmp_path) == ("foreign", str(tmp_path / "crl.pem"))
+    replace(tmp_path, {"crl.pem": b"nothing"})
+    assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "crl.pem"))
+
+
+def test_a_folder_is_read_again_when_a_link_of_it_is_swapped(tmp_path):
+    """As Kubernetes replaces a secret: the files are links through one folder link, which is replaced."""
+    for name in ("first", "second"):
+        issue(tmp_path / name)
+    (tmp_path / "..data").symlink_to("first")
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / name).symlink_to(f"..data/{name}")
+    folder = CertificateFolder(TLS(tmp_path))
+    before = folder.current
+    assert not folder.refresh()
+    (tmp_path / "..next").symlink_to("second")
+    (tmp_path / "..next").rename(tmp_path / "..data")
+    assert folder.refresh()
+    assert folder.current.leaf != before.leaf
+
+
+@pytest.mark.parametrize("bad", [{"tls.crt": b"?"}, {"tls.key": b"?"}, {"ca.crt": b"?"}, {"crl.pem": b"?"}])
+def test_bad_files_are_reported_once_and_those_of_before_stay_in_use(tmp_path, caplog, bad):
+    folder = CertificateFolder(issue(tmp_path))
+    before = folder.current
+    replace(tmp_path, bad)
+    assert not folder.refresh()
+    assert not folder.refresh()
+    assert folder.current is before
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelname == "ERROR"
+    (tmp_path / "crl.pem").unlink(missing_ok=True)
+    issue(tmp_path)
+    assert folder.refresh()
+
+
+def test_a_certificate_that_expires_within_a_week_is_warned_of(tmp_path, caplog):
+    CertificateFolder(issue(tmp_path, days=9))
+    assert "expires" not in caplog.text
+    CertificateFolder(issue(tmp_path, days=7))
+    assert "expires" in caplog.text
