@@ -212,6 +212,9 @@ bench-ages: setup  ## what delay does to an optimizer's learning rate, with and 
 bar-metrics: setup  ## Prometheus scrapes a live job: every query has an answer, and training does not notice (15 minutes; apt-get install prometheus; ARGS="--only queries")
 	$(BIN)/python bench/bar_metrics.py $(ARGS)
 
+bench-trace: setup  ## what traces cost a step: one in so many against none (10 minutes)
+	$(BIN)/python bench/trace.py $(ARGS)
+
 bar-torn: setup  ## a shard's log cut at every byte of its last records, and 10^5 flipped bits (3 minutes)
 	$(BIN)/python bench/bar_torn.py $(ARGS)
 

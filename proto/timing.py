@@ -134,6 +134,10 @@ class Tracer(Protocol):
         """End a step that was traced."""
         ...
 
+    def stop(self) -> None:
+        """Trace no further step."""
+        ...
+
 
 class Recorder:
     """Collects the spans of all threads, step by step, while it is installed (`with Recorder() as recorder:`).
@@ -173,6 +177,8 @@ class Recorder:
     ) -> None:
         global _recorder
         _recorder = self._before
+        if self.tracer is not None:
+            self.tracer.stop()
 
     def begin(self) -> None:
         """A step begins; what was collected since the last one ended is dropped."""

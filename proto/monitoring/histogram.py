@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-BOUNDS = tuple(50e-6 * 2**n for n in range(16))  # seconds: 50 us, 100 us, ... 1.6 s; what took longer is counted apart
-_PER_SECOND = 1 / BOUNDS[0]
+# seconds: 50 us, 100 us, ... 1.6 s; what took longer is counted apart
+BOUNDS: tuple[float, ...] = tuple(50e-6 * 2**n for n in range(16))
+_PER_SECOND: float = 1 / BOUNDS[0]
 _LAST = len(BOUNDS)
 
 

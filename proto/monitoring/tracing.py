@@ -122,7 +122,7 @@ class SpanSender:
             if failed and not told:
                 told = True
                 _log.warning("traces are dropped: the collector at %s does not take them", self._url)
-        exporter.shutdown()
+        exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _made(self, trace: bytes, spans: Sequence[Span], epoch_ns: int) -> list[Any]:
         from opentelemetry.sdk.resources import Resource
@@ -181,6 +181,11 @@ class StepTracer:
         # those without a parent are parts of the step; what began before it is another one's
         own = [one if one.parent else one._replace(parent=context.span) for one in spans if one.start >= self._started]
         self._sender.send(context.trace, [root, *own])
+
+    def stop(self) -> None:
+        """No step is under way, and none is traced."""
+        global _traced
+        _traced = None
 
 
 class RequestTracer:

@@ -41,15 +41,15 @@ class MonitoredWorker:
     ) -> None:
         self._steps, self._meter, self._report, self._strategy = steps, meter, report, strategy
         self._session = session
-        self._other_bytes = 0
+        self._other_bytes = 0.0
         self._loop = None if session is None else LoopWatch(io_loop())
 
     def samples(self) -> Iterator[Sample]:
         """Every metric of the worker."""
         yield Sample(f"{_PREFIX}step_duration_seconds", HistogramValue.of(self._steps.step))
-        for (part, overlapped), durations in tuple(self._steps.parts.items()):
-            labels = part, "yes" if overlapped else "no"
-            yield Sample(f"{_PREFIX}step_part_duration_seconds", HistogramValue.of(durations), labels)
+        for (name, overlapped), durations in tuple(self._steps.parts.items()):
+            where = name, "yes" if overlapped else "no"
+            yield Sample(f"{_PREFIX}step_part_duration_seconds", HistogramValue.of(durations), where)
         stats, waited = self._strategy.stats, self._meter.waited
         yield Sample(f"{_PREFIX}steps_total", self._steps.step.count)
         yield Sample(f"{_PREFIX}samples_total", self._meter.samples)
@@ -58,8 +58,10 @@ class MonitoredWorker:
         yield Sample(f"{_PREFIX}clock", self._strategy.clock)
         for reason, seconds in dataclasses.asdict(waited).items():
             yield Sample(f"{_PREFIX}waiting_seconds_total", seconds, (reason,))
-        wire = {(part.table, part.direction, part.kind): count.wire for part, count in stats.volume.items()}
-        raw = {(part.table, part.direction, part.kind): count.raw for part, count in stats.volume.items()}
+        wire, raw = dict[tuple[str, ...], float](), dict[tuple[str, ...], float]()
+        for part, count in stats.volume.items():
+            labels = part.table, part.direction, part.kind
+            wire[labels], raw[labels] = count.wire, count.raw
         if (other := ("", "other", "other")) in wire:
             # what no call accounts for yet, which falls with each call that ends; a counter only grows
             wire[other] = raw[other] = self._other_bytes = max(self._other_bytes, wire[other])

@@ -134,6 +134,9 @@ def test_a_step_that_is_not_traced_sends_nothing_and_marks_no_request():
     assert tracer.begin() is None
     assert trace_bytes() == b""
     assert len(Sender.sent) == 1
+    assert tracer.begin() is not None
+    tracer.stop()
+    assert trace_bytes() == b""
 
 
 def test_a_collector_that_is_away_costs_traces_and_nothing_else():
