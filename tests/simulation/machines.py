@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.proto.errors import EmbershardError, LogDamaged
+from embershard.proto.errors import EmbershardError, LogDamaged, LogTooNew
 from embershard.proto.messages import (
     Compress,
     Declare,
@@ -215,7 +215,7 @@ class ShardMachine:
         self.dispatch = Dispatch(shard, ApplyThread(clock=process.clock), progress)
         try:
             log = self.log = self._recover(shard, process, progress)
-        except LogDamaged as error:
+        except (LogDamaged, LogTooNew) as error:  # a bit of a version was flipped
             self._restore(error)
             return
         except SyncFailed as error:
@@ -274,10 +274,10 @@ class ShardMachine:
         self.kill(0.1)
         process.clock.sleep(1.0)  # raises: nothing of it goes on
 
-    def _restore(self, error: LogDamaged) -> None:
+    def _restore(self, error: LogDamaged | LogTooNew) -> None:
         """Somebody restores the file from a copy."""
         self.sim.world.covered[f"damage found in {'a base' if self.oracle.damaged_base else 'the log'}"] += 1
-        self.sim.world.note("damage", self.number, error.fields["lsn"])
+        self.sim.world.note("damage", self.number, error.fields.get("lsn"))
         if self._to_restore is None:
             self.oracle.fail(f"damage where none is: {error.fields}")
             return

@@ -48,7 +48,7 @@ from embershard.proto.routing import Route
 from embershard.proto.timing import Deadline, charge_to, span
 from embershard.proto.transport.transport import PendingReply, Transport, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
-from embershard.worker.client.kept import KeptPushes
+from embershard.worker.client.kept import KeptPushes, with_first_incomplete
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
@@ -431,9 +431,12 @@ class ShardConnections:
     def _renewed(self, shard: int, request: Request) -> Request:
         """The request, meant for the process of the shard that is known now."""
         term = self.term(shard)
-        if isinstance(request, (Push, Pull, Load, Heartbeat)) and request.term not in (0, term):
-            return replace(request, term=term)
-        return request
+        if not isinstance(request, (Push, Pull, Load, Heartbeat)) or request.term in (0, term):
+            return request
+        request = replace(request, term=term)
+        if not isinstance(request, Push):
+            return request
+        return with_first_incomplete(request, self.kept.first_incomplete(shard, request.token.seq))
 
     def _recovering(self, connection: ShardConnection, error: ShardRecovering) -> EmbershardError:
         error.shard = connection.name
