@@ -6,7 +6,7 @@ import asyncio
 import os
 import ssl
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 HANDSHAKE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0  # for the other side to end the session, too
@@ -77,4 +77,4 @@ async def start_tls(
     if inner is None or inner.get_extra_info("ssl_object") is None or inner.is_closing():
         # uvloop: an end without an error during the handshake looks like its success
         raise ConnectionResetError("the other side ended the connection during the TLS handshake")
-    return cast(asyncio.Transport, inner)
+    return inner

@@ -52,7 +52,7 @@ def of_shards(case: Case) -> Finding | None:
         return None
     from embershard.proto.transport.client_tls import ClientTLS
 
-    problems, ends, unencrypted = [], [], []
+    problems, ends, unencrypted = list[str](), list[datetime](), list[str]()
     for probe in probes:
         try:
             ends.append(ClientTLS(case.tls, probe.address).certificate_of_shard().not_valid_after_utc)
