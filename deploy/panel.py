@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -17,14 +17,18 @@ _STOP_TIMEOUT = timedelta(seconds=3)
 
 
 class LocalPanel:
-    """`embershard dash` for the run in `folder`, as a context manager that ends it; what it prints is told to `say`."""
+    """`embershard dash` for the run in `folder`, as a context manager that ends it; what it prints is told to `say`.
 
-    def __init__(self, folder: Path, say: Callable[[str], object]) -> None:
-        self._folder, self._say = folder, say
+    `options` are further words of the command.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], object], options: Sequence[str] = ()) -> None:
+        self._folder, self._say, self._options = folder, say, tuple(options)
 
     def __enter__(self) -> Self:
         """Start it; it waits for the run's log, and for shards."""
         words = ["--ps", "-", "--run", str(self._folder), "--of-job", "--parent-pid", str(os.getpid())]
+        words += self._options
         self._process = subprocess.Popen(
             [sys.executable, "-m", "embershard.cli", "dash", *words],
             stdin=subprocess.PIPE,

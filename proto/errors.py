@@ -9,6 +9,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
         certificates  BadCertificate, UntrustedCertificate, CertificateRefused, TLSRequired, TLSNotOffered
+        packages      MetricsNotInstalled, TracingNotInstalled
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
@@ -253,6 +254,18 @@ class JobOver(EmbershardError):
         "worker {worker} was evicted, and its job is over: when none of its workers was left, a worker that was "
         "started anew began another job on these shards. Start this worker again, and it takes part in that"
     )
+
+
+class MetricsNotInstalled(EmbershardError):
+    """`--metrics` needs the optional package prometheus_client."""
+
+    template = "--metrics needs prometheus_client: pip install 'embershard[metrics]'"
+
+
+class TracingNotInstalled(EmbershardError):
+    """`--trace` needs the optional packages of OpenTelemetry."""
+
+    template = "--trace needs OpenTelemetry: pip install 'embershard[tracing]'"
 
 
 class RendezvousOver(EmbershardError):

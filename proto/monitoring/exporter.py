@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
-from embershard.proto.errors import CannotListen, EmbershardError
+from embershard.proto.errors import CannotListen, MetricsNotInstalled
 from embershard.proto.monitoring.metrics import HistogramValue, Metric, Sample
 
 LOOPBACK = "127.0.0.1"
@@ -26,12 +26,6 @@ _TICK_SECONDS = 1.0
 _MOST_CLIENTS = 16  # at a time; a scraper is one
 
 _log = logging.getLogger(__name__)
-
-
-class MetricsNotInstalled(EmbershardError):
-    """`--metrics` needs the optional package prometheus_client."""
-
-    template = "--metrics needs prometheus_client: pip install 'embershard[metrics]'"
 
 
 def check_installed() -> None:

@@ -18,19 +18,13 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Self
 
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import TracingNotInstalled
 
 TRACE_BYTES, SPAN_BYTES = 16, 8
 _QUEUED = 256  # steps or requests that wait to be sent
 _SEND_SECONDS, _CLOSE_SECONDS = 5.0, 5.0
 
 _log = logging.getLogger(__name__)
-
-
-class TracingNotInstalled(EmbershardError):
-    """`--trace` needs the optional packages of OpenTelemetry."""
-
-    template = "--trace needs OpenTelemetry: pip install 'embershard[tracing]'"
 
 
 class Context(NamedTuple):

@@ -6,16 +6,18 @@ import importlib.util
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from embershard.cli.shards import ENVIRONMENT, find_shards
 from embershard.cli.signals import end_with_parent
-from embershard.dash.run_log import FollowedLog
-from embershard.dash.sampler import Sampler
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import EmbershardError
 from embershard.proto.transport.addresses import parse_addresses
+
+if TYPE_CHECKING:
+    from embershard.dash.sampler import Sampler
 
 DEFAULT_LISTEN = "127.0.0.1:7780"
 FROM_STDIN = "-"
@@ -53,6 +55,8 @@ def watched(ps: str | None, run: Path | None) -> list[str]:
 
 def dash(
     ps: WatchedShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     run: RunOption = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the page is served; port 0: any free one.")
@@ -66,6 +70,8 @@ def dash(
 ) -> None:
     """Serve a page that shows shards, workers and a run, until Ctrl-C. It only reads: training goes on without it."""
     check_panel()
+    from embershard.dash.run_log import FollowedLog
+    from embershard.dash.sampler import Sampler
     from embershard.dash.server import is_loopback, serve, url_of
     from embershard.dash.server import listen as listen_on
 
@@ -74,7 +80,7 @@ def dash(
     addresses = [] if ps == FROM_STDIN else watched(ps, run)
     log = None if run is None else FollowedLog(run, wait=of_job)
     sock = listen_on(listen, or_free_port=of_job)
-    sampler = Sampler(addresses, log)
+    sampler = Sampler(addresses, log, tls=tls_of(tls, tls_server_name))
     if ps == FROM_STDIN:
         threading.Thread(target=_follow_stdin, args=(sampler,), name="stdin", daemon=True).start()
     typer.echo(f"panel: {url_of(sock)}" + ("" if of_job else "  (Ctrl-C ends the panel; training goes on)"))

@@ -5,15 +5,22 @@ from __future__ import annotations
 import importlib.util
 
 from embershard.cli.dash import NoPanel, RunOption, WatchedShards, watched
-from embershard.dash.run_log import FollowedLog
-from embershard.dash.sampler import Sampler
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 
 
-def top(ps: WatchedShards = None, run: RunOption = None) -> None:
+def top(
+    ps: WatchedShards = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
+    run: RunOption = None,
+) -> None:
     """Show shards, workers and a run in the terminal, until q. It only reads: training goes on without it."""
     if importlib.util.find_spec("textual") is None:
         raise NoPanel(what="`embershard top`", package="textual", extra="top")
+    from embershard.dash.run_log import FollowedLog
+    from embershard.dash.sampler import Sampler
     from embershard.dash.terminal import TopApp
 
     addresses = watched(ps, run)
-    TopApp(Sampler(addresses, None if run is None else FollowedLog(run))).run()
+    log = None if run is None else FollowedLog(run)
+    TopApp(Sampler(addresses, log, tls=tls_of(tls, tls_server_name))).run()

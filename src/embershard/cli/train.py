@@ -174,7 +174,7 @@ def train(
                 metrics=addresses,
                 trace=trace,
                 tls=certificates,
-                panel=stack.enter_context(LocalPanel(folder, say)) if dash else None,
+                panel=stack.enter_context(LocalPanel(folder, say, tls_words(certificates))) if dash else None,
             )
             started.train(checkpoint)
     except (EmbershardError, OSError) as error:

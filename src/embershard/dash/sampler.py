@@ -16,6 +16,7 @@ from embershard.dash.run_log import FollowedLog, RunState
 from embershard.dash.shards import ShardRow, ShardWatches
 from embershard.dash.track import Track
 from embershard.dash.workers import WorkerRow, WorkersWatch
+from embershard.proto.security.tls import TLS
 from embershard.worker.client.lineage import shards_without_rows
 
 INTERVAL_SECONDS = 0.5
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class PanelSample:
     """Everything that is shown, at one moment. `points` and `events` are those since the sample before."""
 
     time: float  # seconds since 1970, when the shards were asked
@@ -54,21 +55,26 @@ class Sampler:
     """
 
     def __init__(
-        self, addresses: Sequence[str], run: FollowedLog | None = None, *, interval: float = INTERVAL_SECONDS
+        self,
+        addresses: Sequence[str],
+        run: FollowedLog | None = None,
+        *,
+        tls: TLS | None = None,
+        interval: float = INTERVAL_SECONDS,
     ) -> None:
-        self._run, self._interval = run, interval
-        self._shards = ShardWatches(addresses)
+        self._run, self._tls, self._interval = run, tls, interval
+        self._shards = ShardWatches(addresses, tls)
         self._workers = WorkersWatch()
         self._next: Sequence[str] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
-        self._publish: Callable[[Sample], object] = lambda sample: None
+        self._publish: Callable[[PanelSample], object] = lambda sample: None
         self.series = Track(SERIES, peaks=("pull_p99", "push_p99"))
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
-        self.last: Sample | None = None
+        self.last: PanelSample | None = None
 
-    def start(self, publish: Callable[[Sample], object]) -> None:
+    def start(self, publish: Callable[[PanelSample], object]) -> None:
         """Begin; `publish` is called in the sampler's thread."""
         self._publish = publish
         self._thread.start()
@@ -96,15 +102,15 @@ class Sampler:
             sparks = {watch.address: list(watch.latencies) for watch in self._shards.watches}
             return {"interval": self._interval, "tracks": tracks, "events": events, "sparks": sparks, "last": last}
 
-    def sample(self) -> Sample:
+    def sample(self) -> PanelSample:
         """One round."""
         with self._lock:
             return self._sample()
 
-    def _sample(self) -> Sample:
+    def _sample(self) -> PanelSample:
         if self._next is not None:
             self._shards.close()
-            self._shards, self._next = ShardWatches(self._next), None
+            self._shards, self._next = ShardWatches(self._next, self._tls), None
         now = time.time()
         events = self._shards.ask()
         fresh = self._shards.fresh
@@ -119,7 +125,7 @@ class Sampler:
         events = sorted([*from_log, *events], key=lambda event: event.time)
         self.events.extend(events)
         self.series.add(now, series)
-        self.last = Sample(
+        self.last = PanelSample(
             time=now,
             number=0 if self.last is None else self.last.number + 1,
             restarts=0 if self._run is None else self._run.restarts,

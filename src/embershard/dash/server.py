@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from embershard.dash.page import build_page
-from embershard.dash.sampler import Sample, Sampler
+from embershard.dash.sampler import PanelSample, Sampler
 from embershard.proto.errors import EmbershardError
 
 _MOST_PAGES = 64
@@ -70,7 +70,7 @@ class Pages:
         finally:
             self._queues.discard(queue)
 
-    def _publish(self, sample: Sample) -> None:
+    def _publish(self, sample: PanelSample) -> None:
         assert self._loop is not None
         if self._queues:
             text = _event("sample", sample.as_json())

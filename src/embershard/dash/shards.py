@@ -13,6 +13,7 @@ from embershard.dash.events import Event, Severity
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, ShardStatus
 from embershard.proto.monitoring.histogram import quantile
+from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 
@@ -73,9 +74,9 @@ class ShardRow:
 class ShardWatch:
     """What one shard answered, and what follows from it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TLS | None = None) -> None:
         self.address = address
-        self._transport = transport_for(address)
+        self._transport = transport_for(address, tls=tls)
         self._answers: deque[tuple[float, ShardStatus]] = deque()  # of one process, the window and one before
         self._asked: Future[ShardStatus] | None = None
         self._asked_at = 0.0
@@ -226,8 +227,8 @@ class ShardWatch:
 class ShardWatches:
     """All shards of a job; `ask` asks them at once, and waits a moment for their answers."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self.watches = [ShardWatch(address) for address in addresses]
+    def __init__(self, addresses: Sequence[str], tls: TLS | None = None) -> None:
+        self.watches = [ShardWatch(address, tls) for address in addresses]
         # a thread for each: one that is slow, or gone, holds up no other
         self._pool = ThreadPoolExecutor(max(1, len(addresses)), "ask") if addresses else None
 

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, RichLog, Static
 
 from embershard.dash.events import Event, Severity
-from embershard.dash.sampler import Sample, Sampler
+from embershard.dash.sampler import PanelSample, Sampler
 from embershard.dash.shards import ShardRow
 from embershard.dash.workers import WorkerRow
 from embershard.doctor.check import size
@@ -72,7 +72,7 @@ class TopApp(App[None]):
         self._sorted = 0
         self._paused = False
         self._open: str | None = None  # address of the shard whose tables are shown
-        self.sample: Sample | None = None
+        self.sample: PanelSample | None = None
 
     def compose(self) -> ComposeResult:
         """The parts of the screen."""
@@ -94,7 +94,7 @@ class TopApp(App[None]):
         """End the sampler without waiting: its thread may wait for this one."""
         self._sampler.close(wait=False)
 
-    def show(self, sample: Sample) -> None:
+    def show(self, sample: PanelSample) -> None:
         """Show a sample."""
         log = self.query_one("#events", RichLog)
         for event in sample.events:
@@ -160,7 +160,7 @@ class TopApp(App[None]):
         self.query_one("#detail", Static).update(text)
 
 
-def facts(sample: Sample) -> Text:
+def facts(sample: PanelSample) -> Text:
     """The first line: what the run has reached, and how fast."""
     serving = sum(row.health == "serving" for row in sample.shards)
     parts = [f"{serving} of {len(sample.shards)} shards", f"{len(sample.workers)} workers"]
