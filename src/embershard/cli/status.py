@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby, islice, pairwise, zip_longest
@@ -88,13 +88,17 @@ def status(
 
 def _as_json(message: Protobuf) -> dict[str, object]:
     # json_format.MessageToDict would write every 64-bit number as a string
-    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    return {
-        name: [_as_json(part) if isinstance(part, Protobuf) else part for part in value]
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else value
-        for name, value in values.items()
-    }
+    return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Protobuf):
+        return _as_json(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(part) for part in value]
+    return value
 
 
 def _rounds(transports: Sequence[Transport]) -> Iterator[list[Seen]]:
