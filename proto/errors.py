@@ -1,13 +1,14 @@
 """Errors with fields, one message built here, and one wire status.
 
 A shard raises these; a transport moves them as (status, name, fields) and the client raises the same type again.
-The tree, by what they are about; only InvalidRequest and ShardBusy have subclasses:
+The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed have subclasses:
 
     EmbershardError
         requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName,
                       FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
+        access        NotAllowed (NotAuthenticated, PlaceNotAllowed)
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
@@ -38,6 +39,8 @@ class Status(enum.Enum):
     """Wire status of an error; the names are gRPC's."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     NOT_FOUND = "NOT_FOUND"
     ABORTED = "ABORTED"
     FAILED_PRECONDITION = "FAILED_PRECONDITION"
@@ -135,6 +138,26 @@ class WrongVersion(EmbershardError):
         "it speaks versions {lowest} to {highest} of the contract, this side {own_lowest} to {own_highest}; "
         "upgrade the older side"
     )
+
+
+class NotAllowed(EmbershardError):
+    """A request that its sender may not make; nothing of it was read or changed."""
+
+    status = Status.PERMISSION_DENIED
+    template = "{who} may not make {what}: {why}"
+
+
+class NotAuthenticated(NotAllowed):
+    """A peer that shows no token, or one that the shard does not know."""
+
+    status = Status.UNAUTHENTICATED
+    template = "{who} is not known here: {why}"
+
+
+class PlaceNotAllowed(NotAllowed):
+    """A place of snapshots that the shard does not read or write (`--snapshots`)."""
+
+    template = "snapshots at {url!r}: {why}"
 
 
 class UnknownTable(EmbershardError):

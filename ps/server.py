@@ -12,7 +12,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
     from embershard.ps.recovery import ShardLog
+    from embershard.ps.security.hidden_socket import HiddenSocket
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
     from embershard.ps.transport.torch_rpc import RpcServer
@@ -167,7 +167,7 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     apply = ApplyThread(max_bytes=options.queue_bytes)
     progress = RecoveryProgress()
     dispatch = Dispatch(shard, apply, progress)
-    transports = await _Transports.start(dispatch, address, sockets, options)
+    transports = await _Transports.start(dispatch, sockets, options)
     # in a thread: workers are told meanwhile how far it is
     recovery = loop.run_in_executor(None, _recover, shard, options, progress)
     either: tuple[asyncio.Future[Any], ...] = recovery, stop.received
@@ -228,28 +228,32 @@ class _Transports:
     stream: StreamServer
     listeners: list[asyncio.Server]
     rpc: RpcServer | None
+    hidden: HiddenSocket  # at which gRPC listens: others come by the shard's own address
 
     @classmethod
-    async def start(
-        cls, dispatch: Dispatch, address: Address, sockets: list[socket.socket], options: ServerOptions
-    ) -> _Transports:
+    async def start(cls, dispatch: Dispatch, sockets: list[socket.socket], options: ServerOptions) -> _Transports:
         from grpc_health.v1 import health
         from grpc_health.v1.health_pb2 import HealthCheckResponse
 
         from embershard.proto.messages import SERVICE
+        from embershard.ps.security.hidden_socket import HiddenSocket
         from embershard.ps.transport.grpc import ShardService, make_server
+        from embershard.ps.transport.pipe import PipedServer
         from embershard.ps.transport.stream import StreamServer
 
         rpc = await _start_rpc(dispatch, options) if options.rpc else None
         healthy = health.aio.HealthServicer()
         for name in ("", SERVICE):
             await healthy.set(name, HealthCheckResponse.NOT_SERVING)
-        server = make_server(ShardService(dispatch), healthy)
-        target, path = _private_socket(address, dispatch.status().instance)
-        server.add_insecure_port(target)
+        hidden = HiddenSocket()
+        piped = PipedServer(hidden.path)
+        server = make_server(ShardService(dispatch, piped.peers), healthy)
+        server.add_insecure_port(hidden.target)
+        hidden.hide()
+        piped.path = hidden.path
         await server.start()
-        stream = StreamServer(dispatch, foreign=path, max_connections=options.connections)
-        return cls(server, healthy, stream, [await _listen(stream, sock) for sock in sockets], rpc)
+        stream = StreamServer(dispatch, foreign=piped, max_connections=options.connections)
+        return cls(server, healthy, stream, [await _listen(stream, sock) for sock in sockets], rpc, hidden)
 
     async def open(self) -> None:
         """Say to those who ask about the health of this server that it serves."""
@@ -265,6 +269,7 @@ class _Transports:
         for listener in self.listeners:
             listener.close()
         await asyncio.gather(self.grpc.stop(_REPLY_SECONDS), self.stream.close(_REPLY_SECONDS))
+        self.hidden.close()
         if self.rpc is not None:
             await self.rpc.close()
 
@@ -280,16 +285,6 @@ def _settle() -> None:
     """Take what exists now out of later garbage collections: it stays, and looking at it cost more than serving."""
     gc.collect()
     gc.freeze()
-
-
-def _private_socket(address: Address, instance: str) -> tuple[str, str]:
-    """Where gRPC listens, and the same as a path for connect: not for others, who come by the shard's own address."""
-    if address.path:
-        return f"unix:{address.path}.grpc", f"{address.path}.grpc"
-    if sys.platform == "linux":
-        return f"unix-abstract:embershard-grpc-{instance}", f"\0embershard-grpc-{instance}"
-    path = f"{tempfile.mkdtemp(prefix='embershard-')}/grpc"
-    return f"unix:{path}", path
 
 
 async def _listen(stream: StreamServer, sock: socket.socket) -> asyncio.Server:

@@ -32,7 +32,7 @@ FLOORS = (
     {"deploy"},
 )
 FLOORS_OF_PS = (
-    {"ps/memory", "ps/apply_thread", "ps/journal"},
+    {"ps/memory", "ps/apply_thread", "ps/journal", "ps/security"},
     {"ps/table"},
     {"ps/coordination", "ps/bases"},
     {"ps/snapshot", "ps/restore", "ps/compression_settings"},

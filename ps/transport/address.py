@@ -15,7 +15,7 @@ from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
 
 BACKLOG = 1024  # connections that wait to be taken: hundreds of workers may come at once
-_LONGEST_PATH = 102  # 107 on Linux, and gRPC's socket beside it has 5 more
+_LONGEST_PATH = 103  # 107 on Linux, 103 on macOS
 
 _log = logging.getLogger("embershard.ps")
 
@@ -96,6 +96,8 @@ class Address:
     def _bind(self, main: socket.socket, place: object) -> None:
         try:
             main.bind(place)  # type: ignore[arg-type]
+            if self.path:
+                os.chmod(self.path, 0o600)  # nobody connects before listen
             main.listen(BACKLOG)
         except OSError as error:
             main.close()

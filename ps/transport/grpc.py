@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NoReturn, TypeAlias
 
 import grpc
@@ -15,11 +15,12 @@ from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import EmbershardError, WrongVersion
+from embershard.proto.errors import EmbershardError, NotAllowed, WrongVersion
 from embershard.proto.messages import METHODS, OTHER_SERVICES, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.security.peers import Peer
 
 ERROR_KEY = "embershard-error-bin"
 SERVER_OPTIONS: list[tuple[str, int]] = [
@@ -39,10 +40,15 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
 class ShardService:
-    """Handlers for one shard, on the event loop."""
+    """Handlers for one shard, on the event loop.
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    `peers` are those whose pipes lead here, by the pipes' names: a call that comes by another way is refused. Without
+    them gRPC itself is at the other end of every connection.
+    """
+
+    def __init__(self, dispatch: Dispatch, peers: Mapping[str, Peer] | None = None) -> None:
         self._dispatch = dispatch
+        self._peers = peers
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio."""
@@ -55,15 +61,32 @@ class ShardService:
         async def method(data: bytes, context: _Context) -> bytes:
             remaining = context.time_remaining()
             deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
-            answer = self._dispatch.submit(
-                kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline
-            )
             try:
+                answer = self._dispatch.submit(
+                    kind,
+                    lambda: loads(kind, data),
+                    dumps,
+                    num_bytes=len(data),
+                    deadline=deadline,
+                    peer=self._peer_of(context).address,
+                )
                 return await asyncio.wrap_future(answer)
             except EmbershardError as error:
                 await _abort(context, error)
 
         return method
+
+    def _peer_of(self, context: _Context) -> Peer:
+        """Who calls; NotAllowed where it is not known."""
+        address = context.peer()
+        if self._peers is None:
+            return Peer(address)
+        peer = self._peers.get(address)
+        if peer is None:
+            raise NotAllowed(
+                what="a call", who=f"a peer at {address}", why="it did not come by the shard's own address"
+            )
+        return peer
 
 
 class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]

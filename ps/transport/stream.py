@@ -53,7 +53,8 @@ from embershard.proto.wire import (
     server_hello,
 )
 from embershard.ps.dispatch import Dispatch
-from embershard.ps.transport.pipe import pipe_to
+from embershard.ps.security.peers import Peer, peer_of
+from embershard.ps.transport.pipe import PipedServer, pipe_to
 
 HELLO_SECONDS = 10.0  # to say what is spoken
 # A frame that has begun, and a reply that waits to be read, move at this rate, or their connection is dropped after so
@@ -77,13 +78,14 @@ Pieces = list[bytes | memoryview]
 class StreamServer:
     """The connections of one shard. All of it runs on the event loop, but for what Dispatch runs elsewhere.
 
-    `foreign`, a Unix socket's path, is where connections go that speak something else; without it they are closed.
+    `foreign` is where connections go that speak something else; without it they are closed. At Unix sockets nobody but
+    this process's user and root is answered.
     """
 
     def __init__(
         self,
         dispatch: Dispatch,
-        foreign: str = "",
+        foreign: PipedServer | None = None,
         *,
         limit: int = MAX_MESSAGE_BYTES,
         max_connections: int = MAX_CONNECTIONS,
@@ -174,7 +176,7 @@ class Connection(asyncio.BufferedProtocol):
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
         self._gone = self._counted = False
-        self._peer = ""
+        self._peer = Peer("")
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
         self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
@@ -182,16 +184,19 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept a connection, or drop it where there are too many."""
+        """Accept a connection, or drop it where its peer may not speak here, or there are too many."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
-        self._peer = _peer_of(transport)
+        sock = transport.get_extra_info("socket")
+        self._peer = peer_of(sock)
+        if not self._peer.is_admitted:
+            self.drop("a shard's Unix sockets are for its own user and root")
+            return
         if self._server.open_connections >= self._server.max_connections:
             self.drop(f"the shard has {self._server.max_connections} connections already (--connections)")
             return
         self._server.open_connections += 1
         self._counted = True
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
-        sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             # between calls a peer may be silent, so that the system has to notice one whose machine is gone
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -241,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
     def drop(self, reason: str) -> None:
         """End the connection and log the reason."""
         if reason:
-            _log.warning("dropping the connection of %s: %s", self._peer, reason)
+            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
         self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -277,10 +282,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def _pass_on(self, received: bytes) -> None:
         self._server.connections.discard(self)
-        if not self._server.foreign:
+        if self._server.foreign is None:
             self.drop("it speaks something else than this protocol")
             return
-        pipe_to(self._server.foreign, self._transport, received, self._end)
+        pipe_to(self._server.foreign, self._transport, received, self._peer, self._end)
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
@@ -335,7 +340,7 @@ class Connection(asyncio.BufferedProtocol):
             write,
             num_bytes=len(header.head) + sum(header.lengths),
             deadline=time.monotonic() + header.timeout_ms / 1000,
-            peer=self._peer,
+            peer=self._peer.address,
         )
         future.add_done_callback(self._sender(header))
 
@@ -372,15 +377,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _fail(self, error: EmbershardError) -> None:
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
-        _log.warning("dropping the connection of %s: %s", self._peer, error)
+        _log.warning("dropping the connection of %s: %s", self._peer.address, error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
         self._transport.close()
-
-
-def _peer_of(transport: asyncio.BaseTransport) -> str:
-    """The address of the other side, for people; empty for a Unix socket, whose peers have none."""
-    name = transport.get_extra_info("peername")
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else ""
 
 
 def _unknown(header: Header) -> InvalidRequest:

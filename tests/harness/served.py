@@ -17,6 +17,7 @@ from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.transport.pipe import PipedServer
 from embershard.ps.transport.stream import StreamServer
 from harness.processes import EMBERSHARD
 
@@ -36,7 +37,7 @@ class ServedShard:
         self.dispatch = Dispatch(self.shard, self.apply)
         sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = f"tcp://127.0.0.1:{sock.getsockname()[1]}"
-        self.stream = self.on_loop(lambda: StreamServer(self.dispatch, foreign))
+        self.stream = self.on_loop(lambda: StreamServer(self.dispatch, PipedServer(foreign) if foreign else None))
         self._listener = self.run(self.loop.create_server(self.stream.protocol, sock=sock))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
