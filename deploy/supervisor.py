@@ -161,9 +161,9 @@ class LocalShards:
     `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
     again; by default they are not. With `durability` "log" or "fsync" they keep a log in `log_dir`, from which one that
     is started again has its rows; else these are lost. Each may take `log_bytes`. With `rpc` they serve
-    torch.distributed.rpc too, on loopback, which executes pickles and imports torch. A shard that logs nothing for
-    `start_timeout` before it serves is killed. `report` gets a line for people at every event, `forward` every line
-    that a shard logs; both are called from threads.
+    torch.distributed.rpc too, on loopback, which executes pickles and imports torch. `options` are further words of
+    their command, `embershard ps`. A shard that logs nothing for `start_timeout` before it serves is killed. `report`
+    gets a line for people at every event, `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -177,6 +177,7 @@ class LocalShards:
         durability: str = "memory",
         log_dir: Path | None = None,
         log_bytes: int | None = None,
+        options: Sequence[str] = (),
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -190,6 +191,7 @@ class LocalShards:
         self._imports = tuple(imports)
         self._restart = restart
         self._rpc = rpc
+        self._options = tuple(options)
         self._durability, self._log_dir, self._log_bytes = durability, log_dir, log_bytes
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
@@ -282,6 +284,7 @@ class LocalShards:
         if self._log_dir is not None:
             command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]
+        command += self._options
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's

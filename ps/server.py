@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.transport.address import BACKLOG, Address
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class ServerOptions:
     machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
     record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
+    `snapshots` are the folders and URLs at or below which snapshots may lie; without one they may lie nowhere, or,
+    where no other machine reaches the shard, anywhere.
     """
 
     shard: int
@@ -73,6 +76,7 @@ class ServerOptions:
     durability: Durability | None = None
     log_dir: Path | None = None
     log_bytes: int | None = None
+    snapshots: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -107,14 +111,15 @@ def serve(options: ServerOptions) -> int:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
     address.check(options.insecure)
-    shard = _make_shard(options)
+    places = SnapshotPlaces(options.snapshots or (None if address.is_local else ()))
+    shard = _make_shard(options, places)
 
     import uvloop
 
     return uvloop.run(_serve(shard, address, options))
 
 
-def _make_shard(options: ServerOptions) -> Shard:
+def _make_shard(options: ServerOptions, places: SnapshotPlaces) -> Shard:
     # imported here: the address and the log are checked before numba is imported
     from embershard.proto.codec.user_defined import CodecRegistry
     from embershard.proto.compiled.jit import compile_missing
@@ -125,7 +130,15 @@ def _make_shard(options: ServerOptions) -> Shard:
     compile_missing()  # not during the first requests: workers would wait for their answers in vain
     placement, optimizers = Placement.even(options.of), OptimizerRegistry(options.imports)
     codecs = CodecRegistry(options.imports)
-    return Shard(options.shard, placement, optimizers, codecs=codecs, version=_version(), memory=options.memory)
+    return Shard(
+        options.shard,
+        placement,
+        optimizers,
+        codecs=codecs,
+        version=_version(),
+        memory=options.memory,
+        places=places,
+    )
 
 
 def _recover(shard: Shard, options: ServerOptions, progress: RecoveryProgress) -> ShardLog | None:

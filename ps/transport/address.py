@@ -47,9 +47,14 @@ class Address:
         found.sort(key=lambda entry: entry[0] != socket.AF_INET)
         return Address(text, host=str(found[0][4][0]), port=int(port))
 
+    @property
+    def is_local(self) -> bool:
+        """Whether no other machine reaches it."""
+        return bool(self.path) or ipaddress.ip_address(self.host).is_loopback
+
     def check(self, insecure: bool) -> None:
         """CannotListen where others than this machine could reach the shard and nobody said that they may."""
-        if self.path or ipaddress.ip_address(self.host).is_loopback:
+        if self.is_local:
             return
         if not insecure:
             raise CannotListen(

@@ -15,6 +15,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
+from embershard.cli.security import SnapshotsOption, checked_snapshots
 from embershard.cli.sizes import memory_bytes
 from embershard.ps.server import ServerOptions, serve
 
@@ -54,6 +55,7 @@ def ps(
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
+    snapshots: SnapshotsOption = None,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -76,5 +78,6 @@ def ps(
         durability=checked_durability(durability, log_dir),
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
+        snapshots=checked_snapshots(snapshots),
     )
     raise typer.Exit(serve(options))

@@ -16,6 +16,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
+from embershard.cli.security import SnapshotsOption, checked_snapshots
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 
 DEFAULT_PORT = 7700
@@ -36,6 +37,7 @@ def up(
     durability: DurabilityOption = None,
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
+    snapshots: SnapshotsOption = None,
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
@@ -54,6 +56,7 @@ def up(
         durability=mode,
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
+        options=[word for place in checked_snapshots(snapshots) for word in ("--snapshots", place)],
         report=_say,
         forward=_say,
     )
