@@ -280,7 +280,7 @@ class LocalShards:
         command = [sys.executable, "-P", "-m", "embershard.cli", "ps"]
         command += ["--shard", str(index), "--of", str(len(self._listen)), "--listen", self._listen[index]]
         command += [word for module in self._imports for word in ("--import", module)]
-        command += ["--rpc", "127.0.0.1:0"] if self._rpc else []
+        command += ["--rpc", "127.0.0.1:0", "--insecure-loopback"] if self._rpc else []
         if self._log_dir is not None:
             command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]

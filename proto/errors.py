@@ -8,7 +8,7 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
                       FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
-        access        NotAllowed (NotAuthenticated, PlaceNotAllowed)
+        access        NotAllowed (NotAuthenticated, PlaceNotAllowed), QuotaExceeded, BadToken, BadAccessFile
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
@@ -151,13 +151,37 @@ class NotAuthenticated(NotAllowed):
     """A peer that shows no token, or one that the shard does not know."""
 
     status = Status.UNAUTHENTICATED
-    template = "{who} is not known here: {why}"
+    template = "{who} is not known to the shard: {why}"
 
 
 class PlaceNotAllowed(NotAllowed):
     """A place of snapshots that the shard does not read or write (`--snapshots`)."""
 
     template = "snapshots at {url!r}: {why}"
+
+
+class QuotaExceeded(EmbershardError):
+    """A request over what its sender may use (`quotas` of access.yaml); nothing of it was applied.
+
+    `retry_after_ms` is when it may come again; 0: not before its sender uses less, or may use more.
+    """
+
+    status = Status.RESOURCE_EXHAUSTED
+    template = "{who} may use {limit:,} {what}, and this would be {would:,}; its entry in access.yaml says so"
+
+
+class BadToken(EmbershardError):
+    """A file of a token that cannot be used: it holds none, or others can read it."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "the token in {path} cannot be used: {reason}"
+
+
+class BadAccessFile(EmbershardError):
+    """A file of who may do what (access.yaml) with mistakes: all of them, a line each."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{mistakes}"
 
 
 class UnknownTable(EmbershardError):

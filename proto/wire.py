@@ -43,6 +43,7 @@ class Feature(enum.IntFlag):
     """Features that the two sides of a connection agree on beside the version."""
 
     CHECKSUM = 1  # the buffers have a checksum too
+    TOKEN = 4  # before its first frame the client sends a token, see security/tokens.py
 
 
 class Agreed(NamedTuple):

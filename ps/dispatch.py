@@ -12,6 +12,7 @@ from embershard.proto.errors import EmbershardError, InternalError
 from embershard.proto.messages import GetStatus, Hello, Reply, Request, ShardStatus
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
+from embershard.ps.security.access import Access, Principal
 from embershard.ps.shard import Shard
 
 T = TypeVar("T")
@@ -26,10 +27,18 @@ class Dispatch:
     goes through the apply thread, reading and writing included, so that no I/O thread works for longer than a small
     call.
 
-    While a `recovery` makes the shard's state, in another thread, only Status is answered, until `open`.
+    While a `recovery` makes the shard's state, in another thread, only Status is answered, until `open`. `access` says
+    who may do what; without it, everybody may do everything.
     """
 
-    def __init__(self, shard: Shard, apply: ApplyThread, recovery: RecoveryProgress | None = None) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        apply: ApplyThread,
+        recovery: RecoveryProgress | None = None,
+        access: Access | None = None,
+    ) -> None:
+        self.access = access
         self._shard = shard
         self._apply = apply
         self._recovery = recovery
@@ -67,14 +76,23 @@ class Dispatch:
         num_bytes: int,
         deadline: float,
         peer: str = "",
+        principal: Principal | None = None,
     ) -> Future[T]:
         """Queue the request that `read` gives; the future has `write` of its reply, or an EmbershardError.
 
         `num_bytes` is what the request holds while it waits; `deadline`, on time.monotonic()'s clock, is when nobody
         waits for the reply any more: its future is cancelled then.
-        `peer` is where it comes from, for people. Cancelling a future drops work that has not begun.
+        `peer` is where it comes from, for people, and `principal` who sent it: NotAllowed where they may not, before a
+        byte of it is decoded. Cancelling a future drops work that has not begun.
         A request that has to wait for other workers is read again each time that it may be answered.
         """
+        if self.access is not None:
+            try:
+                self.access.check(principal, kind)
+            except EmbershardError as error:
+                return _failed(error)
+            if principal is not None and principal.is_limited:
+                read = self._admitted(principal, read, self.access)
         if (recovery := self._recovery) is not None and kind is not GetStatus:
             return _failed(recovery.error())
         if kind not in (Hello, GetStatus):
@@ -92,6 +110,16 @@ class Dispatch:
         except EmbershardError as error:
             return _failed(error)
         return done
+
+    def _admitted(self, principal: Principal, read: Callable[[], Request], access: Access) -> Callable[[], Request]:
+        """`read`, which refuses what is about tables of others; on the apply thread."""
+
+        def read_admitted() -> Request:
+            request = read()
+            access.admit(principal, request, self._shard.tables_of_restore)
+            return request
+
+        return read_admitted
 
     def _at_once(self, request: Request) -> Reply:
         with self._lock:

@@ -92,6 +92,11 @@ class Restores:
                 return Restored(state="cancelled")
         raise InvalidRequest(reason=f"a restore has no step {request.step[:50]!r}")
 
+    def table_names(self, number: int) -> list[str]:
+        """The tables that a restore has read."""
+        reader = self._reader
+        return reader.table_names() if reader is not None and reader.request.id == number else []
+
     def _begin(self, request: Restore) -> None:
         if self._reader is not None:
             if self._reader.request.id == request.id:  # its first reply was lost
@@ -146,6 +151,10 @@ class SnapshotReader:
         if self._error is not None:
             raise clipped(self._error)  # as another exception: it is raised more than once
         return Restored(state=self._state, rows=self._rows, bytes=self._bytes)
+
+    def table_names(self) -> list[str]:
+        """The tables that were read and are not in place yet."""
+        return [table.spec.name for table in self._contents.tables]
 
     def install(self, put: Callable[[Contents], None]) -> Restored:
         """Hand over what was read; again, as after a lost reply, nothing."""

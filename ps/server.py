@@ -21,6 +21,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from embershard.proto.errors import CannotListen
+from embershard.ps.security.access_file import read_access_file
+from embershard.ps.security.gate import Gate
 from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.transport.address import BACKLOG, Address
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
     from embershard.ps.recovery import ShardLog
+    from embershard.ps.security.access import Access
     from embershard.ps.security.hidden_socket import HiddenSocket
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
@@ -59,7 +63,8 @@ class ServerOptions:
     record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
     `snapshots` are the folders and URLs at or below which snapshots may lie; without one they may lie nowhere, or,
-    where no other machine reaches the shard, anywhere.
+    where no other machine reaches the shard, anywhere. `access` is the file that says who may do what. On loopback the
+    shard's own user needs no line in it, but for other users of the machine only `insecure_loopback` opens it.
     """
 
     shard: int
@@ -77,6 +82,8 @@ class ServerOptions:
     log_dir: Path | None = None
     log_bytes: int | None = None
     snapshots: tuple[str, ...] = ()
+    access: Path | None = None
+    insecure_loopback: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -101,7 +108,7 @@ def check_durability(durability: Durability | None, log_dir: Path | None) -> Dur
 def serve(options: ServerOptions) -> int:
     """Run the shard until SIGTERM or SIGINT; its exit code: 0, 130 after SIGINT, 1 where accepted work was dropped.
 
-    CannotListen where the address is not to be had.
+    CannotListen where the address is not to be had, BadAccessFile where nobody can say who may do what.
     """
     log = logging.StreamHandler(sys.stderr)
     log.setFormatter(LineFormatter(f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"))
@@ -110,7 +117,15 @@ def serve(options: ServerOptions) -> int:
     if options.parent_pid:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
-    address.check(options.insecure)
+    address.check(options.insecure, asks=options.access is not None)
+    if options.access is not None:
+        read_access_file(options.access)  # its mistakes, before anything takes long
+    if options.rpc and (options.access is not None or not (options.insecure_loopback or options.insecure)):
+        raise CannotListen(
+            address=options.rpc,
+            reason="torch.distributed.rpc asks nobody who they are, and runs what it is sent: pass "
+            "--insecure-loopback, if no other user of this machine is a stranger, and leave out --access",
+        )
     places = SnapshotPlaces(options.snapshots or (None if address.is_local else ()))
     shard = _make_shard(options, places)
 
@@ -169,17 +184,36 @@ def _seconds_since_start() -> float:
 
 
 async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
+    sockets = address.listen()
+    gate = _gate(address, sockets[0], options)  # before anybody is answered: a client reads the token then
+    try:
+        return await _serve_at(sockets, gate.access, shard, address, options)
+    finally:
+        gate.close()
+
+
+def _gate(address: Address, main: socket.socket, options: ServerOptions) -> Gate:
+    if address.path:
+        return Gate.at_unix_socket(options.access)
+    if address.is_local:
+        ip, port = main.getsockname()[:2]
+        return Gate.on_loopback(ip, port, options.access, insecure=options.insecure_loopback)
+    return Gate.on_network(options.access)
+
+
+async def _serve_at(
+    sockets: list[socket.socket], access: Access | None, shard: Shard, address: Address, options: ServerOptions
+) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
 
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
-    sockets = address.listen()
     bound = address.bound(sockets[0])
     apply = ApplyThread(max_bytes=options.queue_bytes)
     progress = RecoveryProgress()
-    dispatch = Dispatch(shard, apply, progress)
+    dispatch = Dispatch(shard, apply, progress, access)
     transports = await _Transports.start(dispatch, sockets, options)
     # in a thread: workers are told meanwhile how far it is
     recovery = loop.run_in_executor(None, _recover, shard, options, progress)

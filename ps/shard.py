@@ -244,6 +244,11 @@ class Shard:
             if self._snapshots.asked is not None:
                 self._snapshots.clock_moved(self.core.clock.open)
 
+    def tables_of_restore(self, request: Restore) -> list[str]:
+        """The tables that a restore would remove, and those that it has read and would put in their place."""
+        removed = list(self.core.tables.names()) if request.replace or not request.url else []
+        return removed + (self._restores.table_names(request.id) if request.step == "install" else [])
+
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
 

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from embershard.proto.errors import BadAddress
+from embershard.proto.security.client_token import ClientToken
+from embershard.proto.security.tokens import TokenFile
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.transport import Transport
 
 _FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the transport"
+
+_token = ClientToken()  # of this process
+
+
+def use_token_file(path: Path | None, *, asked_for: bool = True) -> None:
+    """Show the token in this file to the shards that this process connects to from here on; None: no longer.
+
+    Unless it was `asked_for`, the user's own shards on this machine are shown theirs.
+    """
+    global _token
+    _token = ClientToken(None if path is None else TokenFile(path), asked_for)
 
 
 def parse_addresses(given: str | Sequence[str]) -> list[str]:
@@ -24,11 +38,13 @@ def parse_addresses(given: str | Sequence[str]) -> list[str]:
     return addresses
 
 
-def transport_for(address: str, link: EmulatedLink | None = None) -> Transport:
+def transport_for(address: str, link: EmulatedLink | None = None, token: TokenFile | None = None) -> Transport:
     """The transport that an address asks for: `stream`, unless its scheme says another.
 
-    BadAddress for another one with an emulated `link`, which would not slow it down.
+    `token` is shown to the shard, by default that of the file that `use_token_file` named. BadAddress for another
+    transport with an emulated `link`, which would not slow it down.
     """
+    shown = _token if token is None else ClientToken(token, asked_for=True)
     scheme = address.partition("://")[0].partition("+")[0]
     if link is not None and scheme in ("grpc", "rpc", "rpc-executes-pickles"):
         raise BadAddress(
@@ -37,14 +53,14 @@ def transport_for(address: str, link: EmulatedLink | None = None) -> Transport:
     if address.startswith(("grpc://", "grpc+")):
         from embershard.proto.transport.grpc import GrpcTransport  # half a second that the others need not wait
 
-        return GrpcTransport(address.removeprefix("grpc://").removeprefix("grpc+"))
+        return GrpcTransport(address.removeprefix("grpc://").removeprefix("grpc+"), token=shown)
     if address.startswith(("rpc://", "rpc-executes-pickles://")):
         from embershard.proto.transport.torch_rpc import RpcTransport
 
         return RpcTransport(address)
     from embershard.proto.transport.stream import StreamTransport
 
-    return StreamTransport(address, link=link)
+    return StreamTransport(address, link=link, token=shown)
 
 
 def _mistake(address: str) -> str:

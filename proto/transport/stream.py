@@ -24,9 +24,11 @@ from typing import cast
 import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats
-from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
+from embershard.proto.errors import BadToken, EmbershardError, NotAllowed, NotAShard, WrongVersion, from_wire
 from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Reply, Request, Rows, arrays
 from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.security.client_token import ClientToken
+from embershard.proto.security.tokens import pack_token
 from embershard.proto.timing import span
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import connect_beside, io_loop, runs_here
@@ -113,12 +115,21 @@ class StreamTransport:
 
     "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
     "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
-    trusted to do it. `link` is the emulated one that it shares with the worker's other transports.
+    trusted to do it. `link` is the emulated one that it shares with the worker's other transports. `token` says what to
+    show to shards that ask who it is.
     """
 
-    def __init__(self, address: str, *, checksum: bool = False, link: EmulatedLink | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        checksum: bool = False,
+        link: EmulatedLink | None = None,
+        token: ClientToken | None = None,
+    ) -> None:
         self.address = address
         self.link = link
+        self.token = token or ClientToken()
         self.sent_bytes = 0
         self.received_bytes = 0
         self._features = Feature.CHECKSUM if checksum else Feature(0)
@@ -213,7 +224,7 @@ class StreamTransport:
             try:
                 await connection.ready
                 if connection.lost is not None:  # it said hello and left
-                    raise connection.lost
+                    raise connection.refused or connection.lost
             except BaseException:
                 connection.drop("no hello")
                 raise
@@ -247,6 +258,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self, owner: StreamTransport) -> None:
         self._owner, self._link = owner, owner.link
+        self._features = owner._features
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0
@@ -257,6 +269,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._sent = 0  # bytes, those that asyncio still holds included
         self._heard = 0.0
         self.lost: Unreachable | None = None  # why it ended
+        self.refused: NotAllowed | None = None  # why the shard ended it
         self._reason = "the connection broke"
         self._transport: asyncio.Transport
 
@@ -268,7 +281,9 @@ class _Connection(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
         if self._link is not None:
             self._link.join(self._transport)
-        self._transport.write(client_hello(self._owner._features))
+        if sock.family != socket.AF_UNIX or self._owner.token.at_unix_sockets:
+            self._features |= Feature.TOKEN
+        self._transport.write(client_hello(self._features))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.lost(self)
@@ -280,7 +295,7 @@ class _Connection(asyncio.BufferedProtocol):
         if not self.ready.done():
             self.ready.set_exception(reason)
         for call in self._calls.values():
-            call.fail(reason)
+            call.fail(self.refused or reason)
         self._calls.clear()
 
     def eof_received(self) -> None:
@@ -376,10 +391,23 @@ class _Connection(asyncio.BufferedProtocol):
                 self.ready.set_exception(error)
             self._transport.abort()
             return
+        if Feature.TOKEN in agreed.features:
+            try:
+                self._transport.write(pack_token(self._token()))
+            except BadToken as error:
+                self.ready.set_exception(error)
+                self._transport.abort()
+                return
         self._checksum = Feature.CHECKSUM in agreed.features
         self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
         if not self.ready.done():
             self.ready.set_result(None)
+
+    def _token(self) -> str | None:
+        """What to show; found only now that the shard has answered, which has written its own before."""
+        peer = self._transport.get_extra_info("peername")
+        ip, port = peer[:2] if isinstance(peer, tuple) else ("", 0)
+        return self._owner.token.find(ip, port)
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Where the arrays of a reply go: to the caller's own, if they fit."""
@@ -395,7 +423,11 @@ class _Connection(asyncio.BufferedProtocol):
         if self._arriving is buffers:  # and not those of a frame behind it, of which a part is here already
             self._arriving = None
         if header.call == 0 and header.kind == ERROR_KIND:
-            self.drop(str(from_wire(header.head, "")))
+            error = from_wire(header.head, "")
+            if isinstance(error, NotAllowed):  # it would be no other the next time
+                self.refused = error
+                self._owner.lost(self)
+            self.drop(str(error))
             return
         call = self._calls.get(header.call)
         if call is None:

@@ -52,18 +52,25 @@ class Address:
         """Whether no other machine reaches it."""
         return bool(self.path) or ipaddress.ip_address(self.host).is_loopback
 
-    def check(self, insecure: bool) -> None:
-        """CannotListen where others than this machine could reach the shard and nobody said that they may."""
-        if self.is_local:
+    def check(self, insecure: bool, *, encrypted: bool = False, asks: bool = False) -> None:
+        """CannotListen where others than this machine could reach the shard and nobody said that they may.
+
+        `encrypted`: its connections are; `asks`: a peer has to say who it is. With both, others may come.
+        """
+        if self.is_local or (encrypted and asks):
             return
+        missing = [
+            text for text, there in (("encryption (--tls)", encrypted), ("access.yaml (--access)", asks)) if not there
+        ]
         if not insecure:
             raise CannotListen(
                 address=self.text,
-                reason="it can be reached from other machines, and there is neither encryption nor a password: "
+                reason=f"it can be reached from other machines, and there is no {' and no '.join(missing)}: "
                 "anyone there could read and change the model. Listen on 127.0.0.1, or pass --insecure "
                 "if the network keeps strangers out",
             )
-        _log.warning("--insecure: anyone who reaches %s can read and change the model", self.text)
+        who = "anyone who reaches" if not asks else "who listens to the network of"
+        _log.warning("--insecure: %s %s can read and change the model", who, self.text)
 
     def listen(self) -> list[socket.socket]:
         """The sockets to serve on: the address itself, and for a TCP port a Unix socket beside it, if that works.

@@ -20,6 +20,7 @@ from embershard.proto.messages import METHODS, OTHER_SERVICES, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.security.access import Principal
 from embershard.ps.security.peers import Peer
 
 ERROR_KEY = "embershard-error-bin"
@@ -50,6 +51,11 @@ class ShardService:
         self._dispatch = dispatch
         self._peers = peers
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody is asked who they are."""
+        return self._dispatch.access is None
+
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio."""
         return grpc.method_handlers_generic_handler(
@@ -62,13 +68,15 @@ class ShardService:
             remaining = context.time_remaining()
             deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
             try:
+                peer = self._peer_of(context)
                 answer = self._dispatch.submit(
                     kind,
                     lambda: loads(kind, data),
                     dumps,
                     num_bytes=len(data),
                     deadline=deadline,
-                    peer=self._peer_of(context).address,
+                    peer=peer.address,
+                    principal=self._principal(peer, context),
                 )
                 return await asyncio.wrap_future(answer)
             except EmbershardError as error:
@@ -87,6 +95,18 @@ class ShardService:
                 what="a call", who=f"a peer at {address}", why="it did not come by the shard's own address"
             )
         return peer
+
+    def _principal(self, peer: Peer, context: _Context) -> Principal | None:
+        """Who calls; None where the shard asks nobody who they are. NotAuthenticated where it does not know them."""
+        access = self._dispatch.access
+        if access is None:
+            return None
+        token = None
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization":
+                scheme, _, token = str(value).partition(" ")
+                token = token.strip() if scheme.lower() == "bearer" else ""  # which nobody has
+        return access.identify(peer, token)
 
 
 class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -114,9 +134,10 @@ async def _abort(context: _Context, error: EmbershardError) -> NoReturn:
 
 
 def make_server(service: ShardService, healthy: health.aio.HealthServicer) -> grpc.aio.Server:
-    """A server, not yet listening, of this service, of grpc.health.v1 and of reflection."""
+    """A server, not yet listening, of this service, of grpc.health.v1, and, where anyone may ask, of reflection."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((service.handlers(), OtherVersions()))
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if service.is_open:
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server

@@ -21,6 +21,8 @@ from embershard.proto.errors import (
     EmbershardError,
     InternalError,
     InvalidRequest,
+    NotAllowed,
+    NotAuthenticated,
     ShardBusy,
     ShuttingDown,
     clipped,
@@ -41,10 +43,12 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.security.tokens import RECORD_BYTES, unpack_token
 from embershard.proto.wire import (
     HELLO_BYTES,
     MAGIC,
     SCRATCH_BYTES,
+    Agreed,
     Feature,
     Frame,
     FrameReader,
@@ -53,6 +57,7 @@ from embershard.proto.wire import (
     server_hello,
 )
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.security.access import Principal
 from embershard.ps.security.peers import Peer, peer_of
 from embershard.ps.transport.pipe import PipedServer, pipe_to
 
@@ -70,6 +75,8 @@ RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
 UNSENT_BYTES = MAX_MESSAGE_BYTES
 ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
 _RETRY_MS = 100
+_LAST_WORDS_SECONDS = 1.0  # in which a peer that is refused reads why
+_REFUSED = memoryview(bytearray(2**16))  # where goes what it sends meanwhile
 
 _log = logging.getLogger(__name__)
 Pieces = list[bytes | memoryview]
@@ -93,6 +100,7 @@ class StreamServer:
         self.dispatch = dispatch
         self.foreign = foreign
         self.limit = limit
+        self.features = Feature.CHECKSUM if dispatch.access is None else Feature.CHECKSUM | Feature.TOKEN
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
         self.max_connections, self.open_connections = max_connections, 0  # those passed on included
@@ -171,10 +179,13 @@ class Connection(asyncio.BufferedProtocol):
         self._server = server
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0  # bytes of the hello
-        self._reader: FrameReader | None = None
+        self._reader: FrameReader | None = None  # once it is known who the peer is
+        self._principal: Principal | None = None
+        self._agreed: Agreed | None = None  # with a peer that has yet to show its token
         self._checksum = False
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
+        self._refused = False  # it was told why, and nothing that it sends counts any more
         self._gone = self._counted = False
         self._peer = Peer("")
         self._began = time.monotonic()
@@ -232,9 +243,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def check(self, now: float, wait_timeout: float) -> None:
         """Drop a peer that is silent, or too slow, where it must not be; between calls it may be silent."""
+        if self._refused:
+            return
         if self._reader is None:
             if now - self._began > HELLO_SECONDS:
                 self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
+            return
+        if self._principal is not None and self._principal.revoked:
+            self._fail(NotAuthenticated(who=self._principal.name, why="its entry of access.yaml has changed"))
             return
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
@@ -251,10 +267,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: for a large frame, the array that the tables read them from."""
+        if self._refused:
+            return _REFUSED
         return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
 
     def buffer_updated(self, num_bytes: int) -> None:
         """So many bytes have come to where `get_buffer` said."""
+        if self._refused:
+            return
         self._received += num_bytes
         self.last_sign = time.monotonic()
         if self._reader is None:
@@ -269,16 +289,32 @@ class Connection(asyncio.BufferedProtocol):
     def _greet(self, num_bytes: int) -> None:
         self._filled += num_bytes
         hello = bytes(self._hello[: self._filled])
-        if hello[: len(MAGIC)] != MAGIC[: self._filled]:
+        if self._agreed is not None:
+            if self._filled == RECORD_BYTES:
+                self._admit(self._agreed, unpack_token(hello))
+        elif hello[: len(MAGIC)] != MAGIC[: self._filled]:
             self._pass_on(hello)
         elif self._filled == HELLO_BYTES:
-            answer, agreed = server_hello(hello, Feature.CHECKSUM)
+            answer, agreed = server_hello(hello, self._server.features)
             self._transport.write(answer)
             if agreed is None:
                 self._transport.close()
+            elif Feature.TOKEN in agreed.features:
+                self._agreed, self._hello, self._filled = agreed, memoryview(bytearray(RECORD_BYTES)), 0
+            else:
+                self._admit(agreed, None)
+
+    def _admit(self, agreed: Agreed, token: str | None) -> None:
+        """Read the frames of a peer that is known; end the connection of another, with the reason."""
+        self._checksum = Feature.CHECKSUM in agreed.features
+        access = self._server.dispatch.access
+        if access is not None:
+            try:
+                self._principal = access.identify(self._peer, token)
+            except EmbershardError as error:
+                self._fail(error)
                 return
-            self._checksum = Feature.CHECKSUM in agreed.features
-            self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
+        self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
 
     def _pass_on(self, received: bytes) -> None:
         self._server.connections.discard(self)
@@ -291,9 +327,16 @@ class Connection(asyncio.BufferedProtocol):
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
         size = sum(header.lengths)
         server = self._server
-        if header.kind not in REQUEST_KINDS:
+        kind = REQUEST_KINDS.get(header.kind)
+        if kind is None:
             self._refuse(header, _unknown(header))
             return None
+        if server.dispatch.access is not None:
+            try:
+                server.dispatch.access.check(self._principal, kind)
+            except EmbershardError as error:
+                self._refuse(header, error)
+                return None
         # a small one always: it needs no more than the memory that every connection has anyway
         if size > SCRATCH_BYTES and server.receiving_bytes + size > RECEIVING_BYTES:
             self._refuse(header, server.turn_away(server.receiving_bytes))
@@ -341,6 +384,7 @@ class Connection(asyncio.BufferedProtocol):
             num_bytes=len(header.head) + sum(header.lengths),
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer.address,
+            principal=self._principal,
         )
         future.add_done_callback(self._sender(header))
 
@@ -379,7 +423,13 @@ class Connection(asyncio.BufferedProtocol):
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
         _log.warning("dropping the connection of %s: %s", self._peer.address, error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
-        self._transport.close()
+        if isinstance(error, NotAllowed) and self._transport.can_write_eof() and not self._transport.is_closing():
+            # what it has sent meanwhile is read and dropped: else the system would tell it of a reset, not of the error
+            self._refused = True
+            self._transport.write_eof()
+            self._server.loop.call_later(_LAST_WORDS_SECONDS, self._transport.abort)
+        else:
+            self._transport.close()
 
 
 def _unknown(header: Header) -> InvalidRequest:

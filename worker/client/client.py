@@ -14,6 +14,7 @@ from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, UnknownTable, WrongDim
 from embershard.proto.messages import Declare, GetStatus, Heartbeat, Load, Pull, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
+from embershard.proto.security.tokens import TokenFile
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Deadline, span
 from embershard.proto.transport.addresses import transport_for
@@ -95,14 +96,16 @@ class Client:
         timeout: timedelta = DEFAULT_TIMEOUT,
         recovery_timeout: timedelta = RECOVERY_TIMEOUT,
         bandwidth: int | None = None,
+        token: TokenFile | None = None,
     ) -> Client:
         """A client of the shards at `addresses` (docs/transports.md), in any order.
 
         Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
-        in bits per second, has it send and receive no faster, each way; BadAddress where a transport cannot.
+        in bits per second, has it send and receive no faster, each way; BadAddress where a transport cannot. `token`
+        is shown to the shards.
         """
         link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
-        transports = [transport_for(address, link) for address in addresses]
+        transports = [transport_for(address, link, token) for address in addresses]
         try:
             return cls(transports, worker=worker, timeout=timeout, recovery_timeout=recovery_timeout)
         except BaseException:

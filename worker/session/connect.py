@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.messages import READ_ONLY_WORKER
+from embershard.proto.security.tokens import TokenFile
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
@@ -32,6 +35,7 @@ def connect(
     bandwidth: str = UNLIMITED,
     compression: Compression | None = None,
     imports: Sequence[str] = (),
+    token_file: str | os.PathLike[str] | None = None,
 ) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
@@ -43,6 +47,10 @@ def connect(
     is. With `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
     `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
     `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
+
+    `token_file` holds the token to show to the shards: its first line, readable by nobody else (BadToken). On this
+    machine the user's own shards need none. NotAuthenticated where a shard does not know it, NotAllowed where its role
+    does not suffice.
     """
     terms = Terms(
         workers=workers,
@@ -65,6 +73,7 @@ def connect(
         timeout=timeout,
         recovery_timeout=recovery_timeout,
         bandwidth=bits,
+        token=None if token_file is None else TokenFile(Path(token_file)),
     )
     client.compressor.find = codecs.find
     try:

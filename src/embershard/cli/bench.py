@@ -15,6 +15,7 @@ from embershard.benchmark.picture import can_draw, draw_curves, draw_parts
 from embershard.benchmark.report import curve_row, figures, parts_table, points_json, result_json, write_json
 from embershard.benchmark.settings import PullPush, Train, TransportName
 from embershard.benchmark.sweep import AnyResult, Axis, Sweep, plan, run_sweep
+from embershard.cli.security import TokenFileOption
 from embershard.cli.signals import ended_by_signals
 from embershard.proto.spec import OPTIMIZERS
 from embershard.proto.transport.addresses import parse_addresses
@@ -53,6 +54,7 @@ Output = Annotated[Path | None, typer.Option(help="Folder for the result as JSON
 def ps(
     transport: Transport = None,
     ps: Ps = "",
+    token_file: TokenFileOption = None,
     shards: Shards = None,
     workers: Workers = 1,
     rows: Annotated[int, typer.Option(help="Ids are 0..ROWS-1.", min=1)] = 1_000_000,
@@ -82,6 +84,7 @@ def ps(
 def train(
     transport: Transport = None,
     ps: Ps = "",
+    token_file: TokenFileOption = None,
     shards: Shards = None,
     workers: Workers = 1,
     batch: Annotated[int, typer.Option(help="Samples per step and worker.", min=1)] = 2048,

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.proto.codec.name import CodecName
@@ -28,7 +29,9 @@ compression = typer.Typer(
 
 @compression.command("show")
 def show(
-    ps: RunningShards = None, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    ps: RunningShards = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show every table's codecs: those that its workers use, and those that the shards were told."""
     with _client(ps) as client:
@@ -63,6 +66,7 @@ def set_codecs(
         ),
     ],
     ps: RunningShards = None,
+    token_file: TokenFileOption = None,
 ) -> None:
     """Have the workers switch; they do before their next step, and say so in their log.
 

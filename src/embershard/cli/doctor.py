@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, shards_of_up
 from embershard.doctor.case import Case, open_case
 from embershard.doctor.check import Check, Finding, Level
@@ -49,6 +50,7 @@ class Answer:
 
 def doctor(
     ps: RunningShards = None,
+    token_file: TokenFileOption = None,
     job: Annotated[Path | None, typer.Option(help="A job file that is to run here.")] = None,
     run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
     data: Annotated[

@@ -12,6 +12,7 @@ import torch
 import typer
 
 from embershard.benchmark.picture import can_draw, draw_reliability
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.source import Source, check_one_source, open_source
@@ -34,6 +35,7 @@ def evaluate(
         ),
     ] = None,
     ps: NamedShards = None,
+    token_file: TokenFileOption = None,
     on: Annotated[
         Path | None, typer.Option(help="A file of the job's reader to score, instead of the job's own splits.")
     ] = None,

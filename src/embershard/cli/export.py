@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
 from embershard.cli.source import check_one_source, open_source
 from embershard.proto.errors import JobError
@@ -42,6 +43,7 @@ def export(
     ],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
     ps: NamedShards = None,
+    token_file: TokenFileOption = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write the dense part as ONNX too.")] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")

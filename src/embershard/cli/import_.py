@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
@@ -19,6 +20,7 @@ def import_(
     job: Annotated[Path, typer.Argument(help="The job file that the shards' tables are made by.")],
     state: Annotated[Path, typer.Argument(help="A state_dict as safetensors, or the folder of an export.")],
     ps: RunningShards = None,
+    token_file: TokenFileOption = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,

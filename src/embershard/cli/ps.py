@@ -15,7 +15,13 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
-from embershard.cli.security import SnapshotsOption, checked_snapshots
+from embershard.cli.security import (
+    AccessOption,
+    InsecureLoopbackOption,
+    SnapshotsOption,
+    checked_access,
+    checked_snapshots,
+)
 from embershard.cli.sizes import memory_bytes
 from embershard.ps.server import ServerOptions, serve
 
@@ -56,6 +62,8 @@ def ps(
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
     snapshots: SnapshotsOption = None,
+    access: AccessOption = None,
+    insecure_loopback: InsecureLoopbackOption = False,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -79,5 +87,7 @@ def ps(
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
         snapshots=checked_snapshots(snapshots),
+        access=checked_access(access),
+        insecure_loopback=insecure_loopback,
     )
     raise typer.Exit(serve(options))

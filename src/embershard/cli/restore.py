@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, restore_snapshot
@@ -20,6 +21,7 @@ def restore(
         str, typer.Argument(help="Folder of snapshots (the latest is taken), or one snapshot in it; or an fsspec URL.")
     ],
     ps: RunningShards = None,
+    token_file: TokenFileOption = None,
     name: Annotated[str, typer.Option(help="Name of the snapshot in the folder.  [default: the latest]")] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, take_snapshot
 from embershard.worker.client.client import Client
@@ -22,6 +23,7 @@ def snapshot(
         typer.Argument(help="Folder that all shards and this machine share, or an fsspec URL (s3://..., gs://...)."),
     ],
     ps: RunningShards = None,
+    token_file: TokenFileOption = None,
     name: Annotated[str, typer.Option(help="Name of the snapshot.  [default: the time]")] = "",
     at_clock: Annotated[
         int | None,

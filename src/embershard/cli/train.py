@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embershard.cli.recovery import Recoveries
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.user_code import check_user_code, try_job
@@ -63,6 +64,7 @@ def train(
             help="host:port of every shard, with commas between.  [default: shards are started here]",
         ),
     ] = None,
+    token_file: TokenFileOption = None,
     workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
     bandwidth: Annotated[

@@ -16,7 +16,13 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
-from embershard.cli.security import SnapshotsOption, checked_snapshots
+from embershard.cli.security import (
+    AccessOption,
+    InsecureLoopbackOption,
+    SnapshotsOption,
+    checked_access,
+    checked_snapshots,
+)
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 
 DEFAULT_PORT = 7700
@@ -38,6 +44,8 @@ def up(
     log_dir: LogDirOption = None,
     log_bytes: LogBytesOption = None,
     snapshots: SnapshotsOption = None,
+    access: AccessOption = None,
+    insecure_loopback: InsecureLoopbackOption = False,
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
@@ -46,6 +54,9 @@ def up(
     mode = checked_durability(durability, log_dir)
     if base_port + shards > 65536:
         raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
+    options = [word for place in checked_snapshots(snapshots) for word in ("--snapshots", place)]
+    options += [] if access is None else ["--access", str(checked_access(access))]
+    options += ["--insecure-loopback"] if insecure_loopback else []
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     local = LocalShards(
@@ -56,7 +67,7 @@ def up(
         durability=mode,
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
-        options=[word for place in checked_snapshots(snapshots) for word in ("--snapshots", place)],
+        options=options,
         report=_say,
         forward=_say,
     )

@@ -18,6 +18,7 @@ import torch
 import typer
 
 from embershard.cli.app import fail
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
@@ -56,6 +57,7 @@ def worker(
             help="host:port of every shard, with commas between, for a strategy that has some. -: a line of stdin.",
         ),
     ] = None,
+    token_file: TokenFileOption = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,
