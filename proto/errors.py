@@ -8,8 +8,10 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
                       FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
-        access        NotAllowed (NotAuthenticated, PlaceNotAllowed), QuotaExceeded, BadToken, BadAccessFile
-        shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
+        access        NotAllowed (NotAuthenticated, PlaceNotAllowed), BadToken, BadAccessFile,
+                      AuditDamaged
+        shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering,
+                      QuotaExceeded), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
@@ -160,16 +162,6 @@ class PlaceNotAllowed(NotAllowed):
     template = "snapshots at {url!r}: {why}"
 
 
-class QuotaExceeded(EmbershardError):
-    """A request over what its sender may use (`quotas` of access.yaml); nothing of it was applied.
-
-    `retry_after_ms` is when it may come again; 0: not before its sender uses less, or may use more.
-    """
-
-    status = Status.RESOURCE_EXHAUSTED
-    template = "{who} may use {limit:,} {what}, and this would be {would:,}; its entry in access.yaml says so"
-
-
 class BadToken(EmbershardError):
     """A file of a token that cannot be used: it holds none, or others can read it."""
 
@@ -182,6 +174,13 @@ class BadAccessFile(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "{mistakes}"
+
+
+class AuditDamaged(EmbershardError):
+    """An audit log of which a line is not what was written, or does not follow the one before."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path}, line {line}: {reason}"
 
 
 class UnknownTable(EmbershardError):
@@ -310,6 +309,15 @@ class ShardBusy(EmbershardError):
     status = Status.RESOURCE_EXHAUSTED
     retryable = True
     template = "the apply queue is full ({queued_bytes} bytes waiting); retry after {retry_after_ms} ms"
+
+
+class QuotaExceeded(ShardBusy):
+    """A request over what its sender may use (`quotas` of access.yaml); the client waits, and sends it again."""
+
+    template = (
+        "{who} may use {limit:,} {what}, and this would be {would:,} (quotas of its entry in access.yaml); retry after "
+        "{retry_after_ms} ms"
+    )
 
 
 class ShardRecovering(ShardBusy):

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from embershard.proto.errors import EmbershardError, InternalError
-from embershard.proto.messages import GetStatus, Hello, Reply, Request, ShardStatus
+from embershard.proto.errors import EmbershardError, InternalError, QuotaExceeded
+from embershard.proto.messages import METHODS, GetStatus, Hello, Reply, Request, ShardStatus
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
-from embershard.ps.security.access import Access, Principal
+from embershard.ps.security.access import Access, Principal, is_audited
 from embershard.ps.shard import Shard
 
 T = TypeVar("T")
@@ -89,16 +89,47 @@ class Dispatch:
         if self.access is not None:
             try:
                 self.access.check(principal, kind)
-            except EmbershardError as error:
+                if principal is not None and principal.usage.is_limited:
+                    return self._submit_limited(kind, read, write, num_bytes, deadline, peer, principal)
+            except QuotaExceeded as error:
                 return _failed(error)
-            if principal is not None and principal.is_limited:
-                read = self._admitted(principal, read, self.access)
+            except EmbershardError as error:
+                self.access.refused(principal, peer, METHODS[kind][0], error)
+                return _failed(error)
+        return self._submit(kind, read, write, num_bytes, deadline, peer, principal)
+
+    def _submit_limited(
+        self,
+        kind: type[Request],
+        read: Callable[[], Request],
+        write: Callable[[Reply], T],
+        num_bytes: int,
+        deadline: float,
+        peer: str,
+        principal: Principal,
+    ) -> Future[T]:
+        """As submit, of a principal with quotas."""
+        principal.usage.take_bytes(num_bytes)
+        future = self._submit(kind, read, write, num_bytes, deadline, peer, principal)
+        future.add_done_callback(lambda _: principal.usage.give_bytes(num_bytes))
+        return future
+
+    def _submit(
+        self,
+        kind: type[Request],
+        read: Callable[[], Request],
+        write: Callable[[Reply], T],
+        num_bytes: int,
+        deadline: float,
+        peer: str,
+        principal: Principal | None,
+    ) -> Future[T]:
         if (recovery := self._recovery) is not None and kind is not GetStatus:
             return _failed(recovery.error())
         if kind not in (Hello, GetStatus):
             try:
                 return self._apply.submit(
-                    lambda: _guarded(kind, lambda: write(self._shard.handle(read(), self._apply.arrived, peer))),
+                    lambda: _guarded(kind, lambda: write(self._handle(read(), peer, principal))),
                     num_bytes,
                     deadline,
                 )
@@ -111,15 +142,40 @@ class Dispatch:
             return _failed(error)
         return done
 
-    def _admitted(self, principal: Principal, read: Callable[[], Request], access: Access) -> Callable[[], Request]:
-        """`read`, which refuses what is about tables of others; on the apply thread."""
+    def _handle(self, request: Request, peer: str, principal: Principal | None) -> Reply:
+        """The shard's reply, where the request is about what its principal may reach; on the apply thread."""
+        access = self.access
+        if access is None or principal is None:
+            return self._shard.handle(request, self._apply.arrived, peer)
+        if principal.is_limited:
+            try:
+                access.admit(principal, request, self._shard.tables_of_restore)
+            except EmbershardError as error:
+                access.refused(principal, peer, METHODS[type(request)][0], error)
+                raise
+        if principal.usage.is_limited:
+            rows = principal.usage.take_rows(request)
+            try:
+                return self._noted(access, principal, request, peer)
+            except EmbershardError as error:
+                if error.retryable:
+                    principal.usage.give_rows(rows)
+                raise
+        return self._noted(access, principal, request, peer)
 
-        def read_admitted() -> Request:
-            request = read()
-            access.admit(principal, request, self._shard.tables_of_restore)
-            return request
-
-        return read_admitted
+    def _noted(self, access: Access, principal: Principal, request: Request, peer: str) -> Reply:
+        """The shard's reply, with a line of the audit log where it is an act."""
+        if access.audit is None or not is_audited(request):
+            return self._shard.handle(request, self._apply.arrived, peer)
+        outcome = "done"
+        try:
+            return self._shard.handle(request, self._apply.arrived, peer)
+        except EmbershardError as error:
+            outcome = "" if error.retryable else type(error).__name__  # it comes again
+            raise
+        finally:
+            if outcome:
+                access.note(principal, peer, request, outcome)
 
     def _at_once(self, request: Request) -> Reply:
         with self._lock:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from embershard.proto.errors import CannotListen
 from embershard.ps.security.access_file import read_access_file
+from embershard.ps.security.audit import AuditLog
 from embershard.ps.security.gate import Gate
 from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.transport.address import BACKLOG, Address
@@ -64,7 +65,8 @@ class ServerOptions:
     is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
     `snapshots` are the folders and URLs at or below which snapshots may lie; without one they may lie nowhere, or,
     where no other machine reaches the shard, anywhere. `access` is the file that says who may do what. On loopback the
-    shard's own user needs no line in it, but for other users of the machine only `insecure_loopback` opens it.
+    shard's own user needs no line in it, but for other users of the machine only `insecure_loopback` opens it. In the
+    folder `audit` it keeps a log of who came, and what they did.
     """
 
     shard: int
@@ -84,6 +86,7 @@ class ServerOptions:
     snapshots: tuple[str, ...] = ()
     access: Path | None = None
     insecure_loopback: bool = False
+    audit: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -120,6 +123,8 @@ def serve(options: ServerOptions) -> int:
     address.check(options.insecure, asks=options.access is not None)
     if options.access is not None:
         read_access_file(options.access)  # its mistakes, before anything takes long
+    if options.audit is not None and not address.is_local and options.access is None:
+        raise CannotListen(address=options.listen, reason="an audit log needs to know who comes: pass --access, too")
     if options.rpc and (options.access is not None or not (options.insecure_loopback or options.insecure)):
         raise CannotListen(
             address=options.rpc,
@@ -185,20 +190,21 @@ def _seconds_since_start() -> float:
 
 async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     sockets = address.listen()
-    gate = _gate(address, sockets[0], options)  # before anybody is answered: a client reads the token then
+    audit = None if options.audit is None else AuditLog(options.audit / f"shard-{options.shard}" / "audit.jsonl")
+    gate = _gate(address, sockets[0], options, audit)  # before anybody is answered: a client reads the token then
     try:
         return await _serve_at(sockets, gate.access, shard, address, options)
     finally:
         gate.close()
 
 
-def _gate(address: Address, main: socket.socket, options: ServerOptions) -> Gate:
+def _gate(address: Address, main: socket.socket, options: ServerOptions, audit: AuditLog | None) -> Gate:
     if address.path:
-        return Gate.at_unix_socket(options.access)
+        return Gate.at_unix_socket(options.access, audit)
     if address.is_local:
         ip, port = main.getsockname()[:2]
-        return Gate.on_loopback(ip, port, options.access, insecure=options.insecure_loopback)
-    return Gate.on_network(options.access)
+        return Gate.on_loopback(ip, port, options.access, audit, insecure=options.insecure_loopback)
+    return Gate.on_network(options.access, audit)
 
 
 async def _serve_at(

@@ -9,14 +9,17 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from embershard.proto.errors import BadAccessFile, NotAllowed, NotAuthenticated
-from embershard.proto.messages import METHODS, Compress, Declare, Load, Pull, Push, Request, Restore
+from embershard.proto.errors import BadAccessFile, EmbershardError, NotAllowed, NotAuthenticated
+from embershard.proto.messages import METHODS, Compress, Declare, Load, Pull, Push, Request, Restore, Snapshot
 from embershard.proto.security.tokens import token_digest
 from embershard.ps.security.access_file import AccessEntry, read_access_file
+from embershard.ps.security.audit import Act, AuditLog
 from embershard.ps.security.peers import Peer
+from embershard.ps.security.quotas import Usage
 from embershard.ps.security.roles import ALLOWED, LEAST_ROLE
 
 POLL_SECONDS = 5.0  # between looks at access.yaml: a token whose line is gone is of no use ten seconds later
+_MOST_SEEN = 10_000  # connections that are remembered, so that a login is noted once
 _MOST_TABLES = 4096  # of which it is remembered whether they match: names are of the peer's choice
 
 _log = logging.getLogger(__name__)
@@ -25,12 +28,13 @@ _log = logging.getLogger(__name__)
 class Principal:
     """Somebody whom a shard knows, and what they may do. A connection keeps its own for as long as it lasts."""
 
-    __slots__ = ("_known", "allowed", "entry", "revoked")
+    __slots__ = ("_known", "allowed", "entry", "revoked", "usage")
 
     def __init__(self, entry: AccessEntry) -> None:
         self.entry = entry
         self.allowed = ALLOWED[entry.role]
         self.revoked = False  # its entry is gone, or another now
+        self.usage = Usage(entry.name, entry.quotas)
         self._known: dict[str, bool] = {}
 
     @property
@@ -63,10 +67,14 @@ class Principal:
 class Access:
     """The principals of a shard: those of access.yaml, the owner of a loopback token, and users of this machine.
 
-    `file` is read anew when it changes, once `watch` was called; a file with mistakes leaves things as they are.
+    `file` is read anew when it changes, once `watch` was called; a file with mistakes leaves things as they are. An
+    `audit` log is told who comes, and who is refused.
     """
 
-    def __init__(self, file: Path | None = None, loopback_token: str | None = None) -> None:
+    def __init__(
+        self, file: Path | None = None, loopback_token: str | None = None, audit: AuditLog | None = None
+    ) -> None:
+        self.audit = audit
         self._file = file
         self._own: dict[bytes, Principal] = {}
         if loopback_token is not None:
@@ -77,6 +85,7 @@ class Access:
         self._by_certificate: dict[str, Principal] = {}
         self._state: object = None
         self._entries: dict[AccessEntry, Principal] = {}
+        self._seen: set[tuple[str, str]] = set()
         self._stop = threading.Event()
         if file is not None:
             self._state = _state_of(file)
@@ -87,6 +96,42 @@ class Access:
 
         NotAuthenticated where it is none of these. A token that is shown has to be a known one.
         """
+        try:
+            principal = self._identified(peer, token, certificate)
+        except NotAuthenticated as error:
+            self.refused(None, peer.address, "login", error)
+            raise
+        if self.audit is not None and self._is_new(peer, principal):
+            self.audit.write(Act("login", "done", principal.name, principal.role, peer.address))
+        return principal
+
+    def refused(self, principal: Principal | None, peer: str, verb: str, error: EmbershardError) -> None:
+        """Note that somebody was refused."""
+        if self.audit is not None:
+            name, role = ("", "") if principal is None else (principal.name, principal.role)
+            self.audit.refuse(Act(verb, type(error).__name__, name, role, peer))
+
+    def note(self, principal: Principal, peer: str, request: Request, outcome: str) -> None:
+        """Note what somebody has done, or tried to."""
+        if self.audit is not None:
+            verb, table = METHODS[type(request)][0], ",".join(tables_of(request))
+            step = getattr(request, "step", "")
+            verb = f"{verb} {step}" if step else verb
+            self.audit.write(
+                Act(verb, outcome, principal.name, principal.role, peer, table, safe=principal.role == "admin")
+            )
+
+    def _is_new(self, peer: Peer, principal: Principal) -> bool:
+        """Whether a connection has not been seen: gRPC shows its token with each call."""
+        key = peer.address, principal.name
+        if key in self._seen:
+            return False
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen.add(key)
+        return True
+
+    def _identified(self, peer: Peer, token: str | None, certificate: Iterable[str]) -> Principal:
         if token is not None:
             digest = token_digest(token)
             principal = self._by_token.get(digest) or self._own.get(digest)
@@ -139,8 +184,10 @@ class Access:
             threading.Thread(target=self._watch, args=(self._file,), name="access", daemon=True).start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Watch no more, and end the audit log."""
         self._stop.set()
+        if self.audit is not None:
+            self.audit.close()
 
     def reload(self) -> bool:
         """Read the file again if it has changed; whether other entries count now."""
@@ -151,10 +198,16 @@ class Access:
             entries = read_access_file(self._file)
         except BadAccessFile as error:
             _log.error("who may do what stays as it was, for access.yaml has mistakes:\n%s", error)
+            self._note_reload(type(error).__name__)
             return False
         self._use(entries)
+        self._note_reload("done")
         _log.info("%s: %d entries count now", self._file, len(entries))
         return True
+
+    def _note_reload(self, outcome: str) -> None:
+        if self.audit is not None:
+            self.audit.write(Act("reload", outcome, safe=True))
 
     def _watch(self, file: Path) -> None:
         while not self._stop.wait(POLL_SECONDS):
@@ -190,6 +243,22 @@ def tables_of(request: Request) -> list[str]:
         case Declare():
             return [request.spec.name]
     return []
+
+
+def is_audited(request: Request) -> bool:
+    """Whether an act is noted: what makes tables, loads them, moves them, or changes how they travel."""
+    match request:
+        case Declare():
+            return True
+        case Load():
+            return request.last
+        case Compress():
+            return len(request.tables) > 0
+        case Snapshot():
+            return request.step in ("begin", "cancel")
+        case Restore():
+            return request.step in ("begin", "install", "cancel")
+    return False
 
 
 def _remedy(certificate: Iterable[str]) -> str:

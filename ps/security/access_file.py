@@ -23,10 +23,8 @@ _FIELDS = ("name", "role", "token_sha256", "certificate", "tables", "quotas")
 class Quotas:
     """What one principal may use of one shard; None: as much as there is."""
 
-    new_rows: int | None = None  # that its pushes and loads make, since the shard started
-    bytes_held: int | None = None  # of the rows that they made
-    rows_per_second: int | None = None  # pulled, pushed and loaded, over ten seconds
-    connections: int | None = None
+    rows_per_second: int | None = None  # whose ids it sends, over ten seconds
+    connections: int | None = None  # of the stream transport
     bytes_in_flight: int | None = None  # of its requests that are not answered
 
 

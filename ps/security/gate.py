@@ -8,6 +8,7 @@ from pathlib import Path
 from embershard.proto.errors import BadToken, CannotListen
 from embershard.proto.security.loopback import remove_loopback_token, write_loopback_token
 from embershard.ps.security.access import Access
+from embershard.ps.security.audit import AuditLog
 
 _log = logging.getLogger("embershard.ps")
 
@@ -22,12 +23,14 @@ class Gate:
             access.watch()
 
     @classmethod
-    def at_unix_socket(cls, file: Path | None) -> Gate:
+    def at_unix_socket(cls, file: Path | None, audit: AuditLog | None = None) -> Gate:
         """Of a shard that listens at a Unix socket alone, whose peers the system knows."""
-        return cls(Access(file))
+        return cls(Access(file, audit=audit))
 
     @classmethod
-    def on_loopback(cls, ip: str, port: int, file: Path | None, *, insecure: bool) -> Gate:
+    def on_loopback(
+        cls, ip: str, port: int, file: Path | None, audit: AuditLog | None = None, *, insecure: bool
+    ) -> Gate:
         """Of a shard that this machine's processes reach by TCP, where the system does not say whose they are.
 
         CannotListen where no file for its token is safe.
@@ -35,7 +38,7 @@ class Gate:
         if insecure:
             if file is None:
                 _log.warning("--insecure-loopback: any user of this machine can read and change the model")
-            return cls(None if file is None else Access(file))
+            return cls(None if file is None else Access(file, audit=audit))
         try:
             written = write_loopback_token(ip, port)
         except BadToken as error:
@@ -46,13 +49,13 @@ class Gate:
                     "what (--access), or pass --insecure-loopback if no other user of this machine is a stranger",
                 ) from None
             _log.warning("clients on this machine need a token of access.yaml: %s", error)
-            return cls(Access(file))
-        return cls(Access(file, written[0]), written)
+            return cls(Access(file, audit=audit))
+        return cls(Access(file, written[0], audit), written)
 
     @classmethod
-    def on_network(cls, file: Path | None) -> Gate:
+    def on_network(cls, file: Path | None, audit: AuditLog | None = None) -> Gate:
         """Of a shard that other machines reach; without a file nobody is asked."""
-        return cls(None if file is None else Access(file))
+        return cls(None if file is None else Access(file, audit=audit))
 
     def close(self) -> None:
         """Take the token back."""

@@ -23,6 +23,7 @@ from embershard.proto.errors import (
     InvalidRequest,
     NotAllowed,
     NotAuthenticated,
+    QuotaExceeded,
     ShardBusy,
     ShuttingDown,
     clipped,
@@ -75,6 +76,7 @@ RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
 UNSENT_BYTES = MAX_MESSAGE_BYTES
 ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
 _RETRY_MS = 100
+_REFUSALS_LOGGED = 10  # in a minute
 _LAST_WORDS_SECONDS = 1.0  # in which a peer that is refused reads why
 _REFUSED = memoryview(bytearray(2**16))  # where goes what it sends meanwhile
 
@@ -108,6 +110,7 @@ class StreamServer:
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports
         self._unsent_bytes = 0  # what these hold of it, or more
+        self._refusals = 0, 0  # the minute, and how many peers were refused in it
         self._pressed = False  # whether somebody was turned away since the last sweep
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
         dispatch.set_activity_probe(self._last_sign)
@@ -142,6 +145,16 @@ class StreamServer:
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
             connection.drop("")
+
+    def may_log_refusal(self) -> bool:
+        """Whether there is room in the log for one more peer that was refused: ten in a minute."""
+        minute = int(time.monotonic() // 60)
+        if minute != self._refusals[0]:
+            if self._refusals[1] > _REFUSALS_LOGGED:
+                _log.warning("%d more peers were refused in that minute", self._refusals[1] - _REFUSALS_LOGGED)
+            self._refusals = minute, 0
+        self._refusals = minute, self._refusals[1] + 1
+        return self._refusals[1] <= _REFUSALS_LOGGED
 
     def _last_sign(self, worker: int, epoch: int) -> float:
         """When bytes of a worker's incarnation arrived last; on the apply thread."""
@@ -200,7 +213,7 @@ class Connection(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         self._peer = peer_of(sock)
         if not self._peer.is_admitted:
-            self.drop("a shard's Unix sockets are for its own user and root")
+            self.drop("a shard's Unix sockets are for its own user and root" * self._server.may_log_refusal())
             return
         if self._server.open_connections >= self._server.max_connections:
             self.drop(f"the shard has {self._server.max_connections} connections already (--connections)")
@@ -222,6 +235,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """Count this connection no longer."""
+        if self._principal is not None:
+            self._principal.usage.disconnect()
+            self._principal = None
         if self._counted:
             self._counted = False
             self._server.open_connections -= 1
@@ -310,7 +326,9 @@ class Connection(asyncio.BufferedProtocol):
         access = self._server.dispatch.access
         if access is not None:
             try:
-                self._principal = access.identify(self._peer, token)
+                principal = access.identify(self._peer, token)
+                principal.usage.connect()
+                self._principal = principal
             except EmbershardError as error:
                 self._fail(error)
                 return
@@ -421,9 +439,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _fail(self, error: EmbershardError) -> None:
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
-        _log.warning("dropping the connection of %s: %s", self._peer.address, error)
+        if not isinstance(error, NotAllowed | QuotaExceeded) or self._server.may_log_refusal():
+            _log.warning("dropping the connection of %s: %s", self._peer.address, error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
-        if isinstance(error, NotAllowed) and self._transport.can_write_eof() and not self._transport.is_closing():
+        if (
+            isinstance(error, NotAllowed | QuotaExceeded)
+            and self._transport.can_write_eof()
+            and not self._transport.is_closing()
+        ):
             # what it has sent meanwhile is read and dropped: else the system would tell it of a reset, not of the error
             self._refused = True
             self._transport.write_eof()

@@ -33,6 +33,8 @@ COMMANDS = {
     "restore": "Read a snapshot into running shards, of any number.",
     "inspect": "Show what a snapshot holds; --verify checks every file.",
     "log": "Show what a shard's log holds, or cut it.",
+    "keys": "Make tokens, and show who may do what.",
+    "audit": "Check an audit log of a shard.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback

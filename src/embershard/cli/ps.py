@@ -17,6 +17,7 @@ from embershard.cli.durability import (
 )
 from embershard.cli.security import (
     AccessOption,
+    AuditOption,
     InsecureLoopbackOption,
     SnapshotsOption,
     checked_access,
@@ -64,6 +65,7 @@ def ps(
     snapshots: SnapshotsOption = None,
     access: AccessOption = None,
     insecure_loopback: InsecureLoopbackOption = False,
+    audit: AuditOption = None,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -89,5 +91,6 @@ def ps(
         snapshots=checked_snapshots(snapshots),
         access=checked_access(access),
         insecure_loopback=insecure_loopback,
+        audit=None if audit is None else audit.absolute(),
     )
     raise typer.Exit(serve(options))

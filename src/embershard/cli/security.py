@@ -37,6 +37,13 @@ InsecureLoopbackOption = Annotated[
         help="On loopback ask nobody who they are: any user of this machine can read and change the model.",
     ),
 ]
+AuditOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--audit",
+        help="Folder in which each shard keeps shard-K/audit.jsonl: who came, who was refused, and what they changed.",
+    ),
+]
 TOKEN_ENVIRONMENT = "EMBERSHARD_TOKEN_FILE"
 
 

@@ -18,6 +18,7 @@ from embershard.cli.durability import (
 )
 from embershard.cli.security import (
     AccessOption,
+    AuditOption,
     InsecureLoopbackOption,
     SnapshotsOption,
     checked_access,
@@ -46,6 +47,7 @@ def up(
     snapshots: SnapshotsOption = None,
     access: AccessOption = None,
     insecure_loopback: InsecureLoopbackOption = False,
+    audit: AuditOption = None,
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
@@ -56,6 +58,7 @@ def up(
         raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
     options = [word for place in checked_snapshots(snapshots) for word in ("--snapshots", place)]
     options += [] if access is None else ["--access", str(checked_access(access))]
+    options += [] if audit is None else ["--audit", str(audit.absolute())]
     options += ["--insecure-loopback"] if insecure_loopback else []
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

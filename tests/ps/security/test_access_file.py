@@ -12,7 +12,7 @@ WHOLE = f"""
   role: train
   token_sha256: "{DIGEST}"
   tables: [ads_*, users]
-  quotas: {{new_rows: 1_000_000, connections: 64}}
+  quotas: {{rows_per_second: 1_000_000, connections: 64}}
 - {{name: serving, role: read, certificate: spiffe://prod/ns/serve}}
 - {{name: me@example.org, role: admin, token_sha256: {OTHER}, certificate: me@example.org}}
 """
@@ -33,7 +33,7 @@ def test_a_file_says_who_may_do_what():
         role="train",
         token_sha256=bytes.fromhex(DIGEST),
         tables=("ads_*", "users"),
-        quotas=Quotas(new_rows=1_000_000, connections=64),
+        quotas=Quotas(rows_per_second=1_000_000, connections=64),
     )
     assert serving == AccessEntry(name="serving", role="read", certificate="spiffe://prod/ns/serve")
     assert (me.role, me.token_sha256, me.certificate) == ("admin", bytes.fromhex(OTHER), "me@example.org")
@@ -60,11 +60,11 @@ def test_a_file_says_who_may_do_what():
         (("[ads_*, users]", "['', users]"), 6, "''"),
         (("[ads_*, users]", "[' ads', users]"), 6, "' ads'"),
         (("[ads_*, users]", "[7, users]"), 6, "'7'"),
-        (("new_rows: 1_000_000", "rows: 1"), 7, "unknown quota"),
-        (("new_rows: 1_000_000", "new_rows: -1"), 7, "new_rows"),
-        (("new_rows: 1_000_000", "new_rows: true"), 7, "new_rows"),
-        (("new_rows: 1_000_000", "new_rows: many"), 7, "new_rows"),
-        (("quotas: {new_rows: 1_000_000, connections: 64}", "quotas: 7"), 7, "quotas"),
+        (("rows_per_second: 1_000_000", "rows: 1"), 7, "unknown quota"),
+        (("rows_per_second: 1_000_000", "rows_per_second: -1"), 7, "rows_per_second"),
+        (("rows_per_second: 1_000_000", "rows_per_second: true"), 7, "rows_per_second"),
+        (("rows_per_second: 1_000_000", "rows_per_second: many"), 7, "rows_per_second"),
+        (("quotas: {rows_per_second: 1_000_000, connections: 64}", "quotas: 7"), 7, "quotas"),
         (("role: train", "role: train\n  role: admin"), 5, "not YAML"),
         (("- name: trainer", "- name: &a trainer"), None, None),
         (("role: admin", "role: *a"), 9, "alias"),
