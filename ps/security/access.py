@@ -220,7 +220,7 @@ class Access:
         """Have these entries count. Who has the same one as before stays who it is, with its connections."""
         before, self._entries = self._entries, {}
         for entry in entries:
-            self._entries[entry] = before.pop(entry, None) or Principal(entry)
+            self._entries[entry] = before.pop(entry) if entry in before else Principal(entry)
         now = self._entries.values()
         self._by_certificate = {p.entry.certificate: p for p in now if p.entry.certificate}
         self._by_token = {p.entry.token_sha256: p for p in now if p.entry.token_sha256 is not None}

@@ -161,7 +161,8 @@ class _Parser:
     def _tables(self, item: Any, line: int) -> tuple[str, ...] | None:
         if "tables" not in item:
             return None
-        patterns, at = item["tables"], _line(item, "tables", line)
+        patterns: Any = item["tables"]
+        lines, at = getattr(patterns, "lc", None), _line(item, "tables", line)
         if not isinstance(patterns, list) or not patterns:
             self._add(
                 at, "tables is a list of names and patterns with * and ?, as [ads_*]; leave it out for all tables"
@@ -169,7 +170,7 @@ class _Parser:
             return None
         for index, pattern in enumerate(patterns):
             if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or not pattern.isprintable():
-                self._add(patterns.lc.item(index)[0], f"the pattern {str(pattern)[:50]!r} matches no table")
+                self._add(lines.item(index)[0] if lines else at, f"the pattern {str(pattern)[:50]!r} matches no table")
         return tuple(map(str, patterns))
 
     def _quotas(self, item: Any, line: int) -> Quotas:
