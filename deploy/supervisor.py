@@ -165,9 +165,9 @@ class LocalShards:
     is started again has its rows; else these are lost. Each may take `log_bytes`. `tls` is the folder of their
     certificates, which clients over TCP need then, too. With `rpc` they serve torch.distributed.rpc too, on loopback,
     which executes pickles and imports torch. `metrics` are the addresses at which they serve their metrics, by index;
-    `log_format` is that of their logs, and `trace` where their traces go. A shard that logs nothing for
-    `start_timeout` before it serves is killed. `report` gets a line for people at every event, `forward` every line
-    that a shard logs; both are called from threads.
+    `log_format` is that of their logs, and `trace` where their traces go. `options` are further words of their command,
+    `embershard ps`. A shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a line for
+    people at every event, `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class LocalShards:
         log_format: str = "text",
         trace: str = "",
         tls: Path | None = None,
+        options: Sequence[str] = (),
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -198,6 +199,7 @@ class LocalShards:
         self._imports = tuple(imports)
         self._restart = restart
         self._rpc = rpc
+        self._options = tuple(options)
         self._durability, self._log_dir, self._log_bytes = durability, log_dir, log_bytes
         self._metrics = tuple(metrics)
         self._log_format, self._trace = log_format, trace
@@ -295,7 +297,7 @@ class LocalShards:
         command = [sys.executable, "-P", "-m", "embershard.cli", "ps"]
         command += ["--shard", str(index), "--of", str(len(self._listen)), "--listen", self._listen[index]]
         command += [word for module in self._imports for word in ("--import", module)]
-        command += ["--rpc", "127.0.0.1:0"] if self._rpc else []
+        command += ["--rpc", "127.0.0.1:0", "--insecure-loopback"] if self._rpc else []
         if self._log_dir is not None:
             command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
         command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]
@@ -304,6 +306,7 @@ class LocalShards:
         command += ["--metrics", self._metrics[index]] if self._metrics else []
         command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
         command += [] if self._tls is None else ["--tls", str(self._tls)]
+        command += self._options
         command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's

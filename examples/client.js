@@ -2,12 +2,21 @@
 //   npm install @grpc/grpc-js @grpc/proto-loader blakejs
 //   node examples/client.js HOST:PORT ...     (all shards, in any order)
 const grpc = require("@grpc/grpc-js"), loader = require("@grpc/proto-loader"), blake = require("blakejs");
-const path = require("path");
+const fs = require("fs"), os = require("os"), path = require("path");
 
 const definition = loader.loadSync(path.join(__dirname, "../proto/embershard.proto"), {keepCase: true, longs: String});
 const {Shard} = grpc.loadPackageDefinition(definition).embershard.v2;
-const call = (shard, method, request) => new Promise((done, failed) =>
-  shard[method](request, {deadline: Date.now() + 20000}, (error, reply) => error ? failed(error) : done(reply)));
+const call = (shard, method, request) => new Promise((done, failed) => shard[method](
+  request, shard.shown, {deadline: Date.now() + 20000}, (error, reply) => error ? failed(error) : done(reply)));
+
+// docs/wire.md, "Tokens": EMBERSHARD_TOKEN_FILE, or the one of this user's own shard at ip:port of loopback
+function metadataFor(address) {
+  const uid = os.userInfo().uid, folders = [`/run/user/${uid}/embershard`, `/tmp/embershard-${uid}`];
+  const found = folders.map(folder => `${folder}/${address}.token`).find(fs.existsSync);
+  const file = process.env.EMBERSHARD_TOKEN_FILE || found, metadata = new grpc.Metadata();
+  if (file) metadata.set("authorization", `Bearer ${fs.readFileSync(file, "utf8").split("\n")[0].trim()}`);
+  return metadata;
+}
 
 // Arrays travel as bytes: int64 and float32, little endian.
 const int64s = ids => Buffer.from(BigInt64Array.from(ids).buffer);
@@ -28,7 +37,7 @@ async function main(addresses) {
   const table = "node", dim = 2, lr = 0.1, worker = 7, epoch = BigInt(Date.now()) * 1000000n;
   const shards = [];
   for (const address of addresses) {
-    const shard = new Shard(address, grpc.credentials.createInsecure());
+    const shard = Object.assign(new Shard(address, grpc.credentials.createInsecure()), {shown: metadataFor(address)});
     const greeting = await call(shard, "Hello", {worker});
     if (greeting.num_shards !== addresses.length) throw new Error(`name all ${greeting.num_shards} shards`);
     shards[greeting.shard || 0] = {shard, placement_epoch: greeting.placement_epoch, seq: 0};

@@ -1,7 +1,7 @@
 """Errors with fields, one message built here, and one wire status.
 
 A shard raises these; a transport moves them as (status, name, fields) and the client raises the same type again.
-The tree, by what they are about; only InvalidRequest and ShardBusy have subclasses:
+The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed have subclasses:
 
     EmbershardError
         requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName,
@@ -9,8 +9,15 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
         certificates  BadCertificate, UntrustedCertificate, CertificateRefused, TLSRequired, TLSNotOffered
+<<<<<<< HEAD
         packages      MetricsNotInstalled, TracingNotInstalled
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
+=======
+        access        NotAllowed (NotAuthenticated, PlaceNotAllowed), BadToken, BadAccessFile,
+                      AuditDamaged
+        shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering,
+                      QuotaExceeded), ShuttingDown, ShardFailed, InternalError
+>>>>>>> ef30e67e47579594fd26d7352d1c2bb70b27a038
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
@@ -40,13 +47,14 @@ class Status(enum.Enum):
     """Wire status of an error; the names are gRPC's."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     NOT_FOUND = "NOT_FOUND"
     ABORTED = "ABORTED"
     FAILED_PRECONDITION = "FAILED_PRECONDITION"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
     UNAVAILABLE = "UNAVAILABLE"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
-    UNAUTHENTICATED = "UNAUTHENTICATED"
     INTERNAL = "INTERNAL"
 
 
@@ -138,6 +146,47 @@ class WrongVersion(EmbershardError):
         "it speaks versions {lowest} to {highest} of the contract, this side {own_lowest} to {own_highest}; "
         "upgrade the older side"
     )
+
+
+class NotAllowed(EmbershardError):
+    """A request that its sender may not make; nothing of it was read or changed."""
+
+    status = Status.PERMISSION_DENIED
+    template = "{who} may not make {what}: {why}"
+
+
+class NotAuthenticated(NotAllowed):
+    """A peer that shows no token, or one that the shard does not know."""
+
+    status = Status.UNAUTHENTICATED
+    template = "{who} is not known to the shard: {why}"
+
+
+class PlaceNotAllowed(NotAllowed):
+    """A place of snapshots that the shard does not read or write (`--snapshots`)."""
+
+    template = "snapshots at {url!r}: {why}"
+
+
+class BadToken(EmbershardError):
+    """A file of a token that cannot be used: it holds none, or others can read it."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "the token in {path} cannot be used: {reason}"
+
+
+class BadAccessFile(EmbershardError):
+    """A file of who may do what (access.yaml) with mistakes: all of them, a line each."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{mistakes}"
+
+
+class AuditDamaged(EmbershardError):
+    """An audit log of which a line is not what was written, or does not follow the one before."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path}, line {line}: {reason}"
 
 
 class UnknownTable(EmbershardError):
@@ -288,6 +337,15 @@ class ShardBusy(EmbershardError):
     status = Status.RESOURCE_EXHAUSTED
     retryable = True
     template = "the apply queue is full ({queued_bytes} bytes waiting); retry after {retry_after_ms} ms"
+
+
+class QuotaExceeded(ShardBusy):
+    """A request over what its sender may use (`quotas` of access.yaml); the client waits, and sends it again."""
+
+    template = (
+        "{who} may use {limit:,} {what}, and this would be {would:,} (quotas of its entry in access.yaml); retry after "
+        "{retry_after_ms} ms"
+    )
 
 
 class ShardRecovering(ShardBusy):

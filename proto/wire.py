@@ -44,6 +44,7 @@ class Feature(enum.IntFlag):
 
     CHECKSUM = 1  # the buffers have a checksum too
     TLS = 2  # a TLS handshake follows the hello, and another hello inside it
+    TOKEN = 4  # before its first frame the client sends a token, see security/tokens.py
 
 
 class Agreed(NamedTuple):

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from embershard.proto.errors import EmbershardError, InternalError
+from embershard.proto.errors import EmbershardError, InternalError, QuotaExceeded
 from embershard.proto.messages import METHODS, GetStatus, Hello, Pull, Push, Reply, Request, ShardStatus
 from embershard.proto.monitoring.tracing import Context, RequestTracer
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
+from embershard.ps.security.access import Access, Principal, is_audited
 from embershard.ps.shard import Shard
 
 T = TypeVar("T")
@@ -28,10 +29,18 @@ class Dispatch:
     goes through the apply thread, reading and writing included, so that no I/O thread works for longer than a small
     call.
 
-    While a `recovery` makes the shard's state, in another thread, only Status is answered, until `open`.
+    While a `recovery` makes the shard's state, in another thread, only Status is answered, until `open`. `access` says
+    who may do what; without it, everybody may do everything.
     """
 
-    def __init__(self, shard: Shard, apply: ApplyThread, recovery: RecoveryProgress | None = None) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        apply: ApplyThread,
+        recovery: RecoveryProgress | None = None,
+        access: Access | None = None,
+    ) -> None:
+        self.access = access
         self._shard = shard
         self._apply = apply
         self._recovery = recovery
@@ -73,20 +82,60 @@ class Dispatch:
         num_bytes: int,
         deadline: float,
         peer: str = "",
+        principal: Principal | None = None,
     ) -> Future[T]:
         """Queue the request that `read` gives; the future has `write` of its reply, or an EmbershardError.
 
         `num_bytes` is what the request holds while it waits; `deadline`, on time.monotonic()'s clock, is when nobody
         waits for the reply any more: its future is cancelled then.
-        `peer` is where it comes from, for people. Cancelling a future drops work that has not begun.
+        `peer` is where it comes from, for people, and `principal` who sent it: NotAllowed where they may not, before a
+        byte of it is decoded. Cancelling a future drops work that has not begun.
         A request that has to wait for other workers is read again each time that it may be answered.
         """
+        if self.access is not None:
+            try:
+                self.access.check(principal, kind)
+                if principal is not None and principal.usage.is_limited:
+                    return self._submit_limited(kind, read, write, num_bytes, deadline, peer, principal)
+            except QuotaExceeded as error:
+                return _failed(error)
+            except EmbershardError as error:
+                self.access.refused(principal, peer, METHODS[kind][0], error)
+                return _failed(error)
+        return self._submit(kind, read, write, num_bytes, deadline, peer, principal)
+
+    def _submit_limited(
+        self,
+        kind: type[Request],
+        read: Callable[[], Request],
+        write: Callable[[Reply], T],
+        num_bytes: int,
+        deadline: float,
+        peer: str,
+        principal: Principal,
+    ) -> Future[T]:
+        """As submit, of a principal with quotas."""
+        principal.usage.take_bytes(num_bytes)
+        future = self._submit(kind, read, write, num_bytes, deadline, peer, principal)
+        future.add_done_callback(lambda _: principal.usage.give_bytes(num_bytes))
+        return future
+
+    def _submit(
+        self,
+        kind: type[Request],
+        read: Callable[[], Request],
+        write: Callable[[Reply], T],
+        num_bytes: int,
+        deadline: float,
+        peer: str,
+        principal: Principal | None,
+    ) -> Future[T]:
         if (recovery := self._recovery) is not None and kind is not GetStatus:
             return _failed(recovery.error())
         if kind not in (Hello, GetStatus):
             try:
                 return self._apply.submit(
-                    lambda: _guarded(kind, lambda: self._handled(read, write, peer)),
+                    lambda: _guarded(kind, lambda: self._handled(read, write, peer, principal)),
                     num_bytes,
                     deadline,
                 )
@@ -99,15 +148,17 @@ class Dispatch:
             return _failed(error)
         return done
 
-    def _handled(self, read: Callable[[], Request], write: Callable[[Reply], T], peer: str) -> T:
+    def _handled(
+        self, read: Callable[[], Request], write: Callable[[Reply], T], peer: str, principal: Principal | None
+    ) -> T:
         """What `write` makes of the reply to what `read` gives; on the apply thread."""
         tracer = self.tracer
         if tracer is None:
-            return write(self._shard.handle(read(), self._apply.arrived, peer))
+            return write(self._handle(read(), peer, principal))
         moments = [self._apply.arrived, time.monotonic()]
         request = read()
         moments.append(time.monotonic())
-        reply = self._shard.handle(request, self._apply.arrived, peer)
+        reply = self._handle(request, peer, principal)
         moments.append(time.monotonic())
         written = write(reply)
         if isinstance(request, (Pull, Push)) and (context := Context.read(request.trace)) is not None:
@@ -116,6 +167,41 @@ class Dispatch:
                 context, METHODS[type(request)][0], [*moments, time.monotonic()], ("queue", "decode", kind, "encode")
             )
         return written
+
+    def _handle(self, request: Request, peer: str, principal: Principal | None) -> Reply:
+        """The shard's reply, where the request is about what its principal may reach; on the apply thread."""
+        access = self.access
+        if access is None or principal is None:
+            return self._shard.handle(request, self._apply.arrived, peer)
+        if principal.is_limited:
+            try:
+                access.admit(principal, request, self._shard.tables_of_restore)
+            except EmbershardError as error:
+                access.refused(principal, peer, METHODS[type(request)][0], error)
+                raise
+        if principal.usage.is_limited:
+            rows = principal.usage.take_rows(request)
+            try:
+                return self._noted(access, principal, request, peer)
+            except EmbershardError as error:
+                if error.retryable:
+                    principal.usage.give_rows(rows)
+                raise
+        return self._noted(access, principal, request, peer)
+
+    def _noted(self, access: Access, principal: Principal, request: Request, peer: str) -> Reply:
+        """The shard's reply, with a line of the audit log where it is an act."""
+        if access.audit is None or not is_audited(request):
+            return self._shard.handle(request, self._apply.arrived, peer)
+        outcome = "done"
+        try:
+            return self._shard.handle(request, self._apply.arrived, peer)
+        except EmbershardError as error:
+            outcome = "" if error.retryable else type(error).__name__  # it comes again
+            raise
+        finally:
+            if outcome:
+                access.note(principal, peer, request, outcome)
 
     def _at_once(self, request: Request) -> Reply:
         with self._lock:

@@ -26,6 +26,7 @@ from embershard.proto.messages import Restore, Restored
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot.manifest import MANIFEST, TableBlocks, WorkerWindow, check_name, unpack_manifest
 from embershard.ps.memory import MemoryBudget
+from embershard.ps.security.places import AnyPlace, SnapshotPlaces
 from embershard.ps.table.frozen_kernels import mark_own
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
@@ -65,9 +66,11 @@ class Restores:
         names: Callable[[], Sequence[str]],
         install: Callable[[Contents], None],
         budget: MemoryBudget | None = None,
+        places: SnapshotPlaces | None = None,
     ) -> None:
         self._shard, self._placement, self._optimizers = shard, placement, optimizers
         self._names, self._install, self._budget = names, install, budget
+        self._places = places or AnyPlace()
         self._reader: SnapshotReader | None = None
 
     def answer(self, request: Restore) -> Restored:
@@ -89,6 +92,11 @@ class Restores:
                 return Restored(state="cancelled")
         raise InvalidRequest(reason=f"a restore has no step {request.step[:50]!r}")
 
+    def table_names(self, number: int) -> list[str]:
+        """The tables that a restore has read."""
+        reader = self._reader
+        return reader.table_names() if reader is not None and reader.request.id == number else []
+
     def _begin(self, request: Restore) -> None:
         if self._reader is not None:
             if self._reader.request.id == request.id:  # its first reply was lost
@@ -97,8 +105,11 @@ class Restores:
             self._reader = None
         if request.name:
             check_name(request.name)
+        self._places.check(request.url)
         self._check(request)
-        self._reader = SnapshotReader(request, self._shard, self._placement, self._optimizers, self._budget)
+        self._reader = SnapshotReader(
+            request, self._shard, self._placement, self._optimizers, self._budget, self._places
+        )
 
     def _check(self, request: Restore) -> None:
         names = self._names()
@@ -118,8 +129,10 @@ class SnapshotReader:
         placement: Placement,
         optimizers: OptimizerRegistry,
         budget: MemoryBudget | None = None,
+        places: SnapshotPlaces | None = None,
     ) -> None:
         self.request, self._budget = request, budget
+        self._places = places or AnyPlace()
         self._shard, self._placement, self._optimizers = shard, placement, optimizers
         self._state = "reading"
         self._error: EmbershardError | None = None
@@ -138,6 +151,10 @@ class SnapshotReader:
         if self._error is not None:
             raise clipped(self._error)  # as another exception: it is raised more than once
         return Restored(state=self._state, rows=self._rows, bytes=self._bytes)
+
+    def table_names(self) -> list[str]:
+        """The tables that were read and are not in place yet."""
+        return [table.spec.name for table in self._contents.tables]
 
     def install(self, put: Callable[[Contents], None]) -> Restored:
         """Hand over what was read; again, as after a lost reply, nothing."""
@@ -182,11 +199,10 @@ class SnapshotReader:
         return contents
 
     def _open(self) -> StoredSnapshot:
-        # fsspec takes a while; a shard may live without a snapshot
-        from embershard.proto.snapshot.storage import Storage
-        from embershard.proto.snapshot.stored import StoredSnapshot
+        from embershard.proto.snapshot.stored import StoredSnapshot  # fsspec takes a while
 
-        storage, name = Storage(self.request.url), self.request.name
+        name = self.request.name
+        storage = self._places.open(self.request.url, name)
         path = posixpath.join(name, MANIFEST)
         try:
             data = storage.read(path)
@@ -195,7 +211,8 @@ class SnapshotReader:
             raise SnapshotUnreadable(path=storage.at(path), reason=reason) from None
         if hashlib.sha256(data).hexdigest() != self.request.sha256:
             raise SnapshotDamaged(path=storage.at(path), reason="it is not the one that this restore began with")
-        return StoredSnapshot(storage, name, unpack_manifest(data, storage.at(path)), self.request.sha256)
+        manifest = unpack_manifest(data, storage.at(path))
+        return StoredSnapshot(storage, name, manifest, self.request.sha256, self._places.open)
 
     def _read_table(self, stored: StoredSnapshot, blocks: TableBlocks) -> Table:
         spec = blocks.spec

@@ -12,7 +12,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from embershard.proto.errors import CannotListen
 from embershard.proto.monitoring.logs import LogFormat, log_as_json
+from embershard.ps.security.access_file import read_access_file
+from embershard.ps.security.audit import AuditLog
+from embershard.ps.security.gate import Gate
+from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.transport.address import BACKLOG, Address
 
 if TYPE_CHECKING:
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
     from embershard.ps.journal.progress import RecoveryProgress
     from embershard.ps.monitoring.export import MonitoredShard
     from embershard.ps.recovery import ShardLog
+    from embershard.ps.security.access import Access
+    from embershard.ps.security.hidden_socket import HiddenSocket
+    from embershard.ps.security.peers import Peer
     from embershard.ps.shard import Shard
     from embershard.ps.transport.stream import StreamServer
     from embershard.ps.transport.tls import TLSPort
@@ -70,6 +77,10 @@ class ServerOptions:
     and the probes; port 0: any free one. `log_format` is that of its log, on stderr. `trace` is the URL
     of the OpenTelemetry collector that gets the spans of traced requests.
     With `tls`, whoever comes over TCP has to have a certificate of an authority that its folder names.
+    `snapshots` are the folders and URLs at or below which snapshots may lie; without one they may lie nowhere, or,
+    where no other machine reaches the shard, anywhere. `access` is the file that says who may do what. On loopback the
+    shard's own user needs no line in it, but for other users of the machine only `insecure_loopback` opens it. In the
+    folder `audit` it keeps a log of who came, and what they did.
     """
 
     shard: int
@@ -91,6 +102,10 @@ class ServerOptions:
     log_format: LogFormat = "text"
     trace: str = ""
     tls: TLS | None = None
+    snapshots: tuple[str, ...] = ()
+    access: Path | None = None
+    insecure_loopback: bool = False
+    audit: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -115,7 +130,7 @@ def check_durability(durability: Durability | None, log_dir: Path | None) -> Dur
 def serve(options: ServerOptions) -> int:
     """Run the shard until SIGTERM or SIGINT; its exit code: 0, 130 after SIGINT, 1 where accepted work was dropped.
 
-    CannotListen where the address is not to be had.
+    CannotListen where the address is not to be had, BadAccessFile where nobody can say who may do what.
     """
     json_log = None
     if options.log_format == "json":
@@ -129,16 +144,32 @@ def serve(options: ServerOptions) -> int:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
     certificates = _certificates(options)
-    if certificates is None:
-        address.check(options.insecure)
+    _check(options, address)
+    places = SnapshotPlaces(options.snapshots or (None if address.is_local else ()))
     with _metrics_server(options) as metrics, _tracer(options) as tracer:
-        shard = _make_shard(options)
+        shard = _make_shard(options, places)
         if json_log is not None:
             json_log.fields["instance"] = shard.greeting.instance
 
         import uvloop
 
         return uvloop.run(_serve(shard, address, options, certificates, metrics, tracer))
+
+
+def _check(options: ServerOptions, address: Address) -> None:
+    """CannotListen where others than who may could reach the shard, and BadAccessFile, before anything takes long."""
+    has_tls = options.tls is not None and not address.path
+    address.check(options.insecure, encrypted=has_tls, asks=has_tls or options.access is not None)
+    if options.access is not None:
+        read_access_file(options.access)
+    if options.audit is not None and options.access is None and (has_tls or not address.is_local):
+        raise CannotListen(address=options.listen, reason="an audit log needs to know who comes: pass --access, too")
+    if options.rpc and (options.access is not None or not (options.insecure_loopback or options.insecure)):
+        raise CannotListen(
+            address=options.rpc,
+            reason="torch.distributed.rpc asks nobody who they are, and runs what it is sent: pass "
+            "--insecure-loopback, if no other user of this machine is a stranger, and leave out --access",
+        )
 
 
 @contextmanager
@@ -174,7 +205,7 @@ def _certificates(options: ServerOptions) -> CertificateFolder | None:
     return CertificateFolder(options.tls)
 
 
-def _make_shard(options: ServerOptions) -> Shard:
+def _make_shard(options: ServerOptions, places: SnapshotPlaces) -> Shard:
     # imported here: the address and the log are checked before numba is imported
     from embershard.proto.codec.user_defined import CodecRegistry
     from embershard.proto.compiled.jit import compile_missing
@@ -185,7 +216,15 @@ def _make_shard(options: ServerOptions) -> Shard:
     compile_missing()  # not during the first requests: workers would wait for their answers in vain
     placement, optimizers = Placement.even(options.of), OptimizerRegistry(options.imports)
     codecs = CodecRegistry(options.imports)
-    return Shard(options.shard, placement, optimizers, codecs=codecs, version=_version(), memory=options.memory)
+    return Shard(
+        options.shard,
+        placement,
+        optimizers,
+        codecs=codecs,
+        version=_version(),
+        memory=options.memory,
+        places=places,
+    )
 
 
 def _recover(shard: Shard, options: ServerOptions, progress: RecoveryProgress) -> ShardLog | None:
@@ -224,6 +263,34 @@ async def _serve(
     metrics: MetricsServer | None = None,
     tracer: RequestTracer | None = None,
 ) -> int:
+    sockets = address.listen()
+    audit = None if options.audit is None else AuditLog(options.audit / f"shard-{options.shard}" / "audit.jsonl")
+    gate = _gate(address, sockets[0], options, audit)  # before anybody is answered: a client reads the token then
+    try:
+        return await _serve_at(sockets, gate.access, shard, address, options, certificates, metrics, tracer)
+    finally:
+        gate.close()
+
+
+def _gate(address: Address, main: socket.socket, options: ServerOptions, audit: AuditLog | None) -> Gate:
+    if address.path:
+        return Gate.at_unix_socket(options.access, audit)
+    if address.is_local and options.tls is None:
+        ip, port = main.getsockname()[:2]
+        return Gate.on_loopback(ip, port, options.access, audit, insecure=options.insecure_loopback)
+    return Gate.on_network(options.access, audit)  # with certificates, nobody but who has one gets so far
+
+
+async def _serve_at(
+    sockets: list[socket.socket],
+    access: Access | None,
+    shard: Shard,
+    address: Address,
+    options: ServerOptions,
+    certificates: CertificateFolder | None,
+    metrics: MetricsServer | None,
+    tracer: RequestTracer | None,
+) -> int:
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
@@ -231,15 +298,14 @@ async def _serve(
 
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
-    sockets = address.listen()
     bound = address.bound(sockets[0])
     apply = ApplyThread(max_bytes=options.queue_bytes, counters=Counters(options.restarts))
     progress = RecoveryProgress()
-    dispatch = Dispatch(shard, apply, progress)
+    dispatch = Dispatch(shard, apply, progress, access)
     dispatch.tracer = tracer
     if metrics is not None:
         metrics.monitored = _monitored(dispatch, apply, loop)
-    transports = await _Transports.start(dispatch, address, sockets, options, certificates)
+    transports = await _Transports.start(dispatch, sockets, options, certificates)
     # in a thread: workers are told meanwhile how far it is
     recovery = loop.run_in_executor(None, _recover, shard, options, progress)
     either: tuple[asyncio.Future[Any], ...] = recovery, stop.received
@@ -315,13 +381,13 @@ class _Transports:
     stream: StreamServer
     listeners: list[asyncio.Server]
     rpc: RpcServer | None
+    hidden: list[HiddenSocket]  # at which gRPC listens: others come by the shard's own address
     following: asyncio.Task[None] | None  # of the files of certificates
 
     @classmethod
     async def start(
         cls,
         dispatch: Dispatch,
-        address: Address,
         sockets: list[socket.socket],
         options: ServerOptions,
         certificates: CertificateFolder | None,
@@ -330,30 +396,35 @@ class _Transports:
         from grpc_health.v1.health_pb2 import HealthCheckResponse
 
         from embershard.proto.messages import SERVICE
+        from embershard.ps.security.hidden_socket import HiddenSocket
         from embershard.ps.transport.grpc import ShardService, make_server
+        from embershard.ps.transport.pipe import PipedServer
         from embershard.ps.transport.stream import StreamServer
 
         rpc = await _start_rpc(dispatch, options) if options.rpc else None
         healthy = health.aio.HealthServicer()
         for name in ("", SERVICE):
             await healthy.set(name, HealthCheckResponse.NOT_SERVING)
-        server = make_server(ShardService(dispatch, certificates), healthy, certificates)
-        instance = dispatch.status().instance
-        target, path = _private_socket(address, instance)
-        server.add_insecure_port(target)
+        hidden = [HiddenSocket()]
+        piped = PipedServer(hidden[0].path)
+        server = make_server(ShardService(dispatch, piped.peers, certificates), healthy, certificates)
+        server.add_insecure_port(hidden[0].target)
+        hidden[0].hide()
+        piped.path = hidden[0].path
         servers, tls, following = [server], None, None
-        if certificates is not None and not address.path:
-            tls, refusing = _tls_port(server, certificates, instance)
+        if certificates is not None and sockets[0].family != socket.AF_UNIX:
+            hidden += [HiddenSocket(), HiddenSocket()]
+            tls, refusing = _tls_port(server, certificates, hidden[1:], piped.peers)
             servers.append(refusing)
         for one in servers:
             await one.start()
-        stream = StreamServer(dispatch, foreign=path, tls=tls, max_connections=options.connections)
+        stream = StreamServer(dispatch, foreign=piped, tls=tls, max_connections=options.connections)
         if certificates is not None:
             from embershard.ps.transport.tls import follow
 
             following = asyncio.create_task(follow(certificates, stream.check_certificates))
         listeners = [await _listen(stream, sock) for sock in sockets]
-        return cls(servers, healthy, stream, listeners, rpc, following)
+        return cls(servers, healthy, stream, listeners, rpc, hidden, following)
 
     async def open(self) -> None:
         """Say to those who ask about the health of this server that it serves."""
@@ -372,6 +443,8 @@ class _Transports:
             self.following.cancel()
         servers = (server.stop(_REPLY_SECONDS) for server in self.grpc)
         await asyncio.gather(self.stream.close(_REPLY_SECONDS), *servers)
+        for hidden in self.hidden:
+            hidden.close()
         if self.rpc is not None:
             await self.rpc.close()
 
@@ -383,18 +456,25 @@ async def _start_rpc(dispatch: Dispatch, options: ServerOptions) -> RpcServer:
     return await RpcServer.start(dispatch, place.host, place.port, executes_pickles=options.rpc_executes_pickles)
 
 
-def _tls_port(server: Server, certificates: CertificateFolder, instance: str) -> tuple[TLSPort, Server]:
-    """What connections over TCP go through, with a second gRPC server, which refuses those without TLS."""
+def _tls_port(
+    server: Server, certificates: CertificateFolder, hidden: list[HiddenSocket], peers: dict[str, Peer]
+) -> tuple[TLSPort, Server]:
+    """What connections over TCP go through, with a second gRPC server, which refuses those without TLS.
+
+    They listen at the two `hidden` sockets; `peers` are the server's.
+    """
     import grpc.aio
 
     from embershard.proto.errors import BadCertificate, TLSRequired
     from embershard.ps.transport.grpc import Refuses, server_credentials
+    from embershard.ps.transport.pipe import PipedServer
     from embershard.ps.transport.tls import TLSPort
 
-    target, path = _abstract_socket("grpc-tls", instance)
     try:
-        server.add_secure_port(target, server_credentials(certificates))
+        server.add_secure_port(hidden[0].target, server_credentials(certificates))
     except RuntimeError:  # gRPC has a TLS library of its own, which is stricter, and says why on stderr alone
+        for one in hidden:
+            one.close()
         raise BadCertificate(
             path=str(certificates.tls.path),
             problem="unreadable",
@@ -403,29 +483,16 @@ def _tls_port(server: Server, certificates: CertificateFolder, instance: str) ->
         ) from None
     refusing = grpc.aio.server()
     refusing.add_generic_rpc_handlers((Refuses(TLSRequired()),))
-    refusing_target, refusing_path = _abstract_socket("grpc-refusing", instance)
-    refusing.add_insecure_port(refusing_target)
-    return TLSPort(certificates, path, refusing_path), refusing
+    refusing.add_insecure_port(hidden[1].target)
+    for one in hidden:
+        one.hide()
+    return TLSPort(certificates, PipedServer(hidden[0].path, peers), PipedServer(hidden[1].path)), refusing
 
 
 def _settle() -> None:
     """Take what exists now out of later garbage collections: it stays, and looking at it cost more than serving."""
     gc.collect()
     gc.freeze()
-
-
-def _private_socket(address: Address, instance: str) -> tuple[str, str]:
-    """Where gRPC listens, and the same as a path for connect: not for others, who come by the shard's own address."""
-    if address.path:
-        return f"unix:{address.path}.grpc", f"{address.path}.grpc"
-    return _abstract_socket("grpc", instance)
-
-
-def _abstract_socket(name: str, instance: str) -> tuple[str, str]:
-    if sys.platform == "linux":
-        return f"unix-abstract:embershard-{name}-{instance}", f"\0embershard-{name}-{instance}"
-    path = f"{tempfile.mkdtemp(prefix='embershard-')}/{name}"
-    return f"unix:{path}", path
 
 
 async def _listen(stream: StreamServer, sock: socket.socket) -> asyncio.Server:

@@ -82,6 +82,7 @@ from embershard.ps.events import (
 )
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
+from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import Stopwatch, read_all
@@ -100,7 +101,7 @@ class Shard:
 
     `codecs` are the user-defined ones beside the built-in. `instance` is random at each start, so that a client notices
     a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's. `log`
-    is given every event that has changed the state.
+    is given every event that has changed the state. Snapshots may lie in `places`, by default in any.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Shard:
         memory: int | None = None,
         log: EventLog | None = None,
         clock: SystemClock = SYSTEM_CLOCK,
+        places: SnapshotPlaces | None = None,
     ) -> None:
         if not 0 <= index < placement.num_shards:
             raise ValueError(f"shard must be 0..{placement.num_shards - 1} of {placement.num_shards}, got {index}")
@@ -147,8 +149,8 @@ class Shard:
         self._leases = Leases(core.clock)
         self._routes = RouteCache()
         self._new_tables = _Rate()
-        self._snapshots = Snapshots(self._moment, lambda: bool(core.clock.pending.waiting_ids))
-        self._restores = Restores(index, placement, optimizers, core.tables.names, self._install, core.budget)
+        self._snapshots = Snapshots(self._moment, lambda: bool(core.clock.pending.waiting_ids), places)
+        self._restores = Restores(index, placement, optimizers, core.tables.names, self._install, core.budget, places)
         self._fences = Fences(clock.since_1970)
         self._started = clock.now()
         self._requests = self._pulled_rows = self._duplicates = 0
@@ -239,6 +241,11 @@ class Shard:
         finally:
             if self._snapshots.asked is not None:
                 self._snapshots.clock_moved(self.core.clock.open)
+
+    def tables_of_restore(self, request: Restore) -> list[str]:
+        """The tables that a restore would remove, and those that it has read and would put in their place."""
+        removed = list(self.core.tables.names()) if request.replace or not request.url else []
+        return removed + (self._restores.table_names(request.id) if request.step == "install" else [])
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.

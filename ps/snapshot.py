@@ -33,6 +33,7 @@ from embershard.proto.snapshot.manifest import (
     check_name,
     pack_part,
 )
+from embershard.ps.security.places import AnyPlace, SnapshotPlaces
 from embershard.ps.table.frozen import FrozenTable, RowBlock
 from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.table import Table
@@ -67,8 +68,11 @@ class Snapshots:
     waits for these.
     """
 
-    def __init__(self, moment: Callable[[], ShardImage], waiting: Callable[[], bool]) -> None:
+    def __init__(
+        self, moment: Callable[[], ShardImage], waiting: Callable[[], bool], places: SnapshotPlaces | None = None
+    ) -> None:
         self._moment = moment
+        self._places = places or AnyPlace()
         self._pushes_wait = waiting
         self.asked: Snapshot | None = None  # what waits for its moment
         self._writer: SnapshotWriter | None = None
@@ -88,6 +92,7 @@ class Snapshots:
     def answer(self, request: Snapshot, clock: int) -> Snapshotted:
         """Begin, watch or cancel; `clock` is the first that is not closed."""
         check_name(request.name)
+        self._places.check(request.url)
         match request.step:
             case "begin":
                 return self._begin(request, clock)
@@ -150,14 +155,15 @@ class Snapshots:
     def _take(self, request: Snapshot) -> None:
         began = time.perf_counter()
         self._last_success = self.last_success
-        self._writer = SnapshotWriter(request, self._moment(), began)
+        self._writer = SnapshotWriter(request, self._moment(), began, self._places)
 
 
 class SnapshotWriter:
     """Writes one part. Made, cancelled and asked on the apply thread; SnapshotNotWritten where memory is refused."""
 
-    def __init__(self, request: Snapshot, moment: ShardImage, began: float) -> None:
+    def __init__(self, request: Snapshot, moment: ShardImage, began: float, places: SnapshotPlaces) -> None:
         self.id = request.id
+        self._places = places
         self._request, self._moment = request, moment
         self._state = "writing"
         self.done_at = 0.0  # seconds since 1970
@@ -246,12 +252,8 @@ class SnapshotWriter:
             table.thaw(rows)
 
     def _write(self) -> None:
-        from embershard.proto.snapshot.storage import (
-            Storage,  # fsspec takes a while; a shard may live without a snapshot
-        )
-
         moment, name = self._moment, self._request.name
-        storage = Storage(self._request.url)
+        storage = self._places.open(self._request.url, name)
         folder = f"shard-{moment.shard}-{self.id:016x}"
         try:
             self._write_part(storage, folder)

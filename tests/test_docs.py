@@ -13,6 +13,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from embershard.cli.app import COMMANDS, _load
+from embershard.ps.security.access_file import parse_access
 from embershard.worker.job.load import load_job
 from harness.pages import LANGUAGES, PAGES, ROOT, blocks, run_page
 from harness.served import ServedShard
@@ -77,7 +78,12 @@ def is_replaced(key, value):
     return key in ("model", "data") or (isinstance(value, dict) and "name" in value)
 
 
-@pytest.mark.parametrize("block", of("yaml"), ids=str)
+@pytest.mark.parametrize("block", [block for block in of("yaml") if "access" in block.words], ids=str)
+def test_files_of_who_may_do_what_are_valid(block):
+    assert parse_access(block.text, str(block))
+
+
+@pytest.mark.parametrize("block", [block for block in of("yaml") if "access" not in block.words], ids=str)
 def test_parts_of_jobs_are_valid(block, tmp_path):
     part = YAML(typ="safe").load(block.text)
     if "job" not in block.words:

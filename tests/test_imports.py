@@ -33,7 +33,7 @@ FLOORS = (
     {"deploy/grafana"},
 )
 FLOORS_OF_PS = (
-    {"ps/memory", "ps/monitoring", "ps/journal"},
+    {"ps/memory", "ps/monitoring", "ps/journal", "ps/security"},
     {"ps/apply_thread"},
     {"ps/table"},
     {"ps/coordination", "ps/bases"},

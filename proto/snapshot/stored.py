@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -28,6 +28,9 @@ class StoredSnapshot:
     folder: str
     manifest: Manifest
     sha256: str  # of the manifest, hex
+    check: Callable[[str], object] = field(
+        default=lambda url: None, compare=False
+    )  # of a parent's place, before it is read
 
     @property
     def url(self) -> str:
@@ -89,6 +92,7 @@ def _parent(child: StoredSnapshot, parent: Parent) -> StoredSnapshot:
     url = child.url
     for step in parent.path.split("/"):
         url = posixpath.dirname(url) if step == ".." else f"{url}/{step}"
+    child.check(url)
     storage = Storage(url)
     where = storage.at(MANIFEST)
     wants = f"{child.url} is an increment of it, and has only the rows that changed since"
@@ -105,7 +109,7 @@ def _parent(child: StoredSnapshot, parent: Parent) -> StoredSnapshot:
     ]
     if placements[0] != placements[1]:
         raise SnapshotDamaged(path=where, reason=f"its rows were on other shards; {wants}")
-    return StoredSnapshot(storage, "", manifest, digest)
+    return StoredSnapshot(storage, "", manifest, digest, child.check)
 
 
 def _newest_rows(layers: Layers) -> Iterator[tuple[Ids, Floats, Floats]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.proto.errors import BadAddress
+from embershard.proto.security.client_token import ClientToken
+from embershard.proto.security.tokens import TokenFile
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.transport import Transport
 
@@ -14,6 +17,17 @@ if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS
 
 _FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the transport"
+
+_token = ClientToken()  # of this process
+
+
+def use_token_file(path: Path | None, *, asked_for: bool = True) -> None:
+    """Show the token in this file to the shards that this process connects to from here on; None: no longer.
+
+    Unless it was `asked_for`, the user's own shards on this machine are shown theirs.
+    """
+    global _token
+    _token = ClientToken(None if path is None else TokenFile(path), asked_for)
 
 
 def parse_addresses(given: str | Sequence[str]) -> list[str]:
@@ -29,12 +43,16 @@ def parse_addresses(given: str | Sequence[str]) -> list[str]:
     return addresses
 
 
-def transport_for(address: str, link: EmulatedLink | None = None, tls: TLS | None = None) -> Transport:
+def transport_for(
+    address: str, link: EmulatedLink | None = None, tls: TLS | None = None, token: TokenFile | None = None
+) -> Transport:
     """The transport that an address asks for: `stream`, unless its scheme says another.
 
-    BadAddress for another one with an emulated `link`, which would not slow it down, and for one that cannot use `tls`;
-    BadCertificate where the certificates of `tls` cannot be used.
+    `token` is shown to the shard, by default that of the file that `use_token_file` named. BadAddress for another
+    transport with an emulated `link`, which would not slow it down, and for one that cannot use `tls`; BadCertificate
+    where the certificates of `tls` cannot be used.
     """
+    shown = _token if token is None else ClientToken(token, asked_for=True)
     scheme = address.partition("://")[0].partition("+")[0]
     if link is not None and scheme in ("grpc", "rpc", "rpc-executes-pickles"):
         raise BadAddress(
@@ -43,7 +61,8 @@ def transport_for(address: str, link: EmulatedLink | None = None, tls: TLS | Non
     if address.startswith(("grpc://", "grpc+")):
         from embershard.proto.transport.grpc import GrpcTransport  # half a second that the others need not wait
 
-        return GrpcTransport(address.removeprefix("grpc://").removeprefix("grpc+"), tls=_client_tls(address, tls))
+        bare = address.removeprefix("grpc://").removeprefix("grpc+")
+        return GrpcTransport(bare, tls=_client_tls(address, tls), token=shown)
     if address.startswith(("rpc://", "rpc-executes-pickles://")):
         if tls is not None:
             raise BadAddress(address=address, reason="torch.distributed.rpc is not encrypted here: write host:port")
@@ -52,7 +71,7 @@ def transport_for(address: str, link: EmulatedLink | None = None, tls: TLS | Non
         return RpcTransport(address)
     from embershard.proto.transport.stream import StreamTransport
 
-    return StreamTransport(address, link=link, tls=_client_tls(address, tls))
+    return StreamTransport(address, link=link, tls=_client_tls(address, tls), token=shown)
 
 
 def _client_tls(address: str, tls: TLS | None) -> ClientTLS | None:

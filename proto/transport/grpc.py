@@ -7,7 +7,9 @@ call. gRPC's own retries are off, since they keep at most 256 KiB of a call; the
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +21,7 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
 from embershard.proto.messages import METHODS, SERVICE, Reply, Request
 from embershard.proto.protobuf import dumps, loads
+from embershard.proto.security.client_token import ClientToken
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import VERSION, wrong_version
 
@@ -59,11 +62,16 @@ class _Call(Protocol):
 class GrpcTransport:
     """One channel to `address` ("host:port" or "unix:/path"); connects at the first call and again when it must.
 
-    With `tls` it is encrypted, and made anew when the certificates change.
+    With `tls` it is encrypted, and made anew when the certificates change. `token` says what to show with every call.
     """
 
-    def __init__(self, address: str, *, tls: ClientTLS | None = None) -> None:
+    def __init__(self, address: str, *, tls: ClientTLS | None = None, token: ClientToken | None = None) -> None:
         self.address = address
+        self._token = token or ClientToken()
+        is_unix = address.startswith("unix:")
+        # a shard with certificates writes no token
+        self._loopback = [] if is_unix or tls is not None else _loopback_addresses(address)
+        self._tells = not is_unix or self._token.at_unix_sockets
         self.sent_bytes = 0
         self.received_bytes = 0
         self.tls = tls
@@ -82,7 +90,7 @@ class GrpcTransport:
             credentials = grpc.ssl_channel_credentials(self._used.authorities, **pair)
             name = [("grpc.ssl_target_name_override", self.tls.server_name)]
             self._channel = grpc.secure_channel(self.address, credentials, options=_OPTIONS + name)
-        self._methods: dict[type[Request], Callable[[bytes, float], _Call]] = {
+        self._methods: dict[type[Request], Callable[[bytes, float, str | None], _Call]] = {
             kind: self._method(name) for kind, (name, _) in METHODS.items()
         }
 
@@ -100,14 +108,22 @@ class GrpcTransport:
                 raise error
             self._is_checked = True
 
-    def _method(self, name: str) -> Callable[[bytes, float], _Call]:
+    def _method(self, name: str) -> Callable[[bytes, float, str | None], _Call]:
         method = self._channel.unary_unary(f"/{SERVICE}/{name}")
 
-        def start(data: bytes, seconds: float) -> _Call:
-            call: _Call = method.future(data, timeout=seconds)
+        def start(data: bytes, seconds: float, token: str | None) -> _Call:
+            metadata = None if token is None else (("authorization", f"Bearer {token}"),)
+            call: _Call = method.future(data, timeout=seconds, metadata=metadata)
             return call
 
         return start
+
+    def token(self) -> str | None:
+        """What to show to the shard. BadToken where it cannot be read."""
+        if not self._loopback:
+            return self._token.find("", 0) if self._tells else None
+        found = (self._token.find(ip, port) for ip, port in self._loopback)
+        return next((token for token in found if token is not None), None)
 
     def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
         """Send a request without waiting for its reply, which comes in memory of its own."""
@@ -116,11 +132,12 @@ class GrpcTransport:
         seconds = timeout.total_seconds()
         if self.tls is not None:
             self._follow_certificates(self.tls)
+        token = self.token()
         try:
-            call = self._methods[type(request)](data, seconds)
+            call = self._methods[type(request)](data, seconds, token)
         except ValueError:  # gRPC's word for a channel that was closed
             raise TransportClosed from None
-        return _Answer(self, call, METHODS[type(request)][1], seconds, len(data))
+        return _Answer(self, call, METHODS[type(request)][1], seconds, len(data), token)
 
     def check_version(self) -> None:
         """WrongVersion where a shard of an earlier version of the contract answers, which does not know ours."""
@@ -142,9 +159,16 @@ class _Answer:
     """The reply to one call."""
 
     def __init__(
-        self, transport: GrpcTransport, call: _Call, kind: type[Reply], seconds: float, num_bytes: int
+        self,
+        transport: GrpcTransport,
+        call: _Call,
+        kind: type[Reply],
+        seconds: float,
+        num_bytes: int,
+        token: str | None = None,
     ) -> None:
         self._transport, self._call, self._kind, self._seconds = transport, call, kind, seconds
+        self._token = token
         self.num_bytes = num_bytes
 
     def result(self) -> Reply:
@@ -161,6 +185,8 @@ class _Answer:
             if error.code() is grpc.StatusCode.UNAVAILABLE and self._transport.tls is not None:
                 if reason := self._transport.tls.diagnose():
                     raise reason from None
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED and self._transport.token() != self._token:
+                raise Unreachable("the shard was started again, with another token") from None
             _raise(error, self._transport.address)
         self._transport.received_bytes += len(data)
         self.num_bytes += len(data)
@@ -168,6 +194,17 @@ class _Answer:
             return loads(self._kind, data)
         except InvalidRequest as error:
             raise NotAShard(address=self._transport.address, reason=str(error)) from None
+
+
+def _loopback_addresses(address: str) -> list[tuple[str, int]]:
+    """Those of this machine's loopback that an address stands for."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError, UnicodeError):
+        return []  # gRPC says what is wrong with it
+    places = [(str(place[0]), int(place[1])) for *_, place in found]
+    return [(ip, port) for ip, port in places if ipaddress.ip_address(ip.partition("%")[0]).is_loopback]
 
 
 def _raise(failure: grpc.RpcError, address: str) -> NoReturn:

@@ -24,9 +24,20 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats
-from embershard.proto.errors import EmbershardError, NotAShard, Status, TLSNotOffered, WrongVersion, from_wire
+from embershard.proto.errors import (
+    BadToken,
+    EmbershardError,
+    NotAllowed,
+    NotAShard,
+    Status,
+    TLSNotOffered,
+    WrongVersion,
+    from_wire,
+)
 from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Reply, Request, Rows, arrays
 from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.security.client_token import ClientToken
+from embershard.proto.security.tokens import pack_token
 from embershard.proto.timing import span
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import connect_beside, io_loop, runs_here
@@ -117,7 +128,8 @@ class StreamTransport:
     "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
     "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
     trusted to do it. `link` is the emulated one that it shares with the worker's other transports. With `tls`, nothing
-    is sent over TCP that is not encrypted, to nobody but a shard whose certificate is trusted.
+    is sent over TCP that is not encrypted, to nobody but a shard whose certificate is trusted. `token` says what to
+    show to shards that ask who it is.
     """
 
     def __init__(
@@ -127,10 +139,12 @@ class StreamTransport:
         checksum: bool = False,
         link: EmulatedLink | None = None,
         tls: ClientTLS | None = None,
+        token: ClientToken | None = None,
     ) -> None:
         self.address = address
         self.link = link
         self.tls = tls
+        self.token = token or ClientToken()
         self.sent_bytes = 0
         self.received_bytes = 0
         self._features = Feature.CHECKSUM if checksum else Feature(0)
@@ -232,7 +246,7 @@ class StreamTransport:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await connection.start_tls(self.tls)
         if connection.lost is not None:  # it said hello and left
-            raise connection.lost
+            raise connection.refused or connection.lost
         return connection
 
     async def _open(self) -> _Connection:
@@ -263,6 +277,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self, owner: StreamTransport) -> None:
         self._owner, self._link = owner, owner.link
+        self._features = owner._features
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # once its hello was answered
         self.uses_tls = False
         self._hello = memoryview(bytearray(HELLO_BYTES))
@@ -274,6 +289,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._sent = 0  # bytes, those that asyncio still holds included
         self._heard = 0.0
         self.lost: Unreachable | EmbershardError | None = None  # why it ended
+        self.refused: EmbershardError | None = None  # why the shard ended it
         self._reason = "the connection broke"
         self._transport: asyncio.Transport
         self._outer: asyncio.Transport | None = None  # below TLS
@@ -289,8 +305,9 @@ class _Connection(asyncio.BufferedProtocol):
             self.uses_tls = self._owner.tls is not None
         if self._link is not None:
             self._link.join(self._transport)
-        features = self._owner._features
-        self._transport.write(client_hello(features | Feature.TLS if self.uses_tls else features))
+        if sock.family != socket.AF_UNIX or self._owner.token.at_unix_sockets:
+            self._features |= Feature.TOKEN
+        self._transport.write(client_hello(Feature.TLS if self.uses_tls else self._features))
 
     async def start_tls(self, tls: ClientTLS) -> None:
         """Go on inside TLS, with another hello, which is the one that counts.
@@ -305,7 +322,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport = await tls.handshake(outer, self)
             if self._link is not None:
                 self._link.join(self._transport)
-            self._transport.write(client_hello(self._owner._features))
+            self._transport.write(client_hello(self._features))
             await self.ready
         except BaseException:
             self._owner.lost(self)
@@ -327,7 +344,7 @@ class _Connection(asyncio.BufferedProtocol):
         if not self.ready.done():
             self.ready.set_exception(reason)
         for call in self._calls.values():
-            call.fail(reason)
+            call.fail(self.refused or reason)
         self._calls.clear()
 
     def eof_received(self) -> None:
@@ -416,9 +433,10 @@ class _Connection(asyncio.BufferedProtocol):
         self._filled += num_bytes
         if self._filled < HELLO_BYTES:
             return
+        is_outer = self.uses_tls and self._outer is None  # of it nothing counts but that TLS follows
         try:
             agreed = read_server_hello(bytes(self._hello))
-            if self._outer is None and self.uses_tls and Feature.TLS not in agreed.features:
+            if is_outer and Feature.TLS not in agreed.features:
                 raise TLSNotOffered(address=self._owner.address, reason="it was started without certificates")
         except EmbershardError as error:
             if not isinstance(error, WrongVersion | TLSNotOffered):
@@ -427,10 +445,25 @@ class _Connection(asyncio.BufferedProtocol):
                 self.ready.set_exception(error)
             self._transport.abort()
             return
+        if Feature.TOKEN in agreed.features and not is_outer:
+            try:
+                self._transport.write(pack_token(self._token()))
+            except BadToken as error:
+                self.ready.set_exception(error)
+                self._transport.abort()
+                return
         self._checksum = Feature.CHECKSUM in agreed.features
         self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
         if not self.ready.done():
             self.ready.set_result(None)
+
+    def _token(self) -> str | None:
+        """What to show; found only now that the shard has answered, which has written its own before."""
+        if self.uses_tls:  # a shard with certificates has written none
+            return self._owner.token.find("", 0)
+        peer = self._transport.get_extra_info("peername")
+        ip, port = peer[:2] if isinstance(peer, tuple) else ("", 0)
+        return self._owner.token.find(ip, port)
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Where the arrays of a reply go: to the caller's own, if they fit."""
@@ -447,8 +480,9 @@ class _Connection(asyncio.BufferedProtocol):
             self._arriving = None
         if header.call == 0 and header.kind == ERROR_KIND:
             error = from_wire(header.head, "")
-            if error.status is Status.UNAUTHENTICATED:  # nor will it be another time
-                self.lost = error
+            if isinstance(error, NotAllowed) or error.status is Status.UNAUTHENTICATED:  # nor will it be another time
+                self.refused = error
+                self._owner.lost(self)
             self.drop(str(error))
             return
         call = self._calls.get(header.call)

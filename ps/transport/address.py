@@ -15,7 +15,7 @@ from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
 
 BACKLOG = 1024  # connections that wait to be taken: hundreds of workers may come at once
-_LONGEST_PATH = 102  # 107 on Linux, and gRPC's socket beside it has 5 more
+_LONGEST_PATH = 103  # 107 on Linux, 103 on macOS
 
 _log = logging.getLogger("embershard.ps")
 
@@ -47,18 +47,30 @@ class Address:
         found.sort(key=lambda entry: entry[0] != socket.AF_INET)
         return Address(text, host=str(found[0][4][0]), port=int(port))
 
-    def check(self, insecure: bool) -> None:
-        """CannotListen where others than this machine could reach the shard and nobody said that they may."""
-        if self.path or ipaddress.ip_address(self.host).is_loopback:
+    @property
+    def is_local(self) -> bool:
+        """Whether no other machine reaches it."""
+        return bool(self.path) or ipaddress.ip_address(self.host).is_loopback
+
+    def check(self, insecure: bool, *, encrypted: bool = False, asks: bool = False) -> None:
+        """CannotListen where others than this machine could reach the shard and nobody said that they may.
+
+        `encrypted`: its connections are; `asks`: a peer has to say who it is. With both, others may come.
+        """
+        if self.is_local or (encrypted and asks):
             return
+        missing = [
+            text for text, there in (("encryption (--tls)", encrypted), ("access.yaml (--access)", asks)) if not there
+        ]
         if not insecure:
             raise CannotListen(
                 address=self.text,
-                reason="it can be reached from other machines, and there is neither encryption nor a password: "
+                reason=f"it can be reached from other machines, and there is no {' and no '.join(missing)}: "
                 "anyone there could read and change the model. Give the shard certificates (--tls), listen on "
                 "127.0.0.1, or pass --insecure if the network keeps strangers out",
             )
-        _log.warning("--insecure: anyone who reaches %s can read and change the model", self.text)
+        who = "anyone who reaches" if not asks else "who listens to the network of"
+        _log.warning("--insecure: %s %s can read and change the model", who, self.text)
 
     def listen(self) -> list[socket.socket]:
         """The sockets to serve on: the address itself, and for a TCP port a Unix socket beside it, if that works.
@@ -96,6 +108,8 @@ class Address:
     def _bind(self, main: socket.socket, place: object) -> None:
         try:
             main.bind(place)  # type: ignore[arg-type]
+            if self.path:
+                os.chmod(self.path, 0o600)  # nobody connects before listen
             main.listen(BACKLOG)
         except OSError as error:
             main.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import grpc
@@ -15,11 +15,13 @@ from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import EmbershardError, WrongVersion
+from embershard.proto.errors import EmbershardError, NotAllowed, WrongVersion
 from embershard.proto.messages import METHODS, OTHER_SERVICES, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.security.access import Principal
+from embershard.ps.security.peers import Peer
 
 if TYPE_CHECKING:
     from embershard.proto.security.credentials import CertificateFolder, Credentials
@@ -43,11 +45,26 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
 class ShardService:
-    """Handlers for one shard, on the event loop. With `certificates`, those of its TLS port."""
+    """Handlers for one shard, on the event loop.
 
-    def __init__(self, dispatch: Dispatch, certificates: CertificateFolder | None = None) -> None:
+    `peers` are those whose pipes lead here, by the pipes' names: a call that comes by another way is refused. Without
+    them gRPC itself is at the other end of every connection. With `certificates`, those of its TLS port.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        peers: Mapping[str, Peer] | None = None,
+        certificates: CertificateFolder | None = None,
+    ) -> None:
         self._dispatch = dispatch
+        self._peers = peers
         self._certificates = certificates
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody is asked who they are."""
+        return self._dispatch.access is None
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio."""
@@ -64,13 +81,17 @@ class ShardService:
             counters.received_bytes += len(data)
             deadline = arrived + (_NO_DEADLINE if remaining is None else remaining)
             try:
-                self._peer_identity(context)
-            except EmbershardError as error:
-                await _abort(context, error)
-            answer = self._dispatch.submit(
-                kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline
-            )
-            try:
+                identity = self._peer_identity(context)
+                peer = self._peer_of(context)
+                answer = self._dispatch.submit(
+                    kind,
+                    lambda: loads(kind, data),
+                    dumps,
+                    num_bytes=len(data),
+                    deadline=deadline,
+                    peer=peer.address,
+                    principal=self._principal(peer, identity, context),
+                )
                 reply = await asyncio.wrap_future(answer)
             except EmbershardError as error:
                 counters.answered(kind, time.monotonic() - arrived, error)
@@ -97,6 +118,30 @@ class ShardService:
         identity = identity_of(certificate)
         self._certificates.current.check_peer(certificate, f"the client {identity!r}")
         return identity
+
+    def _peer_of(self, context: _Context) -> Peer:
+        """Who calls; NotAllowed where it is not known."""
+        address = context.peer()
+        if self._peers is None:
+            return Peer(address)
+        peer = self._peers.get(address)
+        if peer is None:
+            raise NotAllowed(
+                what="a call", who=f"a peer at {address}", why="it did not come by the shard's own address"
+            )
+        return peer
+
+    def _principal(self, peer: Peer, identity: str, context: _Context) -> Principal | None:
+        """Who calls; None where the shard asks nobody who they are. NotAuthenticated where it does not know them."""
+        access = self._dispatch.access
+        if access is None:
+            return None
+        token = None
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization":
+                scheme, _, token = str(value).partition(" ")
+                token = token.strip() if scheme.lower() == "bearer" else ""  # which nobody has
+        return access.identify(peer, token, [identity] if identity else ())
 
 
 class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -141,7 +186,7 @@ class Refuses(grpc.GenericRpcHandler):  # type: ignore[misc]
 def make_server(
     service: ShardService, healthy: health.aio.HealthServicer, certificates: CertificateFolder | None = None
 ) -> grpc.aio.Server:
-    """A server, not yet listening, of this service, of grpc.health.v1 and of reflection."""
+    """A server, not yet listening, of this service, of grpc.health.v1, and, where anyone may ask, of reflection."""
     options = list(SERVER_OPTIONS)
     if certificates is not None:
         age_ms = int(certificates.tls.connection_lifetime.total_seconds() * 1000)
@@ -149,7 +194,8 @@ def make_server(
     server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((service.handlers(), OtherVersions()))
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if service.is_open:
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server
 
 

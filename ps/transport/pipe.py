@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from typing import cast
+
+from embershard.ps.security.peers import Peer
 
 TLS_RECORD = 0x16  # the first byte of a connection that begins with TLS
 _TLS_ALERT = 0x15
@@ -18,34 +23,65 @@ _log = logging.getLogger(__name__)
 _connecting: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
 
+class PipedServer:
+    """A server that is reached through pipes alone: the Unix socket at which it listens, and whose pipes lead there.
+
+    Each pipe has a name, which the server sees as its peer's address, so that it learns who is at the other end. One
+    that listens at several sockets has one of these for each, with the same `peers`.
+    """
+
+    def __init__(self, path: str, peers: dict[str, Peer] | None = None) -> None:
+        self.path = path
+        self.peers = {} if peers is None else peers  # by the name of the pipe, as gRPC writes it
+
+
 def pipe_to(
-    path: str,
+    server: PipedServer,
     transport: asyncio.Transport,
     received: bytes,
+    peer: Peer,
     ended: Callable[[], None] = lambda: None,
     *,
     tls13: bool = False,
 ) -> None:
-    """Pipe `transport` to the Unix socket at `path`, which first gets `received`; call `ended` at the end.
+    """Pipe `transport`, of `peer`, to a server, which first gets `received`; call `ended` at the end.
 
     With `tls13` the connection ends where the server there answers with an earlier version of TLS.
     """
-    near = _End(ended)
+    name = _pipe_name(server.path)
+    known_as = f"unix-abstract:{name[1:]}" if name.startswith("\0") else f"unix:{name}"
+    server.peers[known_as] = peer
+
+    def end() -> None:
+        server.peers.pop(known_as, None)
+        ended()
+
+    near = _End(end)
     near.transport = transport
     transport.pause_reading()
     transport.set_protocol(near)
     transport.set_write_buffer_limits()  # the usual ones: what is read there waits for what is read here
-    task = asyncio.get_running_loop().create_task(_connect(path, near, received, tls13))
+    far: _End = _TLSEnd() if tls13 else _End()
+    task = asyncio.get_running_loop().create_task(_connect(server.path, name, near, far, received))
     _connecting.add(task)
     task.add_done_callback(_connecting.discard)
 
 
-async def _connect(path: str, near: _End, received: bytes, tls13: bool) -> None:
-    far = _TLSEnd() if tls13 else _End()
+def _pipe_name(path: str) -> str:
+    """A name for this process's end of a pipe that nobody can guess and take before."""
+    if sys.platform == "linux":
+        return f"\0embershard-pipe-{secrets.token_hex(16)}"
+    return f"{os.path.dirname(path)}/{secrets.token_hex(8)}"
+
+
+async def _connect(path: str, name: str, near: _End, far: _End, received: bytes) -> None:
     far.other = near  # before it connects: a gRPC server speaks first
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
+        sock.bind(name)
+        if not name.startswith("\0"):
+            os.unlink(name)  # the other side has it all the same
         sock.connect(path)  # at once, or not at all; uvloop itself does not know abstract names
         await asyncio.get_running_loop().create_unix_connection(lambda: far, sock=sock)
     except OSError as error:

@@ -21,9 +21,13 @@ from embershard.proto.errors import (
     EmbershardError,
     InternalError,
     InvalidRequest,
+    NotAllowed,
+    NotAuthenticated,
+    QuotaExceeded,
     ShardBusy,
     ShuttingDown,
     TLSRequired,
+    UntrustedCertificate,
     clipped,
     to_wire,
 )
@@ -42,10 +46,12 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.security.tokens import RECORD_BYTES, unpack_token
 from embershard.proto.wire import (
     HELLO_BYTES,
     MAGIC,
     SCRATCH_BYTES,
+    Agreed,
     Feature,
     Frame,
     FrameReader,
@@ -55,7 +61,9 @@ from embershard.proto.wire import (
 )
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.monitoring.counters import TransportCounters
-from embershard.ps.transport.pipe import TLS_RECORD, pipe_to
+from embershard.ps.security.access import Principal
+from embershard.ps.security.peers import Peer, peer_of
+from embershard.ps.transport.pipe import TLS_RECORD, PipedServer, pipe_to
 
 if TYPE_CHECKING:
     from embershard.ps.transport.tls import Inside, TLSPort
@@ -76,6 +84,9 @@ ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
 _RETRY_MS = 100
 # a TLS record with the alert handshake_failure: what a server says that speaks no TLS
 _HANDSHAKE_FAILURE = bytes([0x15, 3, 1, 0, 2, 2, 40])
+_REFUSALS_LOGGED = 10  # in a minute
+_LAST_WORDS_SECONDS = 1.0  # in which a peer that is refused reads why
+_REFUSED = memoryview(bytearray(2**16))  # where goes what it sends meanwhile
 
 _log = logging.getLogger(__name__)
 Pieces = list[bytes | memoryview]
@@ -84,14 +95,15 @@ Pieces = list[bytes | memoryview]
 class StreamServer:
     """The connections of one shard. All of it runs on the event loop, but for what Dispatch runs elsewhere.
 
-    `foreign`, a Unix socket's path, is where connections go that speak something else; without it they are closed.
-    With `tls`, those over TCP have to use it, and `foreign` is for Unix sockets alone.
+    `foreign` is where connections go that speak something else; without it they are closed. With `tls`, those over TCP
+    have to use it, and `foreign` is for Unix sockets alone. At Unix sockets nobody but this process's user and root is
+    answered.
     """
 
     def __init__(
         self,
         dispatch: Dispatch,
-        foreign: str = "",
+        foreign: PipedServer | None = None,
         *,
         tls: TLSPort | None = None,
         limit: int = MAX_MESSAGE_BYTES,
@@ -101,6 +113,7 @@ class StreamServer:
         self.foreign = foreign
         self.tls = tls
         self.limit = limit
+        self.features = Feature.CHECKSUM if dispatch.access is None else Feature.CHECKSUM | Feature.TOKEN
         self.loop = asyncio.get_running_loop()
         self.counters, self.rejected = dispatch.counters.transports["stream"], dispatch.counters.rejected
         self.passed_on = dispatch.counters.transports["grpc"]  # whose connections come through here
@@ -110,6 +123,7 @@ class StreamServer:
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports
         self._unsent_bytes = 0  # what these hold of it, or more
+        self._refusals = 0, 0  # the minute, and how many peers were refused in it
         self._pressed = False  # whether somebody was turned away since the last sweep
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
         dispatch.set_activity_probe(self._last_sign)
@@ -151,6 +165,16 @@ class StreamServer:
         for connection in list(self.connections):
             connection.check_certificate()
 
+    def may_log_refusal(self) -> bool:
+        """Whether there is room in the log for one more peer that was refused: ten in a minute."""
+        minute = int(time.monotonic() // 60)
+        if minute != self._refusals[0]:
+            if self._refusals[1] > _REFUSALS_LOGGED:
+                _log.warning("%d more peers were refused in that minute", self._refusals[1] - _REFUSALS_LOGGED)
+            self._refusals = minute, 0
+        self._refusals = minute, self._refusals[1] + 1
+        return self._refusals[1] <= _REFUSALS_LOGGED
+
     def _last_sign(self, worker: int, epoch: int) -> float:
         """When bytes of a worker's incarnation arrived last; on the apply thread."""
         signs = (c.last_sign for c in tuple(self.connections) if c.sender == (worker, epoch))
@@ -190,13 +214,16 @@ class Connection(asyncio.BufferedProtocol):
         self._inside: Inside | None = None  # once it has
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0  # bytes of the hello
-        self._reader: FrameReader | None = None
+        self._reader: FrameReader | None = None  # once it is known who the peer is
+        self._principal: Principal | None = None
+        self._agreed: Agreed | None = None  # with a peer that has yet to show its token
         self._checksum = False
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
+        self._refused = False  # it was told why, and nothing that it sends counts any more
         self._gone = False
         self._counted: TransportCounters | None = None  # among whose connections it is
-        self._peer = ""
+        self._peer = Peer("")
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
         self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
@@ -204,9 +231,13 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept a connection, or drop it where there are too many."""
+        """Accept a connection, or drop it where its peer may not speak here, or there are too many."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
-        self._peer = _peer_of(transport)
+        sock = transport.get_extra_info("socket")
+        self._peer = peer_of(sock)
+        if not self._peer.is_admitted:
+            self.drop("a shard's Unix sockets are for its own user and root" * self._server.may_log_refusal())
+            return
         if self._server.open_connections >= self._server.max_connections:
             self._server.rejected["connections"] += 1
             self.drop(f"the shard has {self._server.max_connections} connections already (--connections)")
@@ -214,7 +245,6 @@ class Connection(asyncio.BufferedProtocol):
         self._server.open_connections += 1
         self._count(self._server.counters)
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
-        sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             self._tls = self._server.tls  # a Unix socket's peers are of this machine, and the system says who they are
             # between calls a peer may be silent, so that the system has to notice one whose machine is gone
@@ -230,6 +260,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """Count this connection no longer."""
+        if self._principal is not None:
+            self._principal.usage.disconnect()
+            self._principal = None
         if self._counted is not None:
             self._count(None)
             self._server.open_connections -= 1
@@ -260,10 +293,15 @@ class Connection(asyncio.BufferedProtocol):
 
     def check(self, now: float, wait_timeout: float) -> None:
         """Drop a peer that is silent, or too slow, where it must not be; between calls it may be silent."""
+        if self._refused:
+            return
         if self._reader is None:
             if now - self._began > HELLO_SECONDS:
                 self._server.rejected["hello"] += 1
                 self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
+            return
+        if self._principal is not None and self._principal.revoked:
+            self._fail(NotAuthenticated(who=self._principal.name, why="its entry of access.yaml has changed"))
             return
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
@@ -287,15 +325,19 @@ class Connection(asyncio.BufferedProtocol):
     def drop(self, reason: str) -> None:
         """End the connection and log the reason."""
         if reason:
-            _log.warning("dropping the connection of %s: %s", self._peer, reason)
+            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
         self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: for a large frame, the array that the tables read them from."""
+        if self._refused:
+            return _REFUSED
         return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
 
     def buffer_updated(self, num_bytes: int) -> None:
         """So many bytes have come to where `get_buffer` said."""
+        if self._refused:
+            return
         self._received += num_bytes
         self._server.counters.received_bytes += num_bytes
         self.last_sign = time.monotonic()
@@ -311,10 +353,13 @@ class Connection(asyncio.BufferedProtocol):
     def _greet(self, num_bytes: int) -> None:
         self._filled += num_bytes
         hello = bytes(self._hello[: self._filled])
-        if hello[: len(MAGIC)] != MAGIC[: self._filled]:
+        if self._agreed is not None:
+            if self._filled == RECORD_BYTES:
+                self._admit(self._agreed, unpack_token(hello))
+        elif hello[: len(MAGIC)] != MAGIC[: self._filled]:
             self._pass_on(hello)
         elif self._filled == HELLO_BYTES:
-            answer, agreed = server_hello(hello, Feature.CHECKSUM if self._tls is None else Feature.TLS)
+            answer, agreed = server_hello(hello, self._server.features if self._tls is None else Feature.TLS)
             if agreed is not None and Feature.TLS in agreed.features:
                 # before the answer: what comes next is for the handshake, and uvloop loses what comes before it
                 self._transport.pause_reading()
@@ -322,19 +367,34 @@ class Connection(asyncio.BufferedProtocol):
             self._server.counters.sent_bytes += len(answer)
             if agreed is None:
                 self._transport.close()
-                return
-            self._checksum = Feature.CHECKSUM in agreed.features
-            self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
-            if Feature.TLS in agreed.features:
+            elif Feature.TLS in agreed.features:
                 self._begin_tls()
             elif self._tls is not None:
                 self._fail(TLSRequired())
+            elif Feature.TOKEN in agreed.features:
+                self._agreed, self._hello, self._filled = agreed, memoryview(bytearray(RECORD_BYTES)), 0
             else:
-                self.check_certificate()
+                self._admit(agreed, None)
+
+    def _admit(self, agreed: Agreed, token: str | None) -> None:
+        """Read the frames of a peer that is known; end the connection of another, with the reason."""
+        self._checksum = Feature.CHECKSUM in agreed.features
+        access = self._server.dispatch.access
+        try:
+            if self._inside is not None:
+                self._inside.check()
+            if access is not None:
+                principal = access.identify(self._peer, token, [self.peer_identity] if self.peer_identity else ())
+                principal.usage.connect()
+                self._principal = principal
+        except EmbershardError as error:
+            self._fail(error)
+            return
+        self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
 
     def _begin_tls(self) -> None:
         assert self._tls is not None
-        self._reader, self._filled = None, 0  # a second hello comes, and only that one counts
+        self._filled = 0  # a second hello comes, and only that one counts
         if self._tls.is_full():
             self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
             return
@@ -344,27 +404,27 @@ class Connection(asyncio.BufferedProtocol):
         outer, tls = self._transport, self._tls
         assert tls is not None
         try:
-            self._transport, self._inside = await tls.handshake(outer, self, self._peer)
+            self._transport, self._inside = await tls.handshake(outer, self, self._peer.address)
         except EmbershardError as error:
-            self._refused(outer, str(error))
+            self._end_handshake(outer, str(error))
             return
         except OSError as error:
-            self._refused(outer, f"the TLS handshake did not end: {error.strerror or error}")
+            self._end_handshake(outer, f"the TLS handshake did not end: {error.strerror or error}")
             return
         self._tls = None  # from here on, it is like any other
         self.peer_identity = self._inside.identity
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
 
-    def _refused(self, outer: asyncio.Transport, reason: str) -> None:
+    def _end_handshake(self, outer: asyncio.Transport, reason: str) -> None:
         if not self._gone:  # else it was dropped, or it left
-            _log.warning("dropping the connection of %s: %s", self._peer, reason)
+            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
         outer.abort()
         self.connection_lost(None)  # which a failed handshake does not always call
 
     def _pass_on(self, received: bytes) -> None:
         self._server.connections.discard(self)
         # inside TLS, too, nothing else is passed on: gRPC's server would take it for a peer of this machine
-        target, is_tls = "" if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
+        target, is_tls = None if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
         if self._tls is not None:
             target = self._tls.grpc if is_tls else self._tls.refusing_grpc
             if is_tls and not self._tls.admit_grpc():
@@ -373,23 +433,31 @@ class Connection(asyncio.BufferedProtocol):
         elif is_tls and self._inside is None:
             self._transport.write(_HANDSHAKE_FAILURE)
             _log.warning(
-                "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)", self._peer
+                "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)",
+                self._peer.address,
             )
             self._transport.close()
             return
-        if not target:
+        if target is None:
             self.drop("it speaks something else than this protocol")
             return
         self._count(self._server.passed_on)
-        pipe_to(target, self._transport, received, self._end, tls13=is_tls)
+        pipe_to(target, self._transport, received, self._peer, self._end, tls13=is_tls)
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
         size = sum(header.lengths)
         server = self._server
-        if header.kind not in REQUEST_KINDS:
+        kind = REQUEST_KINDS.get(header.kind)
+        if kind is None:
             self._refuse(header, _unknown(header))
             return None
+        if server.dispatch.access is not None:
+            try:
+                server.dispatch.access.check(self._principal, kind)
+            except EmbershardError as error:
+                self._refuse(header, error)
+                return None
         # a small one always: it needs no more than the memory that every connection has anyway
         if size > SCRATCH_BYTES and server.receiving_bytes + size > RECEIVING_BYTES:
             self._refuse(header, server.turn_away(server.receiving_bytes, "receiving"))
@@ -436,7 +504,8 @@ class Connection(asyncio.BufferedProtocol):
             write,
             num_bytes=len(header.head) + sum(header.lengths),
             deadline=time.monotonic() + header.timeout_ms / 1000,
-            peer=self._peer,
+            peer=self._peer.address,
+            principal=self._principal,
         )
         future.add_done_callback(self._sender(header, kind))
 
@@ -480,16 +549,22 @@ class Connection(asyncio.BufferedProtocol):
 
     def _fail(self, error: EmbershardError) -> None:
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
-        self._server.rejected["bad_frame"] += 1
-        _log.warning("dropping the connection of %s: %s", self._peer, error)
+        is_refusal = isinstance(error, NotAllowed | QuotaExceeded | UntrustedCertificate)
+        if not is_refusal:
+            self._server.rejected["bad_frame"] += 1
+        if not is_refusal or self._server.may_log_refusal():
+            _log.warning("dropping the connection of %s: %s", self._peer.address, error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
-        self._transport.close()
-
-
-def _peer_of(transport: asyncio.BaseTransport) -> str:
-    """The address of the other side, for people; empty for a Unix socket, whose peers have none."""
-    name = transport.get_extra_info("peername")
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else ""
+        if is_refusal and not self._transport.is_closing():
+            # what it has sent meanwhile is read and dropped: else the system would tell it of a reset, not of the error
+            self._refused = True
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:  # inside TLS, which goes on until the peer has closed its side, too
+                self._transport.close()
+            self._server.loop.call_later(_LAST_WORDS_SECONDS, self._transport.abort)
+        else:
+            self._transport.close()
 
 
 def _unknown(header: Header) -> InvalidRequest:

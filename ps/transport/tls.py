@@ -12,6 +12,7 @@ from cryptography import x509
 from embershard.proto.security.credentials import CertificateFolder, identity_of, read_certificate
 from embershard.proto.security.handshake import HANDSHAKE_SECONDS, start_tls
 from embershard.proto.security.problems import explain
+from embershard.ps.transport.pipe import PipedServer
 
 MAX_HANDSHAKES = 1000  # at once
 _OVERDUE_SECONDS = 300.0  # for a connection at the end of its life to be idle for a moment
@@ -19,14 +20,14 @@ _OVERDUE_SECONDS = 300.0  # for a connection at the end of its life to be idle f
 
 @dataclass(eq=False)
 class TLSPort:
-    """What a connection over TCP has to go through. `grpc` and `refusing_grpc` are paths of Unix sockets.
+    """What a connection over TCP has to go through.
 
-    The first is where gRPC terminates its own TLS, the second where it tells clients without TLS to use it.
+    `grpc` is where gRPC terminates its own TLS, `refusing_grpc` where it tells clients without TLS to use it.
     """
 
     certificates: CertificateFolder
-    grpc: str = ""
-    refusing_grpc: str = ""
+    grpc: PipedServer | None = None
+    refusing_grpc: PipedServer | None = None
     max_handshakes: int = MAX_HANDSHAKES
     handshakes: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # the loop itself holds them only weakly

@@ -12,6 +12,10 @@ from embershard.doctor import job as clocks
 from embershard.doctor import shards
 from embershard.doctor.case import Case, open_case
 from embershard.proto.messages import replace
+from embershard.proto.security.tokens import new_token, token_digest, write_private
+from embershard.proto.transport.addresses import use_token_file
+from embershard.ps.security.access import Access
+from harness.served import ServedShard
 
 # ---- the shards
 
@@ -175,3 +179,17 @@ def test_the_workers_that_are_there_are_held_against_the_job(tmp_path):
     finds(clocks.job_and_workers, about, OK, "staleness 0")
     about = replace(job(tmp_path, "train.lease=10"), probes=[probe(serving(1, member(0, 1, 2.0)))])
     finds(clocks.leases, about, WARN, "worker 0: 2.0 s left")
+
+
+def test_a_shard_that_asks_nobody_who_they_are_is_a_warning(tmp_path):
+    token = new_token()
+    write_private(tmp_path / "token", token)
+    write_private(tmp_path / "access.yaml", f"- {{name: a, role: read, token_sha256: '{token_digest(token).hex()}'}}")
+    for access, level, text in ((None, WARN, "nobody"), (Access(tmp_path / "access.yaml"), OK, "they ask")):
+        served = ServedShard(access=access)
+        use_token_file(tmp_path / "token")
+        try:
+            finds(shards.access, seen(served.address), level, text)
+        finally:
+            use_token_file(None)
+            served.stop()

@@ -24,6 +24,8 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.security.loopback import find_loopback_token
+from embershard.proto.security.tokens import pack_token
 from embershard.proto.wire import Feature, Frame, FrameReader
 
 NONE = Feature(0)
@@ -41,18 +43,23 @@ def connected(address: str, receive_bytes: int = 0) -> socket.socket:
 
 
 class Peer:
-    """A raw connection that has said hello, but for `features` None."""
+    """A raw connection that has said hello, but for `features` None, and shown a token where a shard asks for it."""
 
-    def __init__(self, address: str, features: Feature | None = NONE, receive_bytes: int = 0) -> None:
+    def __init__(
+        self, address: str, features: Feature | None = NONE, receive_bytes: int = 0, token: str | None = None
+    ) -> None:
         self.sock = connected(address, receive_bytes)
         if features is not None:
             self.sock.sendall(wire.client_hello(features))
             assert wire.read_server_hello(self.sock.recv(16, socket.MSG_WAITALL)).features == features
+            if Feature.TOKEN in features:
+                host, port = self.sock.getpeername()
+                self.sock.sendall(pack_token(token or find_loopback_token(host, port)))
         self._frames: list[Frame] = []
         self._reader = FrameReader(
             MAX_MESSAGE_BYTES,
             lambda header: [np.empty(length, np.uint8).data for length in header.lengths],
-            checksum=features == Feature.CHECKSUM,
+            checksum=Feature.CHECKSUM in (features or NONE),
         )
 
     def send(self, data: bytes) -> None:

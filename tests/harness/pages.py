@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "reference")]
 LANGUAGES = {
     "python": {"slow"},
-    "yaml": {"job", "train", "compression"},
+    "yaml": {"access", "job", "train", "compression"},
     "bash": {"service", "usage"},
     "text": set(),
     "hex": None,  # described where they are read

@@ -10,6 +10,7 @@ from embershard.proto.security.credentials import CertificateFolder
 from embershard.proto.security.tls import TLS
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.security.access import Access
 from embershard.ps.server import ServerOptions, _Transports
 from embershard.ps.transport.address import Address
 from harness.shards import make_shard, table
@@ -18,7 +19,8 @@ from harness.shards import make_shard, table
 class SecureShard:
     """Serves on a loop and a thread of its own; with `tls` None without certificates."""
 
-    def __init__(self, tls: TLS | None, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, tls: TLS | None, listen: str = "127.0.0.1:0", access: Access | None = None) -> None:
+        self.access = access
         self.certificates = None if tls is None else CertificateFolder(tls)
         self.apply = ApplyThread()
         self._loop = uvloop.new_event_loop()
@@ -30,9 +32,9 @@ class SecureShard:
     async def _start(self) -> _Transports:
         sockets = self._listen.listen()
         self.address = self._listen.bound(sockets[0])
-        dispatch = Dispatch(make_shard(table(dim=2)), self.apply)
+        dispatch = Dispatch(make_shard(table(dim=2)), self.apply, access=self.access)
         options = ServerOptions(shard=0, of=1)
-        transports = await _Transports.start(dispatch, self._listen, sockets, options, self.certificates)
+        transports = await _Transports.start(dispatch, sockets, options, self.certificates)
         await transports.open()
         return transports
 

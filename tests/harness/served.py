@@ -15,8 +15,10 @@ import uvloop
 from embershard.proto.routing import Placement
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.security.access import Access
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.transport.pipe import PipedServer
 from embershard.ps.transport.stream import StreamServer
 from harness.processes import EMBERSHARD
 
@@ -26,17 +28,17 @@ T = TypeVar("T")
 class ServedShard:
     """A shard that serves the stream transport over TCP, on a loop and a thread of its own."""
 
-    def __init__(self, foreign: str = "", shard: Shard | None = None) -> None:
+    def __init__(self, foreign: str = "", shard: Shard | None = None, access: Access | None = None) -> None:
         self.loop = uvloop.new_event_loop()
         self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
         self.defects: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         self.shard, self.apply = shard or Shard(0, Placement.even(1), OptimizerRegistry()), ApplyThread()
-        self.dispatch = Dispatch(self.shard, self.apply)
+        self.dispatch = Dispatch(self.shard, self.apply, access=access)
         sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = f"tcp://127.0.0.1:{sock.getsockname()[1]}"
-        self.stream = self.on_loop(lambda: StreamServer(self.dispatch, foreign))
+        self.stream = self.on_loop(lambda: StreamServer(self.dispatch, PipedServer(foreign) if foreign else None))
         self._listener = self.run(self.loop.create_server(self.stream.protocol, sock=sock))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

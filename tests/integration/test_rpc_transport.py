@@ -37,7 +37,8 @@ def program(code, *words):
 def addresses():
     """Two shards over rpc."""
     with ExitStack() as stack:
-        shards = [stack.enter_context(shard_process("--rpc", "localhost:0", shard=shard, of=2)) for shard in range(2)]
+        options = ("--rpc", "localhost:0", "--insecure-loopback")
+        shards = [stack.enter_context(shard_process(*options, shard=shard, of=2)) for shard in range(2)]
         yield ",".join(f"rpc://{shard.ready['rpc']}" for shard in shards)
 
 

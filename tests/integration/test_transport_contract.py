@@ -50,9 +50,17 @@ def fresh():
 
 
 @pytest.fixture(scope="module")
-def served():
-    with shard_process("--rpc", "127.0.0.1:0") as process:
-        yield process
+def services():
+    """A shard that asks for tokens, and one for torch rpc, which cannot."""
+    with shard_process() as first, shard_process("--rpc", "127.0.0.1:0", "--insecure-loopback") as second:
+        yield {"": first, "rpc": second}
+
+
+@pytest.fixture
+def served(request, services):
+    """The shard behind the transport of a test."""
+    name = request.node.callspec.params["transport"]
+    return services["rpc" if name == "rpc" else ""]
 
 
 def local_transport():
@@ -366,10 +374,11 @@ def restarted():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("127.0.0.1", 0))
         listen, rpc = (f"127.0.0.1:{sock.getsockname()[1]}" for sock in reserved)
-        with shard_process("--rpc", rpc, listen=listen) as first:
-            transports = {name: transport_for(address(first.ready)) for name, address in ADDRESSES.items()}
+        with shard_process(listen=listen), shard_process("--rpc", rpc, "--insecure-loopback"):
+            ready = {"address": listen, "rpc": rpc}
+            transports = {name: transport_for(address(ready)) for name, address in ADDRESSES.items()}
             before = {name: ask(transport, m.Hello()).instance for name, transport in transports.items()}
-        with shard_process("--rpc", rpc, listen=listen):
+        with shard_process(listen=listen), shard_process("--rpc", rpc, "--insecure-loopback"):  # with other tokens
             yield transports, before
             for transport in transports.values():
                 transport.close()

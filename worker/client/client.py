@@ -15,6 +15,7 @@ from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, Shar
 from embershard.proto.messages import Declare, GetStatus, Heartbeat, Load, Pull, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
 from embershard.proto.security.tls import TLS
+from embershard.proto.security.tokens import TokenFile
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Deadline, span
 from embershard.proto.transport.addresses import transport_for
@@ -97,17 +98,18 @@ class Client:
         recovery_timeout: timedelta = RECOVERY_TIMEOUT,
         bandwidth: int | None = None,
         tls: TLS | None = None,
+        token: TokenFile | None = None,
     ) -> Client:
         """A client of the shards at `addresses` (docs/transports.md), in any order.
 
         Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
         in bits per second, has it send and receive no faster, each way; BadAddress where a transport cannot. `tls`
-        says by which certificates; BadCertificate where they cannot be used.
+        says by which certificates; BadCertificate where they cannot be used. `token` is shown to the shards.
         """
         link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
         transports: list[Transport] = []
         try:
-            transports += (transport_for(address, link, tls) for address in addresses)
+            transports += (transport_for(address, link, tls, token) for address in addresses)
             return cls(transports, worker=worker, timeout=timeout, recovery_timeout=recovery_timeout)
         except BaseException:
             for transport in transports:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.security.tls import TLS
+from embershard.proto.security.tokens import TokenFile
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
@@ -34,6 +37,7 @@ def connect(
     compression: Compression | None = None,
     imports: Sequence[str] = (),
     tls: TLS | None = None,
+    token_file: str | os.PathLike[str] | None = None,
 ) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
@@ -46,6 +50,10 @@ def connect(
     `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
     `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
     With `tls`, nothing is sent over TCP that is not encrypted; BadCertificate where its files cannot be used.
+
+    `token_file` holds the token to show to the shards: its first line, readable by nobody else (BadToken). On this
+    machine the user's own shards need none. NotAuthenticated where a shard does not know it, NotAllowed where its role
+    does not suffice.
     """
     terms = Terms(
         workers=workers,
@@ -69,6 +77,7 @@ def connect(
         recovery_timeout=recovery_timeout,
         bandwidth=bits,
         tls=tls,
+        token=None if token_file is None else TokenFile(Path(token_file)),
     )
     client.compressor.find = codecs.find
     try:

@@ -36,8 +36,9 @@ COMMANDS = {
     "snapshot": "Write all shards to a folder, or to remote storage, while they train.",
     "restore": "Read a snapshot into running shards, of any number.",
     "inspect": "Show what a snapshot holds; --verify checks every file.",
-    "keys": "Make certificates for shards and workers.",
+    "keys": "Make certificates and tokens, and show who may do what.",
     "log": "Show what a shard's log holds, or cut it.",
+    "audit": "Check an audit log of a shard.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback

@@ -15,6 +15,7 @@ from embershard.benchmark.picture import can_draw, draw_curves, draw_parts
 from embershard.benchmark.report import curve_row, figures, parts_table, points_json, result_json, write_json
 from embershard.benchmark.settings import PullPush, Train, TransportName
 from embershard.benchmark.sweep import AnyResult, Axis, Sweep, plan, run_sweep
+from embershard.cli.security import TokenFileOption
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import TLSOption
 from embershard.proto.spec import OPTIMIZERS
@@ -55,6 +56,7 @@ def ps(
     transport: Transport = None,
     ps: Ps = "",
     tls: TLSOption = None,
+    token_file: TokenFileOption = None,
     shards: Shards = None,
     workers: Workers = 1,
     rows: Annotated[int, typer.Option(help="Ids are 0..ROWS-1.", min=1)] = 1_000_000,
@@ -85,6 +87,7 @@ def train(
     transport: Transport = None,
     ps: Ps = "",
     tls: TLSOption = None,
+    token_file: TokenFileOption = None,
     shards: Shards = None,
     workers: Workers = 1,
     batch: Annotated[int, typer.Option(help="Samples per step and worker.", min=1)] = 2048,

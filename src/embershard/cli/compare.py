@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.user_code import check_user_code, try_job
@@ -69,6 +70,7 @@ def compare(
             "[default: each run starts its own]",
         ),
     ] = None,
+    token_file: TokenFileOption = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="With --ps: drop the tables that the shards hold, and begin.")
     ] = False,

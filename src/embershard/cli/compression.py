@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
@@ -33,6 +34,7 @@ def show(
     ps: RunningShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show every table's codecs: those that its workers use, and those that the shards were told."""
@@ -70,6 +72,7 @@ def set_codecs(
     ps: RunningShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
 ) -> None:
     """Have the workers switch; they do before their next step, and say so in their log.
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, shards_of_up
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.doctor.case import Case, open_case
@@ -52,6 +53,7 @@ def doctor(
     ps: RunningShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     job: Annotated[Path | None, typer.Option(help="A job file that is to run here.")] = None,
     run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
     data: Annotated[

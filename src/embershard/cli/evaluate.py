@@ -12,6 +12,7 @@ import torch
 import typer
 
 from embershard.benchmark.picture import can_draw, draw_reliability
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.source import Source, check_one_source, open_source
@@ -37,6 +38,7 @@ def evaluate(
     ps: NamedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     on: Annotated[
         Path | None, typer.Option(help="A file of the job's reader to score, instead of the job's own splits.")
     ] = None,

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
 from embershard.cli.source import check_one_source, open_source
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
@@ -45,6 +46,7 @@ def export(
     ps: NamedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write the dense part as ONNX too.")] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")

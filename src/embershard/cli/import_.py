@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import JobError
@@ -22,6 +23,7 @@ def import_(
     ps: RunningShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,

@@ -1,4 +1,4 @@
-"""`embershard keys`: certificates for shards and workers, of an authority of one's own."""
+"""`embershard keys`: what shards and clients know each other by: certificates, and tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.tokens import show, token
 from embershard.deploy.authority import Authority, CannotIssue, general_name, replace_file, write_new
 from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, REVOKED
 
-keys = typer.Typer(no_args_is_help=True, help="Make certificates for shards and workers.")
+keys = typer.Typer(no_args_is_help=True, help="Make certificates and tokens, and show who may do what.")
+keys.command()(token)
+keys.command()(show)
 
 AuthorityFolder = Annotated[
     Path, typer.Option("--authority", "-a", metavar="DIR", help="The folder that `embershard keys init` made.")

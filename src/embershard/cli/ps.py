@@ -16,6 +16,14 @@ from embershard.cli.durability import (
     checked_log_bytes,
 )
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption
+from embershard.cli.security import (
+    AccessOption,
+    AuditOption,
+    InsecureLoopbackOption,
+    SnapshotsOption,
+    checked_access,
+    checked_snapshots,
+)
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.tls import TLSOption, tls_of
 from embershard.ps.server import ServerOptions, serve
@@ -61,6 +69,10 @@ def ps(
     log_format: LogFormatOption = "text",
     trace: TraceOption = "",
     restarts: Annotated[int, typer.Option(hidden=True, help="How often this shard was started again.", min=0)] = 0,
+    snapshots: SnapshotsOption = None,
+    access: AccessOption = None,
+    insecure_loopback: InsecureLoopbackOption = False,
+    audit: AuditOption = None,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -88,5 +100,9 @@ def ps(
         log_format=log_format,
         trace=trace,
         tls=tls_of(tls),
+        snapshots=checked_snapshots(snapshots),
+        access=checked_access(access),
+        insecure_loopback=insecure_loopback,
+        audit=None if audit is None else audit.absolute(),
     )
     raise typer.Exit(serve(options))

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
@@ -23,6 +24,7 @@ def restore(
     ps: RunningShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     name: Annotated[str, typer.Option(help="Name of the snapshot in the folder.  [default: the latest]")] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")

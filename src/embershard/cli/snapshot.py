@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, take_snapshot
@@ -25,6 +26,7 @@ def snapshot(
     ps: RunningShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     name: Annotated[str, typer.Option(help="Name of the snapshot.  [default: the time]")] = "",
     at_clock: Annotated[
         int | None,

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import FIRST_OF_UP, RunningShards, shards_of_up
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.doctor.check import size
@@ -61,6 +62,7 @@ def status(
     ps: RunningShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --watch one a line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:

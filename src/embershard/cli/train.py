@@ -19,6 +19,7 @@ import typer
 from embershard.cli.dash import check_panel
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
@@ -72,6 +73,7 @@ def train(
     ] = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
     bandwidth: Annotated[

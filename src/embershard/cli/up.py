@@ -19,6 +19,14 @@ from embershard.cli.durability import (
     checked_log_bytes,
 )
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption, say
+from embershard.cli.security import (
+    AccessOption,
+    AuditOption,
+    InsecureLoopbackOption,
+    SnapshotsOption,
+    checked_access,
+    checked_snapshots,
+)
 from embershard.cli.tls import TLSOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto.monitoring.exporter import check_addresses, check_installed
@@ -46,6 +54,10 @@ def up(
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
     trace: TraceOption = "",
+    snapshots: SnapshotsOption = None,
+    access: AccessOption = None,
+    insecure_loopback: InsecureLoopbackOption = False,
+    audit: AuditOption = None,
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
 
@@ -60,6 +72,10 @@ def up(
         check_installed()
     if base_port + shards > 65536:
         raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
+    options = [word for place in checked_snapshots(snapshots) for word in ("--snapshots", place)]
+    options += [] if access is None else ["--access", str(checked_access(access))]
+    options += [] if audit is None else ["--audit", str(audit.absolute())]
+    options += ["--insecure-loopback"] if insecure_loopback else []
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     local = LocalShards(
@@ -74,6 +90,7 @@ def up(
         log_format=log_format,
         trace=trace,
         tls=tls,
+        options=options,
         report=partial(say, err=True),
         forward=partial(typer.echo, err=True),
     )

@@ -27,6 +27,7 @@ from embershard.cli.monitoring import (
     open_metrics,
     say,
 )
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
@@ -72,6 +73,7 @@ def worker(
     ] = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,

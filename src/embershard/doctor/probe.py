@@ -20,6 +20,7 @@ from embershard.proto.timing import Deadline
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.io_thread import connect_beside, io_loop
 from embershard.proto.transport.transport import Transport, Unreachable
+from embershard.proto.wire import HELLO_BYTES, Feature, client_hello, read_server_hello
 
 DEADLINE = timedelta(seconds=3)
 _STEP = timedelta(seconds=1)  # the most for one question: what is silent must leave time for the others
@@ -39,6 +40,7 @@ class Probe:
     stream_greeting: Greeting | None = None
     grpc_greeting: Greeting | None = None
     beside: bool = False  # a worker here would use the Unix socket beside the port
+    asks: bool | None = None  # who comes over TCP has to say who it is; None: not known
     here: bool = False  # it runs on this machine
     call_seconds: float | None = None  # of a small call, median
     before: ShardStatus | None = None  # a first look
@@ -98,6 +100,7 @@ def _question(probe: Probe, limit: Deadline, tls: TLS | None) -> None:
         probe.grpc_greeting, probe.grpc_problem = _greeting(grpc, limit)
         by_grpc = probe.stream_greeting is None or (probe.grpc_greeting and probe.address.startswith("grpc"))
         if probe.greeting is not None:
+            probe.asks = _asks(probe, limit)
             _look(probe, grpc if by_grpc else stream, limit)
     finally:
         stream.close()
@@ -149,6 +152,21 @@ def _greeting(transport: Transport, limit: Deadline) -> tuple[Greeting | None, s
     except (Unreachable, EmbershardError) as error:
         return None, error.reason if isinstance(error, Unreachable) else str(error)
     return (reply, "") if isinstance(reply, Greeting) else (None, f"it said {type(reply).__name__}")
+
+
+def _asks(probe: Probe, limit: Deadline) -> bool | None:
+    """Whether a peer at its TCP port has to show a token; a Unix socket's peers are known."""
+    if probe.bare.startswith("unix:"):
+        return True
+    host, _, port = probe.bare.rpartition(":")
+    with contextlib.suppress(OSError, EmbershardError):
+        seconds = max(0.01, min(_STEP, limit.remaining).total_seconds())
+        with socket.create_connection((host.strip("[]"), int(port)), seconds) as sock:
+            sock.sendall(client_hello(Feature.TOKEN))
+            answer = sock.recv(HELLO_BYTES, socket.MSG_WAITALL)
+            if len(answer) == HELLO_BYTES:
+                return Feature.TOKEN in read_server_hello(answer).features
+    return None
 
 
 def _look(probe: Probe, transport: Transport, limit: Deadline) -> None:

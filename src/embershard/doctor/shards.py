@@ -75,6 +75,20 @@ def grpc(case: Case) -> Finding | None:
 
 
 @check(
+    "access",
+    asks="whether each shard asks who comes, so that not everybody who reaches it can read and change the model",
+    remedy="start it with --access access.yaml, and on loopback without --insecure-loopback; docs/security.md",
+)
+def access(case: Case) -> Finding | None:
+    """What the shard's hello says of tokens."""
+    known = [probe for probe in case.probes if probe.asks is not None]
+    if not known:
+        return None
+    asks_nobody = [probe.name for probe in known if not probe.asks]
+    return warn(f"asks nobody who they are: {some(asks_nobody)}") if asks_nobody else ok("they ask who comes")
+
+
+@check(
     "latency",
     asks="how long a small call takes: a step waits for at least one, unless it prefetches",
     remedy="put workers near the shards (same rack, same zone), prefetch with a staleness of 1 or more, use larger "
@@ -229,6 +243,7 @@ CHECKS = (
     ports,
     stream,
     grpc,
+    access,
     latency,
     unix_sockets,
     versions,

@@ -19,8 +19,8 @@ from harness.shards import make_shard, table
 def serve():
     servers = []
 
-    def start(foreign=""):
-        servers.append(ServedShard(foreign))
+    def start(foreign="", access=None):
+        servers.append(ServedShard(foreign, access=access))
         return servers[-1]
 
     yield start
@@ -53,7 +53,8 @@ def connect(served):
 class GrpcShard:
     """A shard with one table that serves gRPC on a loop and a thread of its own."""
 
-    def __init__(self, address):
+    def __init__(self, address, access=None):
+        self.access = access
         self.shard, self.apply = make_shard(table(dim=2), version="1.2.3"), ApplyThread()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -66,7 +67,7 @@ class GrpcShard:
     async def _start(self, address):
         healthy = health.aio.HealthServicer()
         await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-        server = make_server(ShardService(Dispatch(self.shard, self.apply)), healthy)
+        server = make_server(ShardService(Dispatch(self.shard, self.apply, access=self.access)), healthy)
         self.address = f"127.0.0.1:{server.add_insecure_port(address)}"
         await server.start()
         return server
@@ -84,8 +85,8 @@ class GrpcShard:
 def serve_grpc():
     servers = []
 
-    def start(address="127.0.0.1:0"):
-        servers.append(GrpcShard(address))
+    def start(address="127.0.0.1:0", access=None):
+        servers.append(GrpcShard(address, access))
         return servers[-1]
 
     yield start

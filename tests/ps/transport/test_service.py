@@ -14,7 +14,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embershard.proto import spec
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import ClockAhead, InternalError, ShuttingDown, TableMismatch, UnknownTable, WrongVersion
+from embershard.proto.errors import (
+    ClockAhead,
+    InternalError,
+    NotAllowed,
+    ShuttingDown,
+    TableMismatch,
+    UnknownTable,
+    WrongVersion,
+)
 from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, GetStatus, Hello, Load, Loaded, Pull, Pushed
 from embershard.proto.messages import TableIds as Ids
@@ -22,7 +30,7 @@ from embershard.proto.protobuf import dumps
 from embershard.proto.transport.grpc import GrpcTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import OLDEST_VERSION, VERSION
-from embershard.ps.transport.grpc import ERROR_KEY
+from embershard.ps.transport.grpc import ERROR_KEY, ShardService
 from harness.eventually import eventually
 from harness.hostile_peers import push
 from harness.raises import raises
@@ -166,3 +174,11 @@ def test_a_client_of_another_version_gets_an_error_that_names_both(here, version
 
 def test_a_method_of_another_service_is_unimplemented(here):
     assert here.refused("/embershard.v1.Other/Hello", b"").code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_call_that_came_by_no_pipe_of_the_shard_is_refused(serve_grpc, monkeypatch):
+    init = ShardService.__init__
+    monkeypatch.setattr(ShardService, "__init__", lambda self, dispatch: init(self, dispatch, {}))
+    error = Served(serve_grpc()).refused(f"/{SERVICE}/Hello", dumps(Hello()))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert isinstance(error_from(dict(error.trailing_metadata())[ERROR_KEY], ""), NotAllowed)

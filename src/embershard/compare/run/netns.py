@@ -102,7 +102,8 @@ class Namespaces:
     def _shard(self, index: int, of: int, imports: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         command = ["ip", "netns", "exec", self._shards, sys.executable, "-P", "-m", "embershard.cli", "ps"]
         command += ["--shard", str(index), "--of", str(of), "--listen", f"{SHARD_IP}:{FIRST_PORT + index}"]
-        command += ["--insecure", "--parent-pid", str(os.getpid())]  # ip has become the shard by exec
+        command += ["--insecure", "--snapshots", "/"]  # this network has nobody else in it
+        command += ["--parent-pid", str(os.getpid())]  # ip has become the shard by exec
         command += [word for module in imports for word in ("--import", module)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         process = subprocess.Popen(

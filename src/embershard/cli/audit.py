@@ -1,0 +1,36 @@
+"""`embershard audit`: the log of who came to a shard, and what they changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.cli.app import fail
+from embershard.ps.security.audit import verify as verify_log
+
+audit = typer.Typer(no_args_is_help=True, help="Check an audit log of a shard.")
+
+
+@audit.callback()
+def _audit() -> None:
+    """Check an audit log of a shard."""
+
+
+@audit.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="The audit.jsonl of a shard.")],
+    expect: Annotated[
+        str | None, typer.Option(help="Hash that a line of it must have: what was printed here before.")
+    ] = None,
+) -> None:
+    """Check that no line was changed, removed or added; print the number of lines and the hash of the last.
+
+    Whoever can write the file can write it anew as a whole, or cut its end off. Keep the hash elsewhere, and --expect
+    it the next time.
+    """
+    count, last, found = verify_log(file, expect)
+    if not found:
+        fail(f"{file}: no line has the hash {expect}: the log was cut off, or written anew")
+    typer.echo(f"{file}: {count} lines, none changed; the last one has the hash {last}")

@@ -1,0 +1,84 @@
+"""The options that say who may do what with shards, and where these keep snapshots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.proto.errors import PlaceNotAllowed
+from embershard.proto.transport.addresses import use_token_file
+from embershard.ps.security.access_file import read_access_file
+from embershard.ps.security.places import SnapshotPlaces
+
+SnapshotsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--snapshots",
+        metavar="FOLDER_OR_URL",
+        help="Where snapshots and checkpoints may lie, at it or below: a folder, s3://, gs:// or abfs://; may be "
+        "repeated. "
+        "[default: anywhere, where no other machine reaches the shard; else nowhere]",
+    ),
+]
+AccessOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--access", help="File that says who may do what (access.yaml), read again when it changes; docs/security.md."
+    ),
+]
+InsecureLoopbackOption = Annotated[
+    bool,
+    typer.Option(
+        "--insecure-loopback",
+        help="On loopback ask nobody who they are: any user of this machine can read and change the model.",
+    ),
+]
+AuditOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--audit",
+        help="Folder in which each shard keeps shard-K/audit.jsonl: who came, who was refused, and what they changed.",
+    ),
+]
+TOKEN_ENVIRONMENT = "EMBERSHARD_TOKEN_FILE"
+
+
+def _use_token_file(context: typer.Context, path: Path | None) -> None:
+    source = context.get_parameter_source("token_file")
+    use_token_file(path, asked_for=source is not None and source.name == "COMMANDLINE")
+    if path is not None:
+        os.environ[TOKEN_ENVIRONMENT] = str(path.absolute())  # for the workers that the command starts
+
+
+# of every command that takes --ps
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        envvar=TOKEN_ENVIRONMENT,
+        callback=_use_token_file,
+        help="File with the token to show to the shards.  [default: that of your own shards on loopback]",
+    ),
+]
+
+
+def checked_access(file: Path | None) -> Path | None:
+    """The file's whole path, where it has no mistakes; BadAccessFile with all that it has."""
+    if file is None:
+        return None
+    read_access_file(file)
+    return file.absolute()
+
+
+def checked_snapshots(places: Sequence[str] | None) -> tuple[str, ...]:
+    """The places, folders by their whole path."""
+    roots = tuple(place if ":" in place else os.path.abspath(place) for place in places or ())
+    try:
+        SnapshotPlaces(roots)
+    except PlaceNotAllowed as error:
+        raise typer.BadParameter(str(error), param_hint="--snapshots") from None
+    return roots

@@ -1,0 +1,185 @@
+"""The audit log of a shard: what is in it, that it survives, and that nobody changes it without being found."""
+
+import json
+from contextlib import ExitStack
+
+import pytest
+
+from embershard.proto.errors import AuditDamaged, NotAllowed, NotAuthenticated
+from embershard.proto.messages import Compress, Declare, Hello, Restore, Snapshot, TableCodecs
+from embershard.proto.security.tokens import new_token, token_digest, write_private
+from embershard.proto.wire import Feature
+from embershard.ps.security.access import Access
+from embershard.ps.security.audit import FIRST, REFUSALS_PER_MINUTE, Act, AuditLog, verify
+from embershard.ps.security.peers import Peer
+from harness.eventually import eventually
+from harness.hostile_peers import Peer as Connection
+from harness.hostile_peers import pull, push
+from harness.raises import raises
+from harness.served import ServedShard
+from harness.shards import table
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "deep" / "audit.jsonl"
+
+
+@pytest.fixture
+def serve():
+    with ExitStack() as stack:
+
+        def start(access):
+            served = ServedShard(access=access)
+            stack.callback(served.stop)
+            return served
+
+        yield start
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(path, count=5):
+    log = AuditLog(path)
+    for number in range(count):
+        log.write(Act("Declare", "done", "trainer", "train", "10.0.0.2:1", f"t{number}"))
+    log.close()
+    return lines(path)
+
+
+def test_each_line_has_the_hash_of_the_one_before(path):
+    found = written(path)
+    assert [line["n"] for line in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["verb"] for line in found] == ["start", *["Declare"] * 5, "stop"]
+    assert [line["before"] for line in found] == [FIRST, *[line["hash"] for line in found[:-1]]]
+    assert verify(path) == (7, found[-1]["hash"], True)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_shard_that_starts_again_goes_on_with_its_log(path):
+    first = written(path)
+    written(path)
+    assert verify(path, first[-1]["hash"]) == (14, lines(path)[-1]["hash"], True)
+
+
+def test_every_single_change_of_the_file_is_found(path):
+    written(path, 1)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for change in (bytes([whole[at] ^ 1]), b"", bytes([whole[at]]) * 2):
+            if change * 2 == bytes([whole[at]]) * 2:
+                continue
+            path.write_bytes(whole[:at] + change + whole[at + 1 :])
+            with pytest.raises(AuditDamaged):
+                verify(path)
+
+
+def test_lines_that_were_removed_added_or_swapped_are_found(path):
+    written(path)
+    rows = path.read_bytes().splitlines(keepends=True)
+    last = lines(path)[-1]["hash"]
+    for number in range(len(rows)):
+        for changed in (rows[:number] + rows[number + 1 :], rows[:number] + rows[number : number + 1] + rows[number:]):
+            path.write_bytes(b"".join(changed))
+            if changed == rows[:-1]:  # the end alone was cut off
+                assert verify(path, last)[2] is False
+                continue
+            with pytest.raises(AuditDamaged):
+                verify(path)
+
+
+def test_a_line_that_a_killed_process_had_begun_is_cut_off_and_said(path):
+    written(path)
+    with path.open("ab") as file:
+        file.write(b'{"n":8,"time')
+    written(path)
+    assert verify(path)[0] == 14
+    assert "12 bytes" in lines(path)[7]["outcome"]
+
+
+def test_a_log_whose_last_line_was_changed_is_not_gone_on_with(path):
+    written(path)
+    path.write_text(path.read_text().replace('"stop"', '"stap"'))
+    with raises(AuditDamaged, path=str(path)):
+        AuditLog(path)
+
+
+def test_refusals_are_sampled(path):
+    log = AuditLog(path)
+    for number in range(1000):
+        log.refuse(Act("login", "NotAuthenticated", peer=f"10.0.0.2:{number}"))
+    log.close()
+    assert REFUSALS_PER_MINUTE <= len(lines(path)) <= 2 * REFUSALS_PER_MINUTE + 5
+
+
+def test_a_name_of_a_peers_choice_is_one_line_and_short(path):
+    log = AuditLog(path)
+    log.write(Act("Declare", "done", table='x\n{"n":9}\u2028' + "y" * 10_000))
+    log.close()
+    assert verify(path)[0] == 3
+    assert len(lines(path)[1]["table"]) == 200
+
+
+def test_a_shard_notes_who_came_who_was_refused_and_what_changed_but_no_secret(path, tmp_path, serve):
+    token, other = new_token(), new_token()
+    entry = f"- {{name: trainer, role: train, token_sha256: '{token_digest(token).hex()}', tables: ['items', 'wide']}}"
+    write_private(tmp_path / "access.yaml", entry)
+    access = Access(tmp_path / "access.yaml", audit=AuditLog(path))
+    served = serve(access)
+    peer = Connection(served.address, Feature.TOKEN, token=token)
+    stranger = Connection(served.address, Feature.TOKEN, token=other)
+    with pytest.raises(NotAuthenticated):
+        stranger.reply()
+    peer.ask(Hello())
+    peer.ask(Declare(table("items", 4)))
+    for _ in range(3):
+        peer.ask(push())
+        peer.ask(pull())
+    with pytest.raises(NotAllowed):
+        peer.ask(Declare(table("theirs", 4)))
+    peer.ask(Compress(tables=[TableCodecs(table="items", push="fp16s")]))
+    peer.ask(Restore(step="begin", id=1, replace=True))
+    peer.ask(Snapshot(url=str(tmp_path), name="s", id=3, step="begin"))
+    for one in (peer, stranger):
+        one.sock.close()
+    access.close()
+    (tmp_path / "access.yaml").write_text("")
+    seen = [(line["verb"], line["principal"], line["table"], line["outcome"]) for line in lines(path)]
+    for wanted in (
+        ("login", "trainer", "", "done"),
+        ("login", "", "", "NotAuthenticated"),
+        ("Declare", "trainer", "items", "done"),
+        ("Declare", "trainer", "", "NotAllowed"),
+        ("Compress", "trainer", "items", "done"),
+        ("Restore begin", "trainer", "", "done"),
+        ("Snapshot begin", "trainer", "", "done"),
+    ):
+        assert seen.count(wanted) == 1, (wanted, seen)
+    assert not [verb for verb, *_ in seen if verb in ("Push", "Pull", "Hello")]
+    text = path.read_text()
+    for secret in (token, other, token_digest(token).hex(), token_digest(other).hex()):
+        assert secret not in text
+        assert secret[6:20] not in text
+
+
+def test_calls_of_one_grpc_connection_are_one_login(path, tmp_path):
+    access = Access(loopback_token=(token := new_token()), audit=AuditLog(path))
+    for _ in range(5):
+        access.identify(Peer("127.0.0.1:5"), token)
+    access.identify(Peer("127.0.0.1:6"), token)
+    access.close()
+    assert [line["verb"] for line in lines(path)].count("login") == 2
+
+
+def test_a_reload_is_noted(path, tmp_path):
+    write_private(tmp_path / "access.yaml", f"- {{name: a, role: read, token_sha256: '{'a' * 64}'}}")
+    access = Access(tmp_path / "access.yaml", audit=AuditLog(path))
+    write_private(tmp_path / "access.yaml", "broken: 1")
+    access.reload()
+    write_private(tmp_path / "access.yaml", f"- {{name: a, role: admin, token_sha256: '{'a' * 64}'}}")
+    access.reload()
+    assert eventually(lambda: len(lines(path)) == 3)
+    access.close()
+    assert [line["outcome"] for line in lines(path) if line["verb"] == "reload"] == ["BadAccessFile", "done"]

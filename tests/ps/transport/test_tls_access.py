@@ -1,0 +1,89 @@
+"""Who a client is at a shard with certificates and access.yaml: by its token, which goes inside TLS, or certificate."""
+
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+
+from embershard.proto.errors import EmbershardError, NotAllowed, NotAuthenticated
+from embershard.proto.messages import Declare, Declared, GetStatus, ShardStatus
+from embershard.proto.security.tokens import TokenFile, new_token, token_digest, write_private
+from embershard.proto.transport.addresses import transport_for
+from embershard.ps.security.access import Access
+from harness.certificates import issue
+from harness.eventually import eventually
+from harness.secure_shard import SecureShard
+from harness.shards import table
+
+SECONDS = timedelta(seconds=10)
+BOTH = pytest.mark.parametrize("scheme", ["tcp", "grpc"])
+TOKEN = new_token()
+TRAINER = f"- {{name: trainer, role: train, token_sha256: '{token_digest(TOKEN).hex()}'}}\n"
+SERVING = "- {name: serving, role: read, certificate: 'spiffe://lab/serving'}\n"
+
+
+@pytest.fixture
+def serving(tmp_path):
+    return issue(tmp_path / "serving", covered=["spiffe://lab/serving"])
+
+
+@pytest.fixture
+def nobody(tmp_path):
+    """Of the trusted authority, but in no entry."""
+    return issue(tmp_path / "nobody", covered=["spiffe://lab/nobody"])
+
+
+@pytest.fixture
+def token(tmp_path):
+    write_private(tmp_path / "trainer.token", TOKEN)
+    return TokenFile(tmp_path / "trainer.token")
+
+
+@pytest.fixture
+def shard(tmp_path):
+    write_private(tmp_path / "access.yaml", TRAINER + SERVING)
+    made = SecureShard(issue(tmp_path / "shard", "shard-0"), access=Access(tmp_path / "access.yaml"))
+    yield made
+    made.stop()
+
+
+def ask(shard, scheme, request, tls, token=None):
+    with closing(transport_for(f"{scheme}://{shard.address}", tls=tls, token=token)) as transport:
+        return transport.submit(request, SECONDS).result()
+
+
+def refused(*asked):
+    with pytest.raises(EmbershardError) as caught:
+        ask(*asked)
+    return caught.value
+
+
+@BOTH
+def test_a_client_is_who_its_certificate_says_and_may_do_what_its_role_does(shard, serving, scheme):
+    assert isinstance(ask(shard, scheme, GetStatus(), serving), ShardStatus)
+    error = refused(shard, scheme, Declare(table("new", 4)), serving)
+    assert type(error) is NotAllowed
+    assert error.fields["who"] == "serving"
+
+
+@BOTH
+def test_a_token_goes_before_the_certificate(shard, serving, token, scheme):
+    assert ask(shard, scheme, Declare(table("new", 4)), serving, token) == Declared(created=True, loading=False)
+
+
+@BOTH
+def test_a_certificate_in_no_entry_does_not_suffice_but_with_a_token_it_does(shard, nobody, token, scheme):
+    assert isinstance(refused(shard, scheme, GetStatus(), nobody), NotAuthenticated)
+    assert isinstance(ask(shard, scheme, GetStatus(), nobody, token), ShardStatus)
+
+
+@BOTH
+def test_a_token_that_nobody_knows_is_refused_whatever_the_certificate(shard, serving, tmp_path, scheme):
+    write_private(tmp_path / "other.token", new_token())
+    error = refused(shard, scheme, GetStatus(), serving, TokenFile(tmp_path / "other.token"))
+    assert isinstance(error, NotAuthenticated)
+
+
+def test_a_client_that_was_refused_is_gone_soon(shard, nobody):
+    assert isinstance(refused(shard, "tcp", GetStatus(), nobody), NotAuthenticated)
+    eventually(lambda: not shard.stream.connections and not shard.stream.open_connections)
