@@ -9,15 +9,11 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
         certificates  BadCertificate, UntrustedCertificate, CertificateRefused, TLSRequired, TLSNotOffered
-<<<<<<< HEAD
         packages      MetricsNotInstalled, TracingNotInstalled
-        shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering), ShuttingDown, ShardFailed, InternalError
-=======
         access        NotAllowed (NotAuthenticated, PlaceNotAllowed), BadToken, BadAccessFile,
                       AuditDamaged
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering,
                       QuotaExceeded), ShuttingDown, ShardFailed, InternalError
->>>>>>> ef30e67e47579594fd26d7352d1c2bb70b27a038
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer

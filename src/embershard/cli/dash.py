@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, find_shards
 from embershard.cli.signals import end_with_parent
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
@@ -57,6 +58,7 @@ def dash(
     ps: WatchedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     run: RunOption = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the page is served; port 0: any free one.")

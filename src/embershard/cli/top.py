@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from embershard.cli.dash import NoPanel, RunOption, WatchedShards, watched
+from embershard.cli.security import TokenFileOption
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 
 
@@ -12,6 +13,7 @@ def top(
     ps: WatchedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
+    token_file: TokenFileOption = None,
     run: RunOption = None,
 ) -> None:
     """Show shards, workers and a run in the terminal, until q. It only reads: training goes on without it."""
