@@ -25,7 +25,7 @@ def test_a_token_has_32_random_bytes_and_a_prefix():
     assert token_digest("ember_x").hex() == "e7ed12f0c98d063c8568d54ea8898bcdac1bb18b5ddd6a29e2b264f5513b7579"
 
 
-@pytest.mark.parametrize("token", [new_token(), None])
+@pytest.mark.parametrize("token", [new_token(), None], ids=["a token", "none"])
 def test_a_token_travels_in_a_record_of_one_size(token):
     record = pack_token(token)
     assert len(record) == RECORD_BYTES

@@ -75,7 +75,11 @@ def test_nobody_may_call_anything(access):
             access.check(None, kind)
 
 
-@pytest.mark.parametrize("token", ["", "ember_", "x" * 64, new_token(), token_digest(TOKENS["admin"]).hex(), "\ufffd"])
+@pytest.mark.parametrize(
+    "token",
+    ["", "ember_", "x" * 64, new_token(), token_digest(TOKENS["admin"]).hex(), "\ufffd"],
+    ids=["empty", "the prefix", "long", "another", "a digest", "no text"],
+)
 def test_a_token_that_is_not_known_is_nobodys_even_at_a_unix_socket(access, token):
     for peer in (FAR, Peer("uid:0", 0)):
         with raises(NotAuthenticated, who=peer.address):
