@@ -166,7 +166,7 @@ class TestStream:
         assert peer.was_dropped()
         peer.sock.close()
 
-    @pytest.mark.parametrize("sent", [b"", pack_token(TOKENS["read"])[:63]])
+    @pytest.mark.parametrize("sent", [b"", pack_token(TOKENS["read"])[:63]], ids=["nothing", "most of it"])
     def test_a_peer_that_does_not_finish_its_token_is_dropped(self, served, monkeypatch, sent):
         monkeypatch.setattr(stream, "HELLO_SECONDS", 0.3)
         monkeypatch.setattr(stream, "SWEEP_SECONDS", 0.05)
