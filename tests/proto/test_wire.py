@@ -119,7 +119,7 @@ def test_a_client_refuses_a_version_that_it_does_not_speak(lowest, highest):
 def test_what_is_no_hello_is_named():
     for read, data, got in [
         (wire.read_server_hello, b"HTTP/1.1 400 Bad", "b'HTTP/1.1', not b'EMBSHRD"),
-        (wire.read_server_hello, hello(2, 2, 5), "features agreed on is 0x5"),
+        (wire.read_server_hello, hello(2, 2, 9), "features agreed on is 0x9"),
         (lambda data: wire.server_hello(data, Feature(0)), b"PRI * HTTP/2.0\r\n", "start of the connection"),
     ]:
         with pytest.raises(BadFrame, match=got):
