@@ -56,7 +56,7 @@ def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     made = spec.TableSpec(name="t", dim=2, optimizer=spec.Custom(function="their_rows:step", lr=0.1))
-    with LocalShards(1, imports=["their_rows"]) as shards:
+    with LocalShards(1, imports=["their_rows"], options=["--insecure-loopback"]) as shards:
         assert ask(shards.addresses[0], Declare(made)) == Declared(created=True, loading=False)
 
 
@@ -85,7 +85,7 @@ def test_a_port_in_use_is_an_error_that_names_it():
 
 def test_a_shard_that_died_is_reported_and_restarted_at_its_address_and_none_is_left_outside():
     reports, soon = [], RestartPolicy(first_pause=timedelta(seconds=0.01), max_quick_deaths=3)
-    with LocalShards(2, restart=soon, report=reports.append) as shards:
+    with LocalShards(2, restart=soon, report=reports.append, options=["--insecure-loopback"]) as shards:
         before = [ask(address, Hello()) for address in shards.addresses]
         assert [(greeting.shard, greeting.num_shards) for greeting in before] == [(0, 2), (1, 2)]
         addresses, (victim, other) = shards.addresses, shards.pids
