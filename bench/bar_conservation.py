@@ -45,7 +45,7 @@ from embershard.proto.routing import Placement, even_ids, make_route
 from embershard.worker.client.client import Client
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
-from faulty_link import FaultyLink
+from faulty_link import BEHIND_LINK, FaultyLink
 from timing import finish, print_table
 
 BAR = 1e-5
@@ -305,7 +305,7 @@ def measure(steps: int, seed: int) -> tuple[dict[str, dict[str, float]], Counter
     happened: Counter[str] = Counter()
     errors: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
-        shards = stack.enter_context(LocalShards(2))
+        shards = stack.enter_context(LocalShards(2, options=BEHIND_LINK))
         links = [FaultyLink(address, SHARE, seed + number) for number, address in enumerate(shards.addresses)]
         addresses = [stack.enter_context(link.serving()) for link in links]
         number = 0

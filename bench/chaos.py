@@ -299,8 +299,10 @@ def differing(one: Rows, other: Rows) -> list[str]:
     return [name for name, rows in one.items() if not np.array_equal(rows, other[name])]
 
 
-def shards_with_logs(num_shards: int, log_dir: Path, durability: str, say: Callable[[str], None]) -> LocalShards:
-    return LocalShards(num_shards, restart=AGAIN, durability=durability, log_dir=log_dir, report=say)
+def shards_with_logs(
+    num_shards: int, log_dir: Path, durability: str, say: Callable[[str], None], options: Sequence[str] = ()
+) -> LocalShards:
+    return LocalShards(num_shards, restart=AGAIN, durability=durability, log_dir=log_dir, report=say, options=options)
 
 
 def random_pause(chooser: random.Random, job: Job, longest: float = 0.4) -> None:

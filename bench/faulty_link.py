@@ -17,6 +17,10 @@ _PREFIX = struct.Struct("<4sBBHIIIIII")
 DELAY_SECONDS = 0.01
 
 
+# for shards on loopback: their clients look for a shard's token under its own port, not under the link's
+BEHIND_LINK = ("--insecure-loopback",)
+
+
 class FaultyLink:
     """Passes frames on; of the replies, a share is lost with the connection, a share comes twice and a share late.
 

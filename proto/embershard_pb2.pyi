@@ -462,16 +462,18 @@ class LeaveAck(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "flush", "term")
+    __slots__ = ("worker", "epoch", "flush", "term", "first_incomplete")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     flush: bool
     term: int
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., flush: _Optional[bool] = ..., term: _Optional[int] = ...) -> None: ...
+    first_incomplete: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., flush: _Optional[bool] = ..., term: _Optional[int] = ..., first_incomplete: _Optional[int] = ...) -> None: ...
 
 class HeartbeatAck(_message.Message):
     __slots__ = ("clock", "members", "acknowledged")

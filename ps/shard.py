@@ -397,6 +397,8 @@ class Shard:
     def _heartbeat(self, request: Heartbeat, now: float) -> HeartbeatAck:
         self._check_term(request.term)
         worker, epoch = request.worker, request.epoch
+        if request.first_incomplete:  # others may wait for a push that was lost: this worker must not wait for them
+            self.core.pushes.dedup.check_known(worker, epoch, request.first_incomplete)
         if request.flush:  # its answer waits until all of them are safe
             with suppress(LeaseLost):  # what it pushed before is safe nevertheless
                 self._leases.renew(worker, epoch, now)

@@ -61,6 +61,17 @@ class Dedup:
             return Applied(rows=0, skipped=0)
         return window.replies.get(token.seq)
 
+    def check_known(self, worker: int, epoch: int, first_incomplete: int) -> None:
+        """MemoryLost where a worker says that more of its pushes is acknowledged (all below this one) than is known.
+
+        An earlier incarnation is not judged: it is fenced.
+        """
+        window = self._windows.get(worker)
+        known = 0 if window is None or window.epoch < epoch else window.settled
+        is_earlier = window is not None and window.epoch > epoch
+        if not is_earlier and first_incomplete > known + 1:
+            raise MemoryLost(worker=worker, first_incomplete=first_incomplete)
+
     @classmethod
     def of(cls, windows: Sequence[WorkerWindow]) -> Dedup:
         """The records that `windows` gave."""

@@ -72,7 +72,7 @@ EXAMPLES = [
     m.Joined(member=True, clock=3, started=False, members=(0, 2)),
     m.Leave(worker=1, epoch=2, pause=True),
     m.LeaveAck(),
-    m.Heartbeat(worker=1, epoch=2, flush=True, term=3),
+    m.Heartbeat(worker=1, epoch=2, flush=True, term=3, first_incomplete=4),
     m.HeartbeatAck(clock=4, members=(0, 3), acknowledged=5),
     m.Rendezvous(1, 2, "evaluation 3", PAYLOAD, False, (0, 1)),
     m.RendezvousResult((0, 3), (PAYLOAD, PAYLOAD[:0])),

@@ -30,6 +30,8 @@ FOUND = {  # by seeds as they are now; the faults are mended, and mutants/ has s
     775: "a paused worker that was evicted was waited for",
     1788: "a push that was told to be behind one that is lost was taken as its call was repeated",
     3046: "a flipped bit of a base made it one of a newer version",
+    3460: "workers waited for a clock that was undone with the power, and none had a push that said so",
+    3498: "the same, with three workers",
 }
 
 

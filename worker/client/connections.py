@@ -19,6 +19,7 @@ from embershard.proto.errors import (
     ClientClosed,
     ClockAhead,
     EmbershardError,
+    MemoryLost,
     MessageTooLarge,
     NotAShard,
     OtherTerm,
@@ -202,7 +203,7 @@ class ShardConnections:
         self.byte_counter = ByteCounter()
         self.settings_revision = 0  # of the compression settings that the shards were given, as replies show it
         self.watch: Watch | None = None  # called after every call that is counted
-        self.heartbeat: Request | None = None  # sent over a new connection: it tells the shard which member this is
+        self.heartbeat: Heartbeat | None = None  # sent over a new connection: it tells the shard which member this is
         self.lineage = 0  # of the rows of all shards, once this client has declared a table or compared them
         self.recoveries = 0  # times that a shard came back with its rows in a new process
         self.kept = KeptPushes(clock)
@@ -382,8 +383,8 @@ class ShardConnections:
         """Ask a shard behind a broken connection who it is: None if it has our rows, else ShardRestarted.
 
         The process of before has them, and one that recovered our lineage, to which the pushes that may be lost are
-        sent before anything else. Where it does not know all that were acknowledged, it refuses the next one itself
-        (MemoryLost).
+        sent before anything else. Where it does not know all that were acknowledged, it says so (MemoryLost): to the
+        heartbeat of a member, whose next push may wait for the clock that was lost, else to the next push.
         """
         if not self._verifying[shard].acquire(blocking=False):
             return _Retry("another call asks who it is")
@@ -406,11 +407,14 @@ class ShardConnections:
             return _Retry(str(error))
         if isinstance(reply, Greeting) and self._has_our_rows(connection.greeting, reply):
             if self.heartbeat is not None:  # first: the bytes of what comes now keep the lease
-                connection.heartbeat = _submit(connection.transport, self.heartbeat, deadline.remaining)
+                known = replace(self.heartbeat, first_incomplete=self.kept.first_incomplete(shard))
+                connection.heartbeat = _submit(connection.transport, known, deadline.remaining)
             if reply.instance != connection.greeting.instance:
                 failed = self.kept.resend(shard, reply.term, lambda push: self._send_again(connection, push, deadline))
                 if failed is not None:
                     return _Retry(str(failed))
+                if (lost := _memory_lost(connection.heartbeat)) is not None:
+                    return _labelled(lost, connection.name)
                 _log.warning("%s is back, with its rows (term %d)", connection.name, reply.term)
                 self.recoveries += 1
             connection.greeting, connection.suspect, connection.recovering_since = reply, False, 0.0
@@ -467,6 +471,18 @@ class _AnswersAgain(_Retry):
 
     def __init__(self) -> None:
         super().__init__("it answers again")
+
+
+def _memory_lost(heartbeat: PendingReply | None) -> MemoryLost | None:
+    """What a new process of a shard said of the pushes that a member knows to be acknowledged."""
+    if heartbeat is not None:
+        try:
+            heartbeat.result()
+        except MemoryLost as error:
+            return error
+        except (EmbershardError, Unreachable, TransportClosed):
+            pass  # the next request says so
+    return None
 
 
 def _submit(transport: Transport, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> PendingReply:

@@ -38,6 +38,7 @@ class KeptPushes:
         self._bytes: defaultdict[int, int] = defaultdict(int)
         self._acknowledged: defaultdict[int, int] = defaultdict(int)  # up to this seq they are safe
         self._refused: list[tuple[int, Push, EmbershardError]] = []
+        self._last: defaultdict[int, int] = defaultdict(int)  # seq of the last that was kept
         # shard -> the first load of which nobody knows that it was answered
         self._loading: dict[int, int] = {}
 
@@ -48,6 +49,7 @@ class KeptPushes:
             if not kept or kept[-1].push.token.seq < push.token.seq:
                 kept.append(_Kept(push, _num_bytes(push)))
                 self._bytes[shard] += kept[-1].num_bytes
+                self._last[shard] = push.token.seq
 
     def answered(self, shard: int, push: Push) -> None:
         """A push was answered before it is safe."""
@@ -76,9 +78,10 @@ class KeptPushes:
                 self._acknowledged[shard] = seq
                 self._drop(shard)
 
-    def first_incomplete(self, shard: int, seq: int) -> int:
-        """The first of a shard's pushes and loads up to `seq` that is not known to be safe."""
+    def first_incomplete(self, shard: int, seq: int | None = None) -> int:
+        """The first of a shard's pushes and loads up to `seq` (None: that were sent) that is not known to be safe."""
         with self._lock:  # a reply to another thread may drop it in between
+            seq = self._last[shard] + 1 if seq is None else seq
             kept = self._kept[shard]
             first = kept[0].push.token.seq if kept else seq
             return min(first, self._loading.get(shard, seq))

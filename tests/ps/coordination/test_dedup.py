@@ -41,6 +41,14 @@ def test_a_shard_that_lost_its_memory_says_so_and_an_earlier_incarnation_is_fenc
         dedup.find(PushToken(0, 6, 2, 1))
 
 
+def test_a_worker_that_sends_no_push_is_told_too_that_some_are_not_known(dedup):
+    dedup.check_known(0, 7, 2)
+    dedup.check_known(0, 6, 9)  # of an earlier incarnation, which is fenced elsewhere
+    for worker, epoch, first_incomplete in [(0, 7, 3), (0, 8, 2), (1, 1, 2)]:
+        with raises(MemoryLost, worker=worker, first_incomplete=first_incomplete):
+            dedup.check_known(worker, epoch, first_incomplete)
+
+
 def test_an_incarnation_whose_first_push_was_refused_goes_on():
     dedup = Dedup()
     assert dedup.find(PushToken(0, 1, 1, 1)) is None

@@ -24,6 +24,7 @@ from embershard.worker.client.kept import KeptPushes
 from embershard.worker.client.membership import Terms
 from harness.eventually import eventually
 from harness.logs import open_log
+from harness.raises import raises
 from harness.shards import gradients, push, rows
 from harness.simulated_disk import SimulatedDisk
 
@@ -232,6 +233,22 @@ def test_flush_asks_until_all_is_safe_also_after_a_loss(machine):
         machine.disk.kill()
     machine._start()
     assert row(client) == -2.0
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["told", "silent"])
+def test_a_worker_that_waits_for_a_clock_which_was_lost_with_the_power_is_told(is_silent):
+    """Its push was written, and acknowledged; the kernel had not given it to the disk."""
+    machine = Machine("log")
+    client = machine.client(staleness=0)
+    on_disk = machine.disk.copy()
+    step(client, 0)
+    client.flush()
+    machine.disk, on_disk.boot = on_disk, on_disk.boot + 1
+    machine._start()
+    machine._broken = not is_silent
+    with raises(errors.MemoryLost, worker=0, first_incomplete=2):
+        row(client, clock=1)
+    client.membership._ended.set()
 
 
 def test_what_the_next_process_refuses_is_told_of(machine, monkeypatch):
