@@ -70,7 +70,7 @@ from embershard.ps.recovery import replay
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
-from faulty_link import BEHIND_LINK, FaultyLink
+from faulty_link import FaultyLink
 from timing import finish, load, median
 
 SHARDS, DIM, BATCH, NUM_IDS = 2, 32, 3000, 50_000
@@ -373,7 +373,7 @@ def soak(
             log_dir, get = machine.log_dir, lambda: machine.shards
         else:
             log_dir = folder / "logs"
-            shards = stack.enter_context(shards_with_logs(SHARDS, log_dir, "fsync", lambda line: None, BEHIND_LINK))
+            shards = stack.enter_context(shards_with_logs(SHARDS, log_dir, "fsync", lambda line: None))
             get = lambda: shards  # noqa: E731
         watches = [Watch("workers", os.getpid)]
         watches += [Watch(f"shard {index}", lambda index=index: get().pids[index]) for index in range(SHARDS)]

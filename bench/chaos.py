@@ -40,6 +40,7 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
+from faulty_link import BEHIND_LINK
 
 AGAIN = RestartPolicy(first_pause=timedelta(0), quick=timedelta(0))  # however often a shard dies
 TIMEOUT = timedelta(seconds=300)
@@ -118,6 +119,7 @@ class Machine:
             durability=self._durability,
             log_dir=self.log_dir,
             report=lambda line: None,
+            options=BEHIND_LINK,
         )
         return shards.__enter__()
 
@@ -299,10 +301,10 @@ def differing(one: Rows, other: Rows) -> list[str]:
     return [name for name, rows in one.items() if not np.array_equal(rows, other[name])]
 
 
-def shards_with_logs(
-    num_shards: int, log_dir: Path, durability: str, say: Callable[[str], None], options: Sequence[str] = ()
-) -> LocalShards:
-    return LocalShards(num_shards, restart=AGAIN, durability=durability, log_dir=log_dir, report=say, options=options)
+def shards_with_logs(num_shards: int, log_dir: Path, durability: str, say: Callable[[str], None]) -> LocalShards:
+    return LocalShards(
+        num_shards, restart=AGAIN, durability=durability, log_dir=log_dir, report=say, options=BEHIND_LINK
+    )
 
 
 def random_pause(chooser: random.Random, job: Job, longest: float = 0.4) -> None:
