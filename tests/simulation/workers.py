@@ -274,6 +274,8 @@ class SimulatedWorker:
             self._pause(client)
         except (InvalidRequest, BadOptimizer) as error:  # perhaps of a push before, as in _pull
             self._check_refused(error)
+            if isinstance(error, BadOptimizer):  # a refused push ends no clock: this worker, too, would wait for it
+                self._push(client, [], clock, versions)
 
     def _check_refused(self, error: EmbershardError) -> None:
         """Raise what a push was not refused with on purpose."""
