@@ -339,7 +339,9 @@ class LocalShards:
             pause = policy.pause(quick_deaths).total_seconds()
             lost = "the rows and optimizer states that it held are lost (durability: memory)"
             if self._durability != "memory":
-                lost = "it will have its rows again, from its log"
+                is_there = self._log_dir is not None and self._log_dir.exists()
+                lost = f"it takes its rows from its log in {self._log_dir}"
+                lost += "" if is_there else ", which is gone: they are lost"
             self._report(
                 f"{what}: {lost}. Starting it again in {pause:.1f} s. Its last log lines:\n{process.last_lines()}"
             )

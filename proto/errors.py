@@ -818,8 +818,8 @@ class LogDiverged(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "the replay of LSN {lsn} ({kind}) gives {what} {got}, the log says {want}: the code that applies it has "
-        "changed since. Start the shard with the version of embershard, and the modules, that wrote the log"
+        "the replay of LSN {lsn} ({kind}) gives {what} {got}, the log says {want}: the code that applies it is "
+        "another. Start the shard with the version of embershard, and all modules (--import), that wrote the log"
     )
 
 

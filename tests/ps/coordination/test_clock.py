@@ -688,6 +688,7 @@ class ClockModel(RuleBasedStateMachine):
         if not beating:
             return  # the last ones would be evicted
         self.job.now += seconds
+        order = list(self.job.shard.core.clock.members)  # leases end one after the other: a clock may close in between
         for worker in beating:
             it = self.workers[worker]
             try:
@@ -697,10 +698,11 @@ class ClockModel(RuleBasedStateMachine):
             else:
                 it.heard = self.job.now
         self.job.shard.advance(self.job.now)
-        for worker, it in enumerate(self.workers):
+        for worker in order:
+            it = self.workers[worker]
             if it.member and self.job.now - it.heard > LEASE:
                 self._gone(worker)
-        self._settle()
+                self._settle()
 
     @invariant()
     def the_clock_is_where_it_should_be(self):
