@@ -156,12 +156,12 @@ def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = No
         progress.done_bytes = base_bytes
         pending = set() if base is None else set(base.control["clock"]["pending"])
         for record in folder.records():
+            progress.done_bytes += record.header.num_bytes
             if base is not None and record.header.lsn <= base.lsn:
                 _gather_again(core, record, decode, pending, is_last=record.header.lsn == base.lsn)
                 continue
             _apply_again(core, record, decode)
             num_bytes += record.header.num_bytes
-            progress.done_bytes += record.header.num_bytes
             if progress.elapsed - reported > _REPORT_SECONDS:
                 reported = progress.elapsed
                 _log.info(
