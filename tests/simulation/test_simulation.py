@@ -28,6 +28,7 @@ FOUND = {  # by seeds as they are now; the faults are mended, and mutants/ has s
     667: "an evicted worker came back to a job that another one had begun anew, and both waited",
     725: "a worker was waited for whose pause was lost with the power",
     775: "a paused worker that was evicted was waited for",
+    1086: "a push that its sender sent once more was dropped for what a process had said to its copy before",
     1788: "a push that was told to be behind one that is lost was taken as its call was repeated",
     3046: "a flipped bit of a base made it one of a newer version",
     3460: "workers waited for a clock that was undone with the power, and none had a push that said so",

@@ -43,13 +43,17 @@ class KeptPushes:
         self._loading: dict[int, int] = {}
 
     def add(self, shard: int, push: Push) -> None:
-        """Keep a push that is sent now, perhaps again."""
+        """Keep a push that is sent now, perhaps again: what a process has said to it before counts no more."""
         with self._lock:
             kept = self._kept[shard]
             if not kept or kept[-1].push.token.seq < push.token.seq:
                 kept.append(_Kept(push, _num_bytes(push)))
                 self._bytes[shard] += kept[-1].num_bytes
                 self._last[shard] = push.token.seq
+                return
+            for one in kept:
+                if one.push.token.seq == push.token.seq:
+                    one.outcome = None
 
     def answered(self, shard: int, push: Push) -> None:
         """A push was answered before it is safe."""

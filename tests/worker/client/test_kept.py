@@ -327,6 +327,16 @@ def test_a_push_that_was_sent_again_before_its_sender_knew_its_early_answer_is_n
     assert [error for _, _, error in kept.take_refused()] == [outcome] * isinstance(outcome, errors.LeaseLost)
 
 
+def test_a_push_that_was_refused_as_it_was_kept_and_is_sent_once_more_by_its_sender_is_kept():
+    """Its call had timed out; a heartbeat met the shard's next process, to which the worker came back by a new join."""
+    kept, one = KeptPushes(), push(gradients([1]))
+    kept.add(0, one)
+    assert kept.resend(0, 2, lambda push: errors.LeaseLost(worker=0, lease_ms=1)) is None
+    kept.add(0, one)
+    kept.answered(0, one)
+    assert (kept.first_incomplete(0, 99), kept.unsafe([0]), kept.take_refused()) == (1, [0], [])
+
+
 def test_a_kept_push_of_a_table_that_is_lost_ends_with_an_error():
     """A loss of power, in mode log, may take the declare of a table, and leave the lineage."""
     asked, terms = [], iter(range(1, 1000))
