@@ -157,8 +157,8 @@ class _Waiter:
         self.process, self.is_woken, self._is_over = process, False, False
         self.thread = greenlet.getcurrent()
         assert self.thread.parent is not None, "the scheduler itself cannot wait"
-        if seconds is not None:
-            process.world.at(seconds / process.rate, self._time_out, process)
+        if seconds is not None:  # time moves on meanwhile, as that of a machine does, also for a rest of 1e-16 s
+            process.world.at(max(seconds, 1e-9) / process.rate, self._time_out, process)
 
     def wait(self) -> bool:
         """Whether it was woken, and not timed out."""
