@@ -330,9 +330,7 @@ def main() -> None:
                 "seconds": [round(seconds_of(calm), 1), round(seconds_of(killed), 1)],
                 **kills.figures(),
             }
-            rows.append(
-                ["asynchronous", auc_of(calm), auc_of(killed), len(kills.lost_pids), median(kills.pauses or [0])]
-            )
+            rows.append(["asynchronous", auc_of(calm), auc_of(killed), *kills.columns()])
         if args.only != "asynchronous":
             calm = bar.undisturbed("one", *ONE_WORKER)
             killed, kills = bar.killed("one-killed", *ONE_WORKER)
