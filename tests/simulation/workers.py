@@ -98,7 +98,7 @@ class SimulatedWorker:
             try:
                 self._train()
             except EXPECTED as error:
-                if isinstance(error, WorkerLost) and self.sim.has_lost:
+                if isinstance(error, WorkerLost) and (self.sim.has_lost or self._was_left_behind()):
                     # another one waits, or has finished, and what it had said is lost with the power: this one is told
                     self.sim.is_given_up = True
                 self._give_up(error)
@@ -123,6 +123,11 @@ class SimulatedWorker:
                 connection.transport.close()
             if self.client.membership is not None:
                 self.client.membership._ended.set()
+
+    def _was_left_behind(self) -> bool:
+        """Whether another worker has finished, and its lease has ended: this one, evicted before, began a new job."""
+        evicted = any(machine.oracle.expired for machine in self.sim.machines)
+        return evicted and any(worker.is_done for worker in self.sim.workers if worker is not self)
 
     def _is_allowed(self, error: EmbershardError) -> bool:
         """Whether an error may end a worker: what a loss of power took, it is told."""
@@ -303,6 +308,8 @@ class SimulatedWorker:
             try:
                 client.load(table, route, rows, shards=shards, keep_state=shards is None)
                 return
+            except (InvalidRequest, BadOptimizer) as error:  # of a push before
+                self._check_refused(error)
             except ShardUnavailable:  # a load is not kept: another one, of other rows
                 if shards is None:
                     return
@@ -336,10 +343,7 @@ class SimulatedWorker:
         """Send what is kept."""
         while not client._pushes.is_empty:
             try:
-                if client.membership is None:
-                    client._pushes.deliver(client._call_push)
-                else:
-                    client._deliver(client.membership)
+                client._deliver_waiting()
             except (InvalidRequest, BadOptimizer) as error:
                 self._check_refused(error)
             except ShardUnavailable:

@@ -214,6 +214,7 @@ class Client:
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         with self._push_lock:  # loads and pushes are numbered together
+            self._deliver_waiting()
             mine = placed(route, self.placement)
             rows = _in_order(rows, route, mine)
             whole = Load(table, mine.epoch, mine.ids, rows, self.worker, last=last, keep_state=keep_state)
@@ -224,9 +225,8 @@ class Client:
                 mine,
                 shards=shards,
                 member=self.membership,
-                next_token=self._pushes.next_load_token,
+                pushes=self._pushes,
             )
-            self._pushes.loaded()
             if loaded and not keep_state:
                 self.compressor.forget(table, mine)
 
@@ -295,12 +295,15 @@ class Client:
         if self._push_lock.acquire(blocking=False):  # else another thread sends it
             try:
                 if not self._pushes.is_empty:
-                    self._deliver(member)
+                    self._deliver_waiting()
             finally:
                 self._push_lock.release()
 
-    def _deliver(self, member: Membership) -> Pushed:
-        """Send a member's waiting pushes; where its lease is lost they are dropped, and it joins again."""
+    def _deliver_waiting(self) -> Pushed:
+        """Send all pushes that wait; where a member's lease is lost they are dropped, and it joins again."""
+        member = self.membership
+        if member is None:
+            return self._pushes.deliver(self._call_push)
         lost_leases = member.lost_leases
         try:
             return self._pushes.deliver(self._call_push, member)
@@ -343,12 +346,12 @@ class Client:
             )
             if member is None:
                 self._pushes.put(update, placement, to_all=False)
-                return self._pushes.deliver(self._call_push)
+                return self._deliver_waiting()
             if clock < member.first:  # of the time before its lease was lost
                 return Pushed(duplicate=False, applied=0, skipped=0)
             member.pushed(clock)
             self._pushes.put(update, placement, to_all=True)
-            return self._deliver(member)
+            return self._deliver_waiting()
 
     def flush(self) -> None:
         """Wait until all pushes that were answered are safe on their shards; ShardUnavailable."""
@@ -380,7 +383,7 @@ class Client:
             if isinstance(outcome, Pushed) and outcome.early:
                 self._kept.answered(shard, pushes[shard])
             elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and may_be_unhandled(outcome)):
-                self._kept.remove(shard, pushes[shard])
+                self._kept.settle(shard, pushes[shard], outcome)
         return outcomes
 
     def _call_until_room(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:

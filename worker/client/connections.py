@@ -413,8 +413,8 @@ class ShardConnections:
                 failed = self.kept.resend(shard, reply.term, lambda push: self._send_again(connection, push, deadline))
                 if failed is not None:
                     return _Retry(str(failed))
-                if (lost := _memory_lost(connection.heartbeat)) is not None:
-                    return _labelled(lost, connection.name)
+                if (failed := _outcome_of(connection.heartbeat)) is not None:
+                    return _labelled(failed, connection.name)
                 _log.warning("%s is back, with its rows (term %d)", connection.name, reply.term)
                 self.recoveries += 1
             connection.greeting, connection.suspect, connection.recovering_since = reply, False, 0.0
@@ -438,7 +438,7 @@ class ShardConnections:
         if not isinstance(request, (Push, Pull, Load, Heartbeat)) or request.term in (0, term):
             return request
         request = replace(request, term=term)
-        if not isinstance(request, Push):
+        if not isinstance(request, (Push, Load)) or request.token is None:
             return request
         return with_first_incomplete(request, self.kept.first_incomplete(shard, request.token.seq))
 
@@ -473,15 +473,17 @@ class _AnswersAgain(_Retry):
         super().__init__("it answers again")
 
 
-def _memory_lost(heartbeat: PendingReply | None) -> MemoryLost | None:
-    """What a new process of a shard said of the pushes that a member knows to be acknowledged."""
-    if heartbeat is not None:
-        try:
+def _outcome_of(heartbeat: PendingReply | None) -> MemoryLost | _Retry | None:
+    """What a new process of a shard said of the pushes that a member knows to be acknowledged; None: it has them."""
+    try:
+        if heartbeat is not None:
             heartbeat.result()
-        except MemoryLost as error:
-            return error
-        except (EmbershardError, Unreachable, TransportClosed):
-            pass  # the next request says so
+    except MemoryLost as error:
+        return error
+    except (Unreachable, TransportClosed) as error:
+        return _Retry(str(error))
+    except EmbershardError as error:
+        return _Retry(str(error)) if error.retryable else None  # the next request is told of a lease that is lost
     return None
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import EmbershardError, UnknownRoute
-from embershard.proto.messages import Push, Pushed, Reply
+from embershard.proto.messages import Load, Push, Pushed, Reply
 
 # of a shard; more than that waits until the shard says that some are safe
 KEPT_BYTES = 64 * 2**20
 KEPT_PUSHES = 2048
+
+Sent = TypeVar("Sent", bound=Push | Load)
 
 
 @dataclass(slots=True)
@@ -63,10 +66,10 @@ class KeptPushes:
                 kept.is_answered = True
             self._drop(shard)
         if kept is not None and kept.outcome is not None:  # it was sent again while another shard was waited for
-            self._settle(shard, kept.push, kept.outcome)
+            self._tell(shard, kept.push, kept.outcome)
 
-    def remove(self, shard: int, push: Push) -> None:
-        """A push is safe, or was refused."""
+    def settle(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
+        """A push is safe, and so are those that were answered before it, or it was refused."""
         with self._lock:
             kept = self._kept[shard]
             for one in kept:
@@ -74,6 +77,8 @@ class KeptPushes:
                     self._bytes[shard] -= one.num_bytes
                     kept.remove(one)
                     break
+        if isinstance(outcome, Pushed):
+            self.acknowledge(shard, push.token.seq)
 
     def acknowledge(self, shard: int, seq: int) -> None:
         """A shard says that what it has answered is safe up to this push."""
@@ -137,15 +142,15 @@ class KeptPushes:
                 kept.outcome = None if isinstance(outcome, Pushed) and outcome.early else outcome
                 is_answered = kept.is_answered  # else its sender is told
             if is_answered and kept.outcome is not None:
-                self._settle(shard, push, kept.outcome)
+                self._tell(shard, push, kept.outcome)
         return None
 
-    def _settle(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
+    def _tell(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
         """A push that was answered is safe in the shard's next process, or was refused by it."""
         if isinstance(outcome, EmbershardError):
             with self._lock:
                 self._refused.append((shard, push, outcome))
-        self.remove(shard, push)
+        self.settle(shard, push, outcome)
 
     def take_refused(self) -> list[tuple[int, Push, EmbershardError]]:
         """The pushes that a shard had answered, and its next process has refused: told of once."""
@@ -159,13 +164,15 @@ class KeptPushes:
             self._bytes[shard] -= kept.popleft().num_bytes
 
 
-def with_first_incomplete(push: Push, first: int) -> Push:
-    """The push, which says that those before `first` are safe.
+def with_first_incomplete(request: Sent, first: int) -> Sent:
+    """The push or load, which says that those before `first` are safe.
 
     Else a shard that has lost one of them with its machine's power would take it.
     """
-    token = push.token
-    return replace(push, token=replace(token, first_incomplete=first)) if first > token.first_incomplete else push
+    token = request.token
+    if token is None or first <= token.first_incomplete:
+        return request
+    return replace(request, token=replace(token, first_incomplete=first))
 
 
 def _num_bytes(push: Push) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from embershard.proto.errors import LeaseLost
-from embershard.proto.messages import Load, PushToken
+from embershard.proto.messages import Load
 from embershard.proto.routing import Route
 from embershard.worker.client.connections import ShardConnections, raise_first, split_into_messages
 from embershard.worker.client.membership import Membership
+from embershard.worker.client.push import PushQueue
 
 
 def load_rows(
@@ -22,12 +23,13 @@ def load_rows(
     *,
     shards: Iterable[int] | None,
     member: Membership | None,
-    next_token: Callable[[int], PushToken],
+    pushes: PushQueue,
 ) -> bool:
     """Send `whole`, the rows of a route for all shards, in messages of at most `limits` bytes to each shard.
 
-    False where the change is dropped, because the member's lease was lost. Nothing is pushed meanwhile: the tokens of
-    pushes count the loads as answered.
+    False where the change is dropped, because the member's lease was lost. Nothing is pushed meanwhile. `pushes`
+    numbers the messages: each says that those before it were answered, or a shard that has lost one of them with its
+    machine's power would take it.
     """
     queues: dict[int, deque[Load]] = {}
     row_bytes = 8 + whole.rows.itemsize * whole.rows.shape[1]
@@ -38,7 +40,7 @@ def load_rows(
             rows = [slice(0, 0)]  # a shard without rows is told of the end, too
         queues[shard] = deque(_part(whole, rows, number) for number in range(len(rows)))
     while batch := {
-        shard: replace(queue.popleft(), token=next_token(shard), term=connections.term(shard))
+        shard: replace(queue.popleft(), token=pushes.next_load_token(shard), term=connections.term(shard))
         for shard, queue in queues.items()
         if queue
     }:
@@ -50,8 +52,10 @@ def load_rows(
             lost_leases, outcomes = member.lost_leases, connections.call(batch)
             if any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
                 member.rejoin(lost_leases)
+                pushes.loaded({})
                 return False
             raise_first(outcomes)
+        pushes.loaded(batch)
     return True
 
 

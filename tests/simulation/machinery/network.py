@@ -55,7 +55,9 @@ class Network:
         fate = self._fate(call, direction)
         if self.cuts.get((call.worker, call.shard, direction), -1.0) > self.world.now:
             fate = "drop"
-        self.world.note(call.process.name, direction, call.shard, kind.__name__, fate)
+        token = getattr(call.request, "token", None)
+        seqs = f" seq {token.seq}, all below {token.first_incomplete} acknowledged" if token is not None else ""
+        self.world.note(call.process.name, direction, call.shard, f"{kind.__name__}{seqs}", fate)
         if fate == "drop":
             if random.random() < 0.85:  # the connection breaks, else nothing is heard until the deadline
                 self.refuse(call, random.uniform(0.002, 0.3), "the connection broke")

@@ -10,7 +10,7 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
-from embershard.proto.messages import Greeting, Heartbeat, Push, Pushed
+from embershard.proto.messages import Greeting, Heartbeat, Load, Push, Pushed
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
@@ -235,6 +235,52 @@ def test_flush_asks_until_all_is_safe_also_after_a_loss(machine):
     assert row(client) == -2.0
 
 
+def test_a_load_follows_the_pushes_that_got_no_answer():
+    machine = Machine()
+    client = machine.client()
+    real, down = machine._handle, [True]
+
+    def handle(request):
+        if isinstance(request, Push) and down[0]:
+            raise Unreachable("the machine is gone")
+        return real(request)
+
+    machine._handle = handle
+    client.timeout = client.connections.timeout = timedelta(seconds=0.2)
+    with pytest.raises(errors.ShardUnavailable):
+        step(client, 0)
+    down[0] = False
+    route = make_route(np.array([1], np.int64), SPEC.space_key, client.placement)
+    client.load("t", route, np.full((1, SPEC.dim), 7.0, np.float32))
+    step(client, 1)
+    assert row(client) == 6.0
+    client.close()
+
+
+@pytest.mark.parametrize("what", ["push", "messages of one load", "load"])
+def test_what_follows_says_that_a_load_and_all_before_it_are_safe(what):
+    """Else a shard that has lost them with its machine's power would take it, and nobody be told."""
+    machine = Machine()
+    client = machine.client()
+    real = machine._handle
+    machine._handle = lambda request: (
+        replace(reply, acknowledged=0) if isinstance(reply := real(request), Pushed) else reply
+    )
+    if what == "messages of one load":
+        client.limits = dict.fromkeys(client.limits, 360)
+    step(client, 0)
+    route = make_route(np.arange(20, dtype=np.int64), SPEC.space_key, client.placement)
+    client.load("t", route, np.zeros((20, SPEC.dim), np.float32))
+    if what == "push":
+        step(client, 1)
+    client.load("t", route, np.zeros((20, SPEC.dim), np.float32))
+    tokens = [request.token for request in machine.seen if isinstance(request, (Load, Push))]
+    assert len(tokens) > (8 if what == "messages of one load" else 2)
+    later = tokens[2:-1] if what == "push" else tokens[2:]
+    assert all(token.first_incomplete == token.seq for token in later)
+    client.close()
+
+
 @pytest.mark.parametrize("is_silent", [False, True], ids=["told", "silent"])
 def test_a_worker_that_waits_for_a_clock_which_was_lost_with_the_power_is_told(is_silent):
     """Its push was written, and acknowledged; the kernel had not given it to the disk."""
@@ -304,6 +350,15 @@ def test_bytes_are_bounded_too_but_for_one_push_that_is_larger():
     assert kept.is_full(0, large)
     kept.acknowledge(0, 1)
     assert (kept.first_incomplete(0, 99), kept.num_bytes(0)) == (2, 16 * 400_000)
+
+
+def test_a_push_whose_answer_was_safe_says_so_of_those_before_it():
+    kept, first, second = KeptPushes(), push(gradients([1])), push(gradients([1]), seq=2)
+    for one in (first, second):
+        kept.add(0, one)
+    kept.answered(0, first)
+    kept.settle(0, second, Pushed(True, 1, 0))
+    assert kept.first_incomplete(0, 99) == 99
 
 
 def test_a_reply_that_overtakes_the_answer_of_a_push_is_not_forgotten():
