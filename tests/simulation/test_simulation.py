@@ -31,7 +31,7 @@ FOUND = {  # by seeds as they are now; the faults are mended, and mutants/ has s
     1086: "a push that its sender sent once more was dropped for what a process had said to its copy before",
     1788: "a push that was told to be behind one that is lost was taken as its call was repeated",
     1793: "the MemoryLost that a heartbeat was answered got lost, and the worker waited for ever",
-    2117: "a load was acknowledged, a push before it was still kept, and the loss of the load with the power showed to nobody",
+    2117: "a load was acknowledged and a push before it was still kept: that the power took the load showed to nobody",
     2175: "a load overtook a push that had got no answer",
     2447: "the second message of a load was taken although the first, acknowledged, was lost with the power",
     2663: "a push said less than an acknowledged load before it, which was lost with the power",
