@@ -1,5 +1,6 @@
 """Mutual TLS at one port, for both transports: what is encrypted, and what each side says to bad certificates."""
 
+import gc
 import ssl
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
@@ -141,6 +142,14 @@ def test_a_client_is_told_what_a_shard_thinks_of_its_certificate(
     assert error.fields["problem"] == problem
     if scheme == "tcp":  # gRPC's handshake is its own
         assert eventually(lambda: "dropping the connection" in caplog.text)
+
+
+def test_a_handshake_that_fails_leaves_no_exception_that_nobody_retrieves(serve, worker, tmp_path, caplog):
+    shard = serve(issue(tmp_path / "shard", covered=["elsewhere.example"]))
+    assert isinstance(refused("tcp", shard, worker), UntrustedCertificate)
+    assert eventually(lambda: not shard.stream.connections)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def self_signed(folder):
