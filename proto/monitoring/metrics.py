@@ -243,6 +243,12 @@ SHARD_METRICS = (
         source="ShardStatus.last_snapshot",
     ),
     Metric(
+        name="embershard_shard_certificate_expiry_timestamp_seconds",
+        type="gauge",
+        help="When the certificate of new connections ceases to be valid; not there without --tls.",
+        source="tls.crt of --tls, as it is in use",
+    ),
+    Metric(
         name="embershard_shard_log_bytes",
         type="gauge",
         help="Bytes of the shard's log, which a recovery reads; 0 without a log.",
@@ -378,5 +384,11 @@ WORKER_METRICS = (
         type="gauge",
         help="The clock of this worker: its next step among all workers' steps.",
         source="worker/strategy",
+    ),
+    Metric(
+        name="embershard_worker_certificate_expiry_timestamp_seconds",
+        type="gauge",
+        help="When the certificate of new connections ceases to be valid; not there without --tls.",
+        source="tls.crt of --tls, as it is in use",
     ),
 )
