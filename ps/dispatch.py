@@ -67,6 +67,8 @@ class Dispatch:
         status.requests += self._answered
         status.queued_bytes = self._apply.queued_bytes
         self.counters.fill(status)
+        if self.access is not None:
+            status.rejected.update(dict(self.access.refusals))
         return status
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:

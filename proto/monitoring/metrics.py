@@ -137,7 +137,7 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_rejected_total",
         type="counter",
-        help="Requests and connections that were turned away before they were queued, by reason.",
+        help="Requests, connections and logins (not_authenticated, not_allowed, tls, other_user) turned away.",
         source="ShardStatus.rejected, by key",
         labels=("reason",),
     ),
