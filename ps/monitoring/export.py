@@ -96,6 +96,7 @@ def _not_ready(status: ShardStatus) -> str:
 
 
 def _staleness(seen: tuple[int, ...]) -> HistogramValue:
+    seen = seen or (0,)  # none yet
     return HistogramValue(
         tuple(map(float, range(len(seen) - 1))), seen, float(sum(missed * count for missed, count in enumerate(seen)))
     )

@@ -41,7 +41,7 @@ from embershard.deploy.panel import LocalPanel
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
-from embershard.proto.monitoring.exporter import check_addresses, check_installed, parse_address
+from embershard.proto.monitoring.exporter import check_addresses, parse_address
 from embershard.proto.monitoring.logs import log_as_json
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses
@@ -237,7 +237,6 @@ def _metrics_addresses(job: Job, ps: str | None, metrics: str) -> Sequence[str]:
     """Where shards that are started here, and then workers, serve their metrics; none of the ports is in use."""
     if not metrics:
         return ()
-    check_installed()
     if parse_address(metrics)[1] == 0:
         raise typer.BadParameter(
             "name a port: workers and shards take it and those that follow", param_hint="--metrics"
