@@ -35,7 +35,7 @@ from embershard.deploy.grafana.panels import ROWS
 from timing import finish, interval, load, machine, median
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRAPE_MS, LINES, LEAST_RATE = 20.0, 2000, 0.98
+SCRAPE_MS, LINES, LEAST_RATE = 10.0, 2000, 0.98
 SECONDS = 4.0  # of a window
 TIMEOUT = 120.0
 JOB = ROOT / "examples/demo.yaml"

@@ -9,7 +9,7 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
         certificates  BadCertificate, UntrustedCertificate, CertificateRefused, TLSRequired, TLSNotOffered
-        packages      MetricsNotInstalled, TracingNotInstalled
+        packages      TracingNotInstalled
         access        NotAllowed (NotAuthenticated, PlaceNotAllowed), BadToken, BadAccessFile,
                       AuditDamaged
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering,
@@ -299,12 +299,6 @@ class JobOver(EmbershardError):
         "worker {worker} was evicted, and its job is over: when none of its workers was left, a worker that was "
         "started anew began another job on these shards. Start this worker again, and it takes part in that"
     )
-
-
-class MetricsNotInstalled(EmbershardError):
-    """`--metrics` needs the optional package prometheus_client."""
-
-    template = "--metrics needs prometheus_client: pip install 'embershard[metrics]'"
 
 
 class TracingNotInstalled(EmbershardError):

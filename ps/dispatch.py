@@ -67,6 +67,8 @@ class Dispatch:
         status.requests += self._answered
         status.queued_bytes = self._apply.queued_bytes
         self.counters.fill(status)
+        if self.access is not None:
+            status.rejected.update(dict(self.access.refusals))
         return status
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
@@ -135,7 +137,7 @@ class Dispatch:
         if kind not in (Hello, GetStatus):
             try:
                 return self._apply.submit(
-                    lambda: _guarded(kind, lambda: self._handled(read, write, peer, principal)),
+                    lambda: self._handled(kind, read, write, peer, principal),
                     num_bytes,
                     deadline,
                 )
@@ -149,19 +151,41 @@ class Dispatch:
         return done
 
     def _handled(
-        self, read: Callable[[], Request], write: Callable[[Reply], T], peer: str, principal: Principal | None
+        self,
+        kind: type[Request],
+        read: Callable[[], Request],
+        write: Callable[[Reply], T],
+        peer: str,
+        principal: Principal | None,
     ) -> T:
         """What `write` makes of the reply to what `read` gives; on the apply thread."""
         tracer = self.tracer
         if tracer is None:
-            return write(self._handle(read(), peer, principal))
+            return _guarded(kind, lambda: write(self._handle(read(), peer, principal)))
+        try:
+            return _guarded(kind, lambda: self._traced(tracer, read, write, peer, principal))
+        finally:
+            tracer.end()  # only now: the log of a defect belongs to the request
+
+    def _traced(
+        self,
+        tracer: RequestTracer,
+        read: Callable[[], Request],
+        write: Callable[[Reply], T],
+        peer: str,
+        principal: Principal | None,
+    ) -> T:
+        """As _handled, with the spans of a request that is marked."""
         moments = [self._apply.arrived, time.monotonic()]
         request = read()
         moments.append(time.monotonic())
+        context = Context.read(request.trace) if isinstance(request, (Pull, Push)) else None
+        if context is not None:
+            tracer.begin(context)
         reply = self._handle(request, peer, principal)
         moments.append(time.monotonic())
         written = write(reply)
-        if isinstance(request, (Pull, Push)) and (context := Context.read(request.trace)) is not None:
+        if context is not None:
             kind = "gather" if isinstance(request, Pull) else "apply"
             tracer.handled(
                 context, METHODS[type(request)][0], [*moments, time.monotonic()], ("queue", "decode", kind, "encode")

@@ -304,7 +304,7 @@ async def _serve_at(
     dispatch = Dispatch(shard, apply, progress, access)
     dispatch.tracer = tracer
     if metrics is not None:
-        metrics.monitored = _monitored(dispatch, apply, loop)
+        metrics.monitored = _monitored(dispatch, apply, loop, None if address.path else certificates)
     transports = await _Transports.start(dispatch, sockets, options, certificates)
     # in a thread: workers are told meanwhile how far it is
     recovery = loop.run_in_executor(None, _recover, shard, options, progress)
@@ -352,7 +352,9 @@ async def _serve_at(
     return 130 if signum == signal.SIGINT else 0
 
 
-def _monitored(dispatch: Dispatch, apply: ApplyThread, loop: asyncio.AbstractEventLoop) -> MonitoredShard:
+def _monitored(
+    dispatch: Dispatch, apply: ApplyThread, loop: asyncio.AbstractEventLoop, certificates: CertificateFolder | None
+) -> MonitoredShard:
     """The shard as its exporter sees it."""
     from embershard.proto.monitoring.exporter import LoopWatch
     from embershard.ps.monitoring.export import MonitoredShard
@@ -362,6 +364,7 @@ def _monitored(dispatch: Dispatch, apply: ApplyThread, loop: asyncio.AbstractEve
         dispatch.status,
         dispatch.counters,
         lambda: {"I/O loop": watch.idle_seconds, "apply thread": apply.idle_seconds},
+        certificates,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _S, _W = "embershard_shard", "embershard_worker"
+CERTIFICATE_SECONDS = 7 * 24 * 3600  # that a certificate is still valid when its alert fires
 SNAPSHOT_SECONDS = 3600  # between snapshots, of a job that takes them
 
 
@@ -38,7 +39,24 @@ def _slow_pulls() -> tuple[tuple[str, str], ...]:
     )
 
 
+def _certificate_expires(process: str, who: str, labels: tuple[tuple[str, str], ...]) -> Alert:
+    series = f"embershard_{process}_certificate_expiry_timestamp_seconds"
+    matchers = ",".join(f'{name}="{value}"' for name, value in labels)
+    return Alert(
+        name=f"Embershard{process.capitalize()}CertificateExpires",
+        query=f"{series} - time() < {CERTIFICATE_SECONDS}",
+        wait="0m",
+        severity="warning",
+        summary=f"The certificate of {who} expires in less than 7 days.",
+        remedy="Replace the files of its --tls folder; it takes them without a restart (docs/security.md).",
+        labels=labels,
+        fires=((f"{series}{{{matchers}}}", f"{CERTIFICATE_SECONDS + 120}x10"),),
+        minutes=5,
+    )
+
+
 _SHARD = (("shard", "0"),)
+_WORKER = (("worker", "1"), ("run", "r"))
 
 ALERTS = (
     Alert(
@@ -103,7 +121,7 @@ ALERTS = (
         severity="info",
         summary="Worker {{ $labels.worker }} waits for more than half of its time.",
         remedy="The panel Waiting says for what; `embershard doctor --run` says what to try.",
-        labels=(("worker", "1"), ("run", "r")),
+        labels=_WORKER,
         fires=((f'{_W}_waiting_seconds_total{{worker="1",run="r",reason="shards"}}', "0x5 0+40x30"),),
         minutes=25,
     ),
@@ -165,4 +183,6 @@ ALERTS = (
         fires=((f'{_S}_update_failed{{shard="0"}}', "0 0 1x10"),),
         minutes=5,
     ),
+    _certificate_expires("shard", "shard {{ $labels.shard }}", _SHARD),
+    _certificate_expires("worker", "worker {{ $labels.worker }}", _WORKER),
 )

@@ -11,14 +11,14 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
-from embershard.proto.errors import CannotListen, MetricsNotInstalled
-from embershard.proto.monitoring.metrics import HistogramValue, Metric, Sample
+from embershard.proto.errors import CannotListen
+from embershard.proto.monitoring.exposition import CONTENT_TYPE, Exposition
+from embershard.proto.monitoring.metrics import Metric, Sample
 
 LOOPBACK = "127.0.0.1"
 _IDLE_SECONDS = 10.0  # for a client to ask, and to take the answer
@@ -26,12 +26,6 @@ _TICK_SECONDS = 1.0
 _MOST_CLIENTS = 16  # at a time; a scraper is one
 
 _log = logging.getLogger(__name__)
-
-
-def check_installed() -> None:
-    """MetricsNotInstalled without prometheus_client, which is not imported for it."""
-    if find_spec("prometheus_client") is None:
-        raise MetricsNotInstalled()
 
 
 class Monitored(Protocol):
@@ -98,19 +92,12 @@ class MetricsServer:
     """Answers in threads of its own, until it is closed; what it shows is `monitored`, once there is something.
 
     `metrics` are those that may be shown, `labels` stand at each of them. Opening takes the port: CannotListen where
-    it is not to be had, MetricsNotInstalled without prometheus_client.
+    it is not to be had.
     """
 
     def __init__(self, address: str, metrics: Iterable[Metric], labels: Mapping[str, str]) -> None:
-        try:
-            from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-        except ImportError:
-            raise MetricsNotInstalled() from None
         self.monitored: Monitored | None = None
-        self.content_type = CONTENT_TYPE_LATEST
-        self._generate: Callable[[Any], bytes] = generate_latest
-        self._metrics = {metric.name: metric for metric in metrics}
-        self._labels = dict(labels)
+        self._exposition, self._writing = Exposition(metrics, labels), threading.Lock()
         self._server = _listen(address, self)
         host, port = self._server.server_address[:2]
         self.address = show_address(str(host), int(port))
@@ -133,32 +120,15 @@ class MetricsServer:
 
     def text(self) -> bytes:
         """The metrics now, as Prometheus reads them."""
-        return self._generate(self)
-
-    def collect(self) -> Iterable[Any]:
-        """The metrics now, as prometheus_client wants them."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        makers = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-        own, families = list(self._labels.values()), dict[str, Any]()
-        for name, value, labels in () if self.monitored is None else self.monitored.samples():
-            family = families.get(name)
-            if family is None:
-                metric = self._metrics[name]
-                names = [*self._labels, *metric.labels]
-                family = families[name] = makers[metric.type](name, metric.help, labels=names)
-            if isinstance(value, HistogramValue):
-                family.add_metric([*own, *labels], _buckets(value), value.sum)
-            else:
-                family.add_metric([*own, *labels], value)
-        return families.values()
+        with self._writing:
+            return self._exposition.text(() if self.monitored is None else self.monitored.samples())
 
     def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         """The status, content type and body of a page."""
         shown = self.monitored
         match path.partition("?")[0]:
             case "/metrics":
-                return HTTPStatus.OK, self.content_type, self.text()
+                return HTTPStatus.OK, CONTENT_TYPE, self.text()
             case "/livez":
                 return _verdict("" if shown is None else shown.not_live())
             case "/readyz":
@@ -183,15 +153,6 @@ def check_addresses(address: str, count: int) -> list[str]:
 def _verdict(reason: str) -> tuple[HTTPStatus, str, bytes]:
     status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
     return status, "text/plain", f"{reason or 'ok'}\n".encode()
-
-
-def _buckets(value: HistogramValue) -> list[tuple[str, float]]:
-    """As prometheus_client wants them: what is at or below each bound."""
-    total, found = 0, list[tuple[str, float]]()
-    for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
-        total += count
-        found.append(("+Inf" if bound == float("inf") else f"{bound:g}", total))
-    return found
 
 
 class _Server(ThreadingHTTPServer):

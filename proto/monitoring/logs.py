@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import IO, Literal
 
+from embershard.proto.monitoring import tracing
+
 LogFormat = Literal["text", "json"]
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object for each record: `ts` (UTC), `level`, `event`, and `fields`, which say whose log it is.
 
-    A record's own fields (`extra={"fields": {...}}`) follow, its traceback, and its trace_id where it has one.
+    A record's own fields (`extra={"fields": {...}}`) follow, `trace_id` and `span_id` where it is logged in a step or a
+    request that is traced, and its traceback.
     """
 
     def __init__(self, fields: Mapping[str, object]) -> None:
@@ -31,8 +34,8 @@ class JsonFormatter(logging.Formatter):
             **self.fields,
             **getattr(record, "fields", {}),
         }
-        if trace_id := getattr(record, "trace_id", ""):
-            line["trace_id"] = trace_id
+        if (context := tracing.current()) is not None:
+            line["trace_id"], line["span_id"] = context.trace.hex(), context.span.hex()
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, separators=(",", ":"), default=str)

@@ -137,7 +137,7 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_rejected_total",
         type="counter",
-        help="Requests and connections that were turned away before they were queued, by reason.",
+        help="Requests, connections and logins (not_authenticated, not_allowed, tls, other_user) turned away.",
         source="ShardStatus.rejected, by key",
         labels=("reason",),
     ),
@@ -241,6 +241,12 @@ SHARD_METRICS = (
         type="gauge",
         help="When the last snapshot was complete on this shard; 0 without any.",
         source="ShardStatus.last_snapshot",
+    ),
+    Metric(
+        name="embershard_shard_certificate_expiry_timestamp_seconds",
+        type="gauge",
+        help="When the certificate of new connections ceases to be valid; not there without --tls.",
+        source="tls.crt of --tls, as it is in use",
     ),
     Metric(
         name="embershard_shard_log_bytes",
@@ -378,5 +384,11 @@ WORKER_METRICS = (
         type="gauge",
         help="The clock of this worker: its next step among all workers' steps.",
         source="worker/strategy",
+    ),
+    Metric(
+        name="embershard_worker_certificate_expiry_timestamp_seconds",
+        type="gauge",
+        help="When the certificate of new connections ceases to be valid; not there without --tls.",
+        source="tls.crt of --tls, as it is in use",
     ),
 )

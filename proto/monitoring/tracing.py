@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Self
 
@@ -58,11 +59,18 @@ class Span(NamedTuple):
 
 
 _traced: Context | None = None  # of the step that is traced now
+# of the request that this thread handles: the apply thread of a shard that runs beside a worker has its own
+_request: ContextVar[Context | None] = ContextVar("traced request", default=None)
 
 
 def trace_bytes() -> bytes:
     """What a request of this step carries: empty, but where the step is traced."""
     return b"" if _traced is None else _traced.trace + _traced.span
+
+
+def current() -> Context | None:
+    """The trace to which what this thread does now belongs, and the span; None where it is not traced."""
+    return _request.get() or _traced
 
 
 class SpanSender:
@@ -188,10 +196,19 @@ class RequestTracer:
     def __init__(self, sender: SpanSender) -> None:
         self._sender = sender
 
+    def begin(self, context: Context) -> None:
+        """This thread handles a request of `context`, in a span of its own, until `end`."""
+        _request.set(Context(context.trace, secrets.token_bytes(SPAN_BYTES)))
+
+    def end(self) -> None:
+        """This thread handles no traced request any more."""
+        _request.set(None)
+
     def handled(self, context: Context, name: str, moments: Sequence[float], parts: Sequence[str]) -> None:
-        """A request was handled: `moments` are its arrival and the ends of its parts."""
-        whole = secrets.token_bytes(SPAN_BYTES)
-        spans = [Span(name, whole, context.span, moments[0], moments[-1], {})]
+        """The request was handled: `moments` are its arrival and the ends of its parts."""
+        own = _request.get()
+        assert own is not None
+        spans = [Span(name, own.span, context.span, moments[0], moments[-1], {})]
         for part, start, end in zip(parts, moments[:-1], moments[1:], strict=True):
-            spans.append(Span(part, secrets.token_bytes(SPAN_BYTES), whole, start, end, {}))
+            spans.append(Span(part, secrets.token_bytes(SPAN_BYTES), own.span, start, end, {}))
         self._sender.send(context.trace, spans)

@@ -343,6 +343,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.lost = reason
         if not self.ready.done():
             self.ready.set_exception(reason)
+            self.ready.exception()  # retrieved: nobody waits for it during a TLS handshake, which has its own error
         for call in self._calls.values():
             call.fail(self.refused or reason)
         self._calls.clear()

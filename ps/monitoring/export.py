@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 
@@ -12,6 +13,9 @@ from embershard.proto.monitoring.histogram import BOUNDS
 from embershard.proto.monitoring.metrics import SHARD_METRICS, HistogramValue, Sample, by_table
 from embershard.ps.monitoring.counters import Counters
 
+if TYPE_CHECKING:
+    from embershard.proto.security.credentials import CertificateFolder
+
 _PREFIX = "embershard_shard_"
 _OF_STATUS = {
     metric.name: metric.status_field for metric in SHARD_METRICS if metric.status_field and metric.type != "histogram"
@@ -20,15 +24,20 @@ _OF_TABLES = {metric.name: metric.table_field for metric in SHARD_METRICS if met
 
 
 class MonitoredShard:
-    """A shard as its exporter sees it. `idle_seconds` gives how long ago its loop and its apply thread moved."""
+    """A shard as its exporter sees it. `idle_seconds` gives how long ago its loop and its apply thread moved.
+
+    `certificates` are those of its TLS port.
+    """
 
     def __init__(
         self,
         status: Callable[[], ShardStatus],
         counters: Counters,
         idle_seconds: Callable[[], Mapping[str, float]],
+        certificates: CertificateFolder | None = None,
     ) -> None:
         self._status, self._counters, self._idle_seconds = status, counters, idle_seconds
+        self._certificates = certificates
 
     def samples(self) -> Iterator[Sample]:
         """Every metric of the shard."""
@@ -49,6 +58,9 @@ class MonitoredShard:
                 yield Sample(f"{_PREFIX}{field}", getattr(transport, field.removesuffix("_total")), (transport.name,))
         for reason, count in status.rejected.items():
             yield Sample(f"{_PREFIX}rejected_total", count, (reason,))
+        if self._certificates is not None:
+            expires = self._certificates.current.expires.timestamp()
+            yield Sample(f"{_PREFIX}certificate_expiry_timestamp_seconds", expires)
         yield from self._requests()
 
     def _requests(self) -> Iterator[Sample]:
@@ -84,6 +96,7 @@ def _not_ready(status: ShardStatus) -> str:
 
 
 def _staleness(seen: tuple[int, ...]) -> HistogramValue:
+    seen = seen or (0,)  # none yet
     return HistogramValue(
         tuple(map(float, range(len(seen) - 1))), seen, float(sum(missed * count for missed, count in enumerate(seen)))
     )

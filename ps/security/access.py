@@ -6,6 +6,7 @@ import fnmatch
 import hmac
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -86,6 +87,9 @@ class Access:
         self._state: object = None
         self._entries: dict[AccessEntry, Principal] = {}
         self._seen: set[tuple[str, str]] = set()
+        # how often somebody was refused, by the reasons of ShardStatus.rejected
+        self.refusals: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._stop = threading.Event()
         if file is not None:
             self._state = _state_of(file)
@@ -106,7 +110,10 @@ class Access:
         return principal
 
     def refused(self, principal: Principal | None, peer: str, verb: str, error: EmbershardError) -> None:
-        """Note that somebody was refused."""
+        """Count, and note, that somebody was refused."""
+        if isinstance(error, NotAllowed):
+            with self._counting:
+                self.refusals["not_authenticated" if isinstance(error, NotAuthenticated) else "not_allowed"] += 1
         if self.audit is not None:
             name, role = ("", "") if principal is None else (principal.name, principal.role)
             self.audit.refuse(Act(verb, type(error).__name__, name, role, peer))

@@ -34,6 +34,7 @@ from embershard.proto.errors import (
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
+    METHODS,
     REQUEST_KINDS,
     Heartbeat,
     Join,
@@ -236,6 +237,7 @@ class Connection(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         self._peer = peer_of(sock)
         if not self._peer.is_admitted:
+            self._server.rejected["other_user"] += 1
             self.drop("a shard's Unix sockets are for its own user and root" * self._server.may_log_refusal())
             return
         if self._server.open_connections >= self._server.max_connections:
@@ -417,6 +419,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_handshake(self, outer: asyncio.Transport, reason: str) -> None:
         if not self._gone:  # else it was dropped, or it left
+            self._server.rejected["tls"] += 1
             _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
         outer.abort()
         self.connection_lost(None)  # which a failed handshake does not always call
@@ -456,6 +459,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 server.dispatch.access.check(self._principal, kind)
             except EmbershardError as error:
+                server.dispatch.access.refused(self._principal, self._peer.address, METHODS[kind][0], error)
                 self._refuse(header, error)
                 return None
         # a small one always: it needs no more than the memory that every connection has anyway
@@ -550,7 +554,9 @@ class Connection(asyncio.BufferedProtocol):
     def _fail(self, error: EmbershardError) -> None:
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
         is_refusal = isinstance(error, NotAllowed | QuotaExceeded | UntrustedCertificate)
-        if not is_refusal:
+        if isinstance(error, TLSRequired | UntrustedCertificate):
+            self._server.rejected["tls"] += 1
+        elif not is_refusal:
             self._server.rejected["bad_frame"] += 1
         if not is_refusal or self._server.may_log_refusal():
             _log.warning("dropping the connection of %s: %s", self._peer.address, error)

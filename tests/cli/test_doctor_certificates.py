@@ -5,8 +5,9 @@ from doctor_cases import FAIL, NOBODY, OK, WARN, finds
 
 from embershard.doctor import certificates
 from embershard.doctor.case import open_case
+from embershard.proto.security import credentials
 from embershard.proto.security.tls import TLS
-from harness.certificates import issue, replace
+from harness.certificates import DAY, issue, replace
 from harness.secure_shard import SecureShard
 
 
@@ -51,6 +52,16 @@ def test_one_that_expires_within_a_week_is_warned_of(tmp_path):
     tls = issue(tmp_path, days=7)
     (tmp_path / "tls.key").chmod(0o600)
     finds(certificates.own, about(tls), WARN, "valid until")
+
+
+def test_one_that_has_expired_or_is_not_valid_yet_fails_with_what_this_machine_says_the_time_is(tmp_path):
+    finds(certificates.own, about(issue(tmp_path, start=-9 * DAY, days=7)), FAIL, "expired at")
+    finds(certificates.own, about(issue(tmp_path, start=DAY)), FAIL, "correct the clock")
+
+
+def test_certificates_of_shards_that_are_not_valid_yet_fail_with_the_clock(serve, worker, monkeypatch):
+    monkeypatch.setattr(credentials, "_check_dates", lambda path, leaf: None)  # by the shard's own clock it is valid
+    finds(certificates.of_shards, about(worker, serve(start=DAY).tcp), FAIL, "correct the clock")
 
 
 def test_the_certificates_of_shards_are_looked_at(serve, worker):

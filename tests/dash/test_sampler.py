@@ -2,6 +2,7 @@
 
 import socket
 import time
+from contextlib import closing
 from datetime import timedelta
 
 import numpy as np
@@ -11,13 +12,17 @@ from embershard.dash.events import Severity
 from embershard.dash.sampler import Sampler
 from embershard.dash.shards import ShardWatch
 from embershard.dash.workers import WorkersWatch
-from embershard.proto.messages import Pull, ShardStatus, TableIds, replace
+from embershard.proto.errors import NotAllowed
+from embershard.proto.messages import Declare, GetStatus, Pull, ShardStatus, TableIds, replace
+from embershard.proto.security.tokens import TokenFile, new_token, token_digest, write_private
 from embershard.proto.transport.addresses import transport_for
+from embershard.ps.security.access import Access
 from harness.eventually import eventually
 from harness.served import ServedShard
 from harness.shards import make_shard, table
 
 _SOON = timedelta(seconds=20)
+READER = new_token()
 
 
 def _black_hole() -> socket.socket:
@@ -92,6 +97,28 @@ def test_a_shard_that_comes_back_as_another_process_is_told(served):
     assert lost.severity is Severity.WARNING
     assert "without its rows" in lost.text
     watch.close()
+
+
+def test_refused_logins_are_told_with_their_shard_and_their_kind(tmp_path):
+    write_private(tmp_path / "reader.token", READER)
+    digest = token_digest(READER).hex()
+    write_private(tmp_path / "access.yaml", f"- {{name: reader, role: read, token_sha256: '{digest}'}}\n")
+    write_private(tmp_path / "wrong.token", new_token())
+    shard = ServedShard(shard=make_shard(table()), access=Access(tmp_path / "access.yaml"))
+    watch = ShardWatch(shard.address)
+    before = shard.dispatch.status()
+    for name, request in (("wrong", GetStatus()), ("reader", Declare(table("more")))):
+        with closing(transport_for(shard.address, token=TokenFile(tmp_path / f"{name}.token"))) as transport:
+            with pytest.raises(NotAllowed):
+                transport.submit(request, _SOON).result()
+    events = watch._compare(before, shard.dispatch.status(), 0.0, False)
+    assert sorted(event.text for event in events) == [
+        "shard 0 refused logins without a token or a certificate that it knows (NotAuthenticated): 1",
+        "shard 0 refused requests that their sender's role or tables do not allow (NotAllowed): 1",
+    ]
+    assert {event.severity for event in events} == {Severity.WARNING}
+    watch.close()
+    shard.stop()
 
 
 def status(*members, clock=5, staleness=0, **fields) -> ShardStatus:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,6 +41,9 @@ from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, may_be_unhandled
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.compression.compressor import Compressor
+
+if TYPE_CHECKING:
+    from embershard.proto.transport.client_tls import ClientTLS
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 _FAREWELL = timedelta(seconds=5)
@@ -144,6 +148,12 @@ class Client:
     def packs_ids(self, table: str) -> bool:
         """Whether ids of a table may travel packed, which they do where its rows or its gradients are coded."""
         return table in self.compressor.coded_pushes or table in self.compressor.coded_pulls
+
+    @property
+    def certificate_expires(self) -> datetime | None:
+        """When the certificate that this side shows on its next connection ceases to be valid; None without TLS."""
+        ways: list[ClientTLS | None] = [getattr(one.transport, "tls", None) for one in self.connections]
+        return min((tls.credentials().expires for tls in ways if tls is not None), default=None)
 
     @property
     def stats(self) -> ClientStats:

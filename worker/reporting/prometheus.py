@@ -67,6 +67,8 @@ class MonitoredWorker:
             wire[other] = raw[other] = self._other_bytes = max(self._other_bytes, wire[other])
         yield from by_table(f"{_PREFIX}transferred_bytes_total", wire)
         yield from by_table(f"{_PREFIX}uncompressed_bytes_total", raw)
+        if self._session is not None and (expires := self._session.client.certificate_expires) is not None:
+            yield Sample(f"{_PREFIX}certificate_expiry_timestamp_seconds", expires.timestamp())
         yield from self._figures()
         yield from self._codecs()
 

@@ -19,8 +19,7 @@ MetricsOption = Annotated[
     typer.Option(
         "--metrics",
         metavar="HOST:PORT",
-        help="Serve /metrics for Prometheus, /livez, /readyz and /status.json there; :PORT is on loopback. Needs the "
-        "extra `metrics`.",
+        help="Serve /metrics for Prometheus, /livez, /readyz and /status.json there; :PORT is on loopback.",
         show_default=False,
     ),
 ]

@@ -41,7 +41,7 @@ from embershard.deploy.panel import LocalPanel
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
-from embershard.proto.monitoring.exporter import check_addresses, check_installed, parse_address
+from embershard.proto.monitoring.exporter import check_addresses, parse_address
 from embershard.proto.monitoring.logs import log_as_json
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses
@@ -154,7 +154,7 @@ def train(
     command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
-    certificates = None if ps is None else tls_of(tls, tls_server_name)  # shards started here are on Unix sockets
+    certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
     command += tls_words(certificates)
     make_folder(folder)
     try_job(settings, job, sets, data, imports or (), say)
@@ -237,7 +237,6 @@ def _metrics_addresses(job: Job, ps: str | None, metrics: str) -> Sequence[str]:
     """Where shards that are started here, and then workers, serve their metrics; none of the ports is in use."""
     if not metrics:
         return ()
-    check_installed()
     if parse_address(metrics)[1] == 0:
         raise typer.BadParameter(
             "name a port: workers and shards take it and those that follow", param_hint="--metrics"
@@ -277,7 +276,7 @@ class _LocalJob:
     metrics: Sequence[str] = ()
     trace: str = ""
     panel: LocalPanel | None = None
-    tls: TLS | None = None  # to the shards that run already
+    tls: TLS | None = None
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -341,7 +340,7 @@ class _LocalJob:
                 local.wait_until_serving()
                 ps = ",".join(local.addresses)
                 if checkpoint is not None:
-                    _restore_onto(local, checkpoint, self.replace)
+                    _restore_onto(local, checkpoint, self.replace, self.tls)
             if ps is not None:
                 running.connect(ps)
                 if self.panel is not None:
@@ -358,7 +357,13 @@ class _LocalJob:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
         job = self.job
         if job.durability == "memory":
-            return LocalShards(job.shards, imports=self.imports, metrics=self._shard_metrics, trace=self.trace)
+            return LocalShards(
+                job.shards,
+                imports=self.imports,
+                metrics=self._shard_metrics,
+                trace=self.trace,
+                tls=self._shard_certificates,
+            )
         _remove_logs(self.folder)
         logs = self.folder / f"{_LOGS}-{time.time_ns()}"
         stack.callback(_remove_logs, self.folder)
@@ -370,8 +375,13 @@ class _LocalJob:
             log_dir=logs,
             metrics=self._shard_metrics,
             trace=self.trace,
+            tls=self._shard_certificates,
             report=say,
         )
+
+    @property
+    def _shard_certificates(self) -> Path | None:
+        return None if self.tls is None else self.tls.path
 
     @property
     def _shard_metrics(self) -> Sequence[str]:
@@ -424,10 +434,10 @@ def _first_line(error: BaseException) -> str:
     return what.partition("\n")[0]
 
 
-def _restore_onto(local: LocalShards, checkpoint: Checkpoint, replace: bool) -> None:
+def _restore_onto(local: LocalShards, checkpoint: Checkpoint, replace: bool, tls: TLS | None) -> None:
     """Restore shards that were just started; ShardFailed where one of them ends meanwhile."""
     try:
-        _meet_shards(",".join(local.addresses), checkpoint, replace)
+        _meet_shards(",".join(local.addresses), checkpoint, replace, tls=tls)
     except EmbershardError as error:
         if local.failure is not None:
             raise local.failure from error

@@ -29,7 +29,7 @@ from embershard.cli.security import (
 )
 from embershard.cli.tls import TLSOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
-from embershard.proto.monitoring.exporter import check_addresses, check_installed
+from embershard.proto.monitoring.exporter import check_addresses
 from embershard.proto.monitoring.logs import log_as_json
 
 DEFAULT_PORT = 7700
@@ -68,8 +68,6 @@ def up(
     if log_format == "json":
         log_as_json(sys.stderr)
     mode = checked_durability(durability, log_dir)
-    if metrics:
-        check_installed()
     if base_port + shards > 65536:
         raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
     options = [word for place in checked_snapshots(snapshots) for word in ("--snapshots", place)]

@@ -19,6 +19,13 @@ from embershard.proto.transport.transport import Unreachable
 
 _TIMEOUT = timedelta(seconds=2)
 _PATIENCE_SECONDS = 0.15  # for the answers of one round: who is later is in the next
+# what is turned away for who sends it, by the reasons of ShardStatus.rejected
+_REFUSALS = {
+    "not_authenticated": "logins without a token or a certificate that it knows (NotAuthenticated)",
+    "not_allowed": "requests that their sender's role or tables do not allow (NotAllowed)",
+    "tls": "connections without a certificate that it trusts (TLS)",
+    "other_user": "connections of other users of its machine",
+}
 _WINDOW_SECONDS = 2.0  # of latencies: half a second has too few requests for a p99
 
 
@@ -198,8 +205,10 @@ class ShardWatch:
             events.append(Event(now, Severity.WARNING, f"{name} left out {skipped:,} gradient rows with NaN or Inf"))
         for reason, count in new.rejected.items():
             if count > old.rejected.get(reason, 0):
-                text = f"{name} turned {count - old.rejected.get(reason, 0):,} requests away: {reason}"
-                events.append(Event(now, Severity.WARNING, text))
+                grown = count - old.rejected.get(reason, 0)
+                what = _REFUSALS.get(reason)
+                text = f"turned {grown:,} requests away: {reason}" if what is None else f"refused {what}: {grown:,}"
+                events.append(Event(now, Severity.WARNING, f"{name} {text}"))
         if new.failed_update and not old.failed_update:
             events.append(Event(now, Severity.ERROR, f"an update failed on {name}: {new.failed_update}"))
         return events

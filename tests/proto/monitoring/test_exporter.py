@@ -4,14 +4,13 @@ import http.client
 import json
 import socket
 import struct
-import sys
 import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from embershard.proto.errors import CannotListen
-from embershard.proto.monitoring.exporter import MetricsNotInstalled, MetricsServer, check_addresses, parse_address
+from embershard.proto.monitoring.exporter import MetricsServer, check_addresses, parse_address
 from embershard.proto.monitoring.histogram import DurationHistogram
 from embershard.proto.monitoring.metrics import (
     MAX_TABLES,
@@ -160,12 +159,6 @@ def test_an_address_that_is_none_is_refused(text):
 def test_an_address_without_a_host_is_on_loopback():
     assert parse_address("7790") == parse_address(":7790") == ("127.0.0.1", 7790)
     assert parse_address("[::1]:1") == ("::1", 1)
-
-
-def test_without_the_package_the_command_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client.exposition", None)
-    with pytest.raises(MetricsNotInstalled):
-        MetricsServer(":0", METRICS, {})
 
 
 def test_tables_beyond_the_first_are_added_up():

@@ -3,10 +3,21 @@
 import io
 import json
 import logging
+import threading
+from contextlib import closing
+from datetime import timedelta
 
 import pytest
 
+from embershard.proto.errors import InternalError
+from embershard.proto.messages import Declare, Pull, TableIds
 from embershard.proto.monitoring.logs import JsonFormatter, log_as_json, logs_json
+from embershard.proto.monitoring.tracing import Context, RequestTracer, StepTracer, trace_bytes
+from embershard.proto.transport.stream import StreamTransport
+from harness.served import ServedShard
+from harness.shards import ids_of, table
+
+SOON = timedelta(seconds=20)
 
 
 @pytest.fixture
@@ -34,10 +45,70 @@ def test_an_event_has_its_time_its_level_its_text_and_whose_it_is(lines):
     }
 
 
-def test_fields_of_an_event_and_its_trace_follow(lines):
-    logging.getLogger("embershard").info("train", extra={"fields": {"loss": 0.5}, "trace_id": "ff"})
+def test_fields_of_an_event_follow(lines):
+    logging.getLogger("embershard").info("train", extra={"fields": {"loss": 0.5}})
     (line,) = lines()
-    assert (line["loss"], line["trace_id"]) == (0.5, "ff")
+    assert line["loss"] == 0.5
+
+
+class Sender:
+    """Keeps the spans that it is to send, with their traces."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, trace, spans):
+        self.sent.append((trace, spans))
+
+
+def test_what_is_logged_in_a_traced_step_has_its_trace_and_its_span_and_other_lines_have_none(lines):
+    tracer, log = StepTracer(Sender(), every=2), logging.getLogger("embershard")
+    log.info("before")
+    tracer.end(tracer.begin())
+    log.info("between")
+    assert tracer.begin() is None
+    log.info("a step that is not traced")
+    spans = tracer.begin()
+    thread = threading.Thread(target=log.info, args=("a thread of the step",))
+    thread.start()
+    thread.join()
+    trace = trace_bytes()
+    tracer.end(spans)
+    assert [line["event"] for line in lines() if "trace_id" in line or "span_id" in line] == ["a thread of the step"]
+    (line,) = (line for line in lines() if "trace_id" in line)
+    assert (line["trace_id"], line["span_id"]) == (trace[:16].hex(), trace[16:].hex())
+
+
+def test_what_a_shard_logs_in_a_traced_request_has_its_trace_and_the_span_that_is_sent(lines, monkeypatch):
+    shard, sender, log = ServedShard(), Sender(), logging.getLogger("embershard.ps")
+    shard.dispatch.tracer = RequestTracer(sender)
+    handle = shard.shard.handle
+
+    def logged(request, *rest):
+        log.info(type(request).__name__)
+        if isinstance(request, Pull) and request.worker == 7:
+            raise KeyError("a defect")
+        return handle(request, *rest)
+
+    monkeypatch.setattr(shard.shard, "handle", logged)
+    with closing(StreamTransport(shard.address)) as transport:
+        traced = Context.new()
+        ids, trace = (TableIds("items", ids_of(1)),), traced.trace + traced.span
+        for request in (Declare(table()), Pull(1, ids, trace=trace), Pull(1, ids)):
+            transport.submit(request, SOON).result()
+        with pytest.raises(InternalError):
+            transport.submit(Pull(1, ids, worker=7, trace=trace), SOON).result()
+    shard.stop()
+    ((sent, spans),) = sender.sent
+    assert sent == traced.trace
+    found = [(line["event"], line.get("trace_id"), line.get("span_id")) for line in lines()]
+    declared, first, untraced, broken, defect = found
+    assert declared == ("Declare", None, None)
+    assert first == ("Pull", traced.trace.hex(), spans[0].span.hex())
+    assert untraced == ("Pull", None, None)
+    assert broken[1] == defect[1] == traced.trace.hex()
+    assert broken[2] == defect[2] != first[2]
+    assert "defect" in defect[0]
 
 
 def test_a_traceback_is_part_of_its_event(lines):

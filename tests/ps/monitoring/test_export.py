@@ -10,10 +10,12 @@ from embershard.proto.errors import UnknownTable
 from embershard.proto.messages import Declare, Pull, TableIds
 from embershard.proto.monitoring.exporter import MetricsServer
 from embershard.proto.monitoring.metrics import SHARD_METRICS
+from embershard.proto.security.credentials import CertificateFolder
 from embershard.proto.transport.stream import StreamTransport
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.monitoring.export import MonitoredShard
+from harness.certificates import issue
 from harness.eventually import eventually
 from harness.served import ServedShard
 from harness.shards import gradients, ids_of, join, push, table
@@ -21,8 +23,16 @@ from harness.shards import gradients, ids_of, join, push, table
 SOON = timedelta(seconds=20)
 
 
+CERTIFICATE_EXPIRY = "embershard_shard_certificate_expiry_timestamp_seconds"
+
+
 @pytest.fixture
-def watched():
+def certificates(tmp_path):
+    return CertificateFolder(issue(tmp_path / "shard", days=30))
+
+
+@pytest.fixture
+def watched(certificates):
     """A shard with some traffic, and what shows it."""
     shard = ServedShard()
     transport = StreamTransport(shard.address)
@@ -31,7 +41,10 @@ def watched():
     transport.submit(push(gradients([1, 2]), version=1), SOON).result()
     shard.dispatch.counters.rejected["queue"] += 1
     shown = MonitoredShard(
-        shard.dispatch.status, shard.dispatch.counters, lambda: {"apply thread": shard.apply.idle_seconds}
+        shard.dispatch.status,
+        shard.dispatch.counters,
+        lambda: {"apply thread": shard.apply.idle_seconds},
+        certificates,
     )
     with MetricsServer(":0", SHARD_METRICS, {"shard": "0"}) as server:
         server.monitored = shown
@@ -73,6 +86,34 @@ def test_the_values_are_those_of_the_shard(watched):
     assert samples["embershard_shard_request_duration_seconds_count", *pulls] == 1
     assert samples["embershard_shard_requests_total", ("method", "Pull"), ("outcome", "ok"), own, pulls[2]] == 1
     assert samples["embershard_shard_ready", own] == 1
+
+
+def expiry(server):
+    """When the certificate ends, as the metric has it; None where it is not exported."""
+    values = [
+        sample.value
+        for family in text_string_to_metric_families(server.text().decode())
+        for sample in family.samples
+        if sample.name == CERTIFICATE_EXPIRY
+    ]
+    return values[0] if values else None
+
+
+def test_the_end_of_the_certificate_follows_a_rotation(watched, certificates):
+    _, _, server = watched
+    assert abs(expiry(server) - (time.time() + 29 * 86400)) < 60  # it began a day ago
+    issue(certificates.tls.path, days=90)
+    assert certificates.refresh()  # as the shard does every 10 s
+    assert abs(expiry(server) - (time.time() + 89 * 86400)) < 60
+    (certificates.tls.path / "tls.crt").write_text("?")
+    assert not certificates.refresh()
+    assert abs(expiry(server) - (time.time() + 89 * 86400)) < 60  # the one that is in use
+
+
+def test_there_is_no_end_of_a_certificate_without_tls(watched):
+    shard, _, server = watched
+    server.monitored = MonitoredShard(shard.dispatch.status, shard.dispatch.counters, lambda: {})
+    assert expiry(server) is None
 
 
 def test_an_apply_thread_that_hangs_is_not_live_and_one_that_is_idle_is(watched, monkeypatch):

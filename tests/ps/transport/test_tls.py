@@ -1,9 +1,11 @@
 """Mutual TLS at one port, for both transports: what is encrypted, and what each side says to bad certificates."""
 
+import gc
 import ssl
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 
+import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -22,6 +24,7 @@ from embershard.proto.security import credentials, handshake
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.wire import Feature, client_hello
+from embershard.ps.transport import stream
 from harness.certificates import AUTHORITY, DAY, issue, replace, revoke
 from harness.eventually import eventually
 from harness.hostile_peers import connected
@@ -141,6 +144,14 @@ def test_a_client_is_told_what_a_shard_thinks_of_its_certificate(
     assert error.fields["problem"] == problem
     if scheme == "tcp":  # gRPC's handshake is its own
         assert eventually(lambda: "dropping the connection" in caplog.text)
+
+
+def test_a_handshake_that_fails_leaves_no_exception_that_nobody_retrieves(serve, worker, tmp_path, caplog):
+    shard = serve(issue(tmp_path / "shard", covered=["elsewhere.example"]))
+    assert isinstance(refused("tcp", shard, worker), UntrustedCertificate)
+    assert eventually(lambda: not shard.stream.connections)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def self_signed(folder):
@@ -300,10 +311,11 @@ def test_new_certificates_are_used_without_a_restart(serve, tmp_path, scheme):
     with closing(transport_for(f"{scheme}://{shard.address}", tls=client)) as transport:
         transport.submit(GetStatus(), SECONDS).result()
         # both move to another authority, which the other side trusts first
-        other, before = Authority.create("the next"), shard.certificates.current
+        other = Authority.create("the next")
         for folder in ("shard", "worker"):
             issue(tmp_path / folder, authority=other)
-        assert eventually(lambda: shard.certificates.current is not before)
+        # ca.crt comes last, and a look at the files may fall before it
+        assert eventually(lambda: shard.certificates.current.authorities == pem(other.certificate))
         assert isinstance(ask(f"{scheme}://{shard.address}", client), ShardStatus)
         assert isinstance(transport.submit(GetStatus(), SECONDS).result(), ShardStatus)
 
@@ -316,15 +328,24 @@ def test_files_that_do_not_fit_leave_the_certificates_of_before_in_use(serve, tm
     assert isinstance(ask(shard.grpc, worker), ShardStatus)
 
 
-def test_a_connection_ends_when_it_is_old_and_calls_go_on_over_another(serve, tmp_path, worker, monkeypatch):
-    from embershard.ps.transport import stream
-
+@BOTH
+def test_a_connection_ends_when_it_is_old_and_calls_go_on_over_another(serve, tmp_path, worker, monkeypatch, scheme):
     monkeypatch.setattr(stream, "SWEEP_SECONDS", 0.02)
     shard = serve(TLS(issue(tmp_path / "shard").folder, connection_lifetime=timedelta(milliseconds=200)))
-    with closing(transport_for(shard.tcp, tls=worker)) as transport:
+    with closing(transport_for(f"{scheme}://{shard.address}", tls=worker)) as transport:
         transport.submit(GetStatus(), SECONDS).result()
-        assert eventually(lambda: not shard.stream.connections)
+        assert shard.stream.open_connections == 1
+        assert eventually(lambda: not shard.stream.open_connections)
         assert isinstance(transport.submit(GetStatus(), SECONDS).result(), ShardStatus)
+
+
+@pytest.mark.parametrize("tls", ["issued", None])
+def test_connections_of_grpc_end_after_a_day_where_there_are_certificates(serve, monkeypatch, tls):
+    made, make = [], grpc.aio.server
+    monkeypatch.setattr(grpc.aio, "server", lambda **settings: made.append(settings) or make(**settings))
+    serve(tls)
+    ages = [dict(settings.get("options", ())).get("grpc.max_connection_age_ms") for settings in made]
+    assert ages.pop(0) == (None if tls is None else 24 * 3600 * 1000)
 
 
 def test_a_unix_socket_needs_no_tls(serve, tmp_path, worker):

@@ -5,12 +5,13 @@ from datetime import timedelta
 
 import pytest
 
+from embershard.deploy.authority import Authority
 from embershard.proto.errors import EmbershardError, NotAllowed, NotAuthenticated
 from embershard.proto.messages import Declare, Declared, GetStatus, ShardStatus
 from embershard.proto.security.tokens import TokenFile, new_token, token_digest, write_private
 from embershard.proto.transport.addresses import transport_for
 from embershard.ps.security.access import Access
-from harness.certificates import issue
+from harness.certificates import AUTHORITY, issue
 from harness.eventually import eventually
 from harness.secure_shard import SecureShard
 from harness.shards import table
@@ -87,3 +88,10 @@ def test_a_token_that_nobody_knows_is_refused_whatever_the_certificate(shard, se
 def test_a_client_that_was_refused_is_gone_soon(shard, nobody):
     assert isinstance(refused(shard, "tcp", GetStatus(), nobody), NotAuthenticated)
     eventually(lambda: not shard.stream.connections and not shard.stream.open_connections)
+
+
+def test_connections_without_a_trusted_certificate_are_counted(shard, tmp_path, serving):
+    stranger = issue(tmp_path / "stranger", authority=Authority.create("another"), trusts=AUTHORITY)
+    for tls in (None, stranger):
+        refused(shard, "tcp", GetStatus(), tls)
+    assert eventually(lambda: ask(shard, "tcp", GetStatus(), serving).rejected["tls"] == 2)

@@ -1,23 +1,35 @@
 """A worker exports every metric that the table names while it trains, and what it exports is what happened."""
 
+import time
+from contextlib import closing
+from datetime import timedelta
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from embershard import local
+from embershard import connect, local
 from embershard.proto.monitoring.exporter import MetricsServer
 from embershard.proto.monitoring.metrics import WORKER_METRICS
+from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.reporting.prometheus import StepCounters
 from embershard.worker.training.trainer import Trainer
+from harness.certificates import issue
 from harness.clicks import Notes, click_data, click_job
+from harness.secure_shard import SecureShard
+
+CERTIFICATE_EXPIRY = "embershard_worker_certificate_expiry_timestamp_seconds"
 
 
 @pytest.fixture(scope="module")
-def exported():
+def exported(tmp_path_factory):
     """A run's result, and its samples: name -> labels -> value."""
+    folder = tmp_path_factory.mktemp("certificates")
     job = click_job(compression={"push": "fp16s", "pull": "fp16s"})
-    notes, steps, session = Notes(), StepCounters(), local()
+    shard = SecureShard(issue(folder / "shard"))
+    session = connect(shard.tcp, tls=issue(folder / "worker", days=30))
+    notes, steps = Notes(), StepCounters()
     trainer = Trainer(job, click_data(train=700, valid=200), session, WorkerGroup(), [notes])
     with MetricsServer(":0", WORKER_METRICS, {"worker": "0", "run": "r"}) as server, Recorder() as recorder:
         server.monitored = shown = trainer.monitored(steps)
@@ -25,6 +37,8 @@ def exported():
         before = shown.not_ready()
         result = trainer.run()
         text = server.text().decode()
+    session.close()
+    shard.stop()
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -53,6 +67,7 @@ def test_the_values_are_those_of_the_result(exported):
 
     assert value("counter", "steps_total") == value("histogram", "step_duration_seconds_count") == result.steps
     assert value("counter", "samples_total") == result.samples
+    assert abs(value("gauge", "certificate_expiry_timestamp_seconds") - (time.time() + 29 * 86400)) < 120
     figures = result.figures["valid"]
     assert value("gauge", "metric", name="auc", split="valid") == pytest.approx(figures["auc"])
     step = value("histogram", "step_duration_seconds_sum")
@@ -62,3 +77,23 @@ def test_the_values_are_those_of_the_result(exported):
     wire = sum(v for _, v in samples["counter", "embershard_worker_transferred_bytes_total"])
     raw = sum(v for _, v in samples["counter", "embershard_worker_uncompressed_bytes_total"])
     assert 0 < wire < raw
+
+
+def test_the_end_of_the_certificate_follows_a_rotation_and_is_not_there_without_tls(tmp_path):
+    def monitored(session):
+        trainer = Trainer(click_job(), click_data(train=100, valid=100), session, WorkerGroup(), [Notes()])
+        return trainer.monitored(StepCounters())
+
+    def expiry(worker):
+        return {one.metric: one.value for one in worker.samples()}.get(CERTIFICATE_EXPIRY)
+
+    shard, folder = SecureShard(issue(tmp_path / "shard")), tmp_path / "worker"
+    tls = TLS(issue(folder, days=30).folder, poll_interval=timedelta(milliseconds=1))
+    with closing(connect(shard.tcp, tls=tls)) as session:
+        worker = monitored(session)
+        before = expiry(worker)
+        issue(folder, days=90)
+        assert expiry(worker) == pytest.approx(before + 60 * 86400, abs=60)
+    shard.stop()
+    with closing(local()) as session:
+        assert expiry(monitored(session)) is None
