@@ -191,11 +191,12 @@ class Dispatch:
 
     def _noted(self, access: Access, principal: Principal, request: Request, peer: str) -> Reply:
         """The shard's reply, with a line of the audit log where it is an act."""
+        quotas = principal.table_quotas
         if access.audit is None or not is_audited(request):
-            return self._shard.handle(request, self._apply.arrived, peer)
+            return self._shard.handle(request, self._apply.arrived, peer, quotas)
         outcome = "done"
         try:
-            return self._shard.handle(request, self._apply.arrived, peer)
+            return self._shard.handle(request, self._apply.arrived, peer, quotas)
         except EmbershardError as error:
             outcome = "" if error.retryable else type(error).__name__  # it comes again
             raise

@@ -17,6 +17,7 @@ from embershard.ps.security.audit import Act, AuditLog
 from embershard.ps.security.peers import Peer
 from embershard.ps.security.quotas import Usage
 from embershard.ps.security.roles import ALLOWED, LEAST_ROLE
+from embershard.ps.security.table_quotas import TableQuotas
 
 POLL_SECONDS = 5.0  # between looks at access.yaml: a token whose line is gone is of no use ten seconds later
 _MOST_SEEN = 10_000  # connections that are remembered, so that a login is noted once
@@ -28,13 +29,15 @@ _log = logging.getLogger(__name__)
 class Principal:
     """Somebody whom a shard knows, and what they may do. A connection keeps its own for as long as it lasts."""
 
-    __slots__ = ("_known", "allowed", "entry", "revoked", "usage")
+    __slots__ = ("_known", "allowed", "entry", "revoked", "table_quotas", "usage")
 
     def __init__(self, entry: AccessEntry) -> None:
         self.entry = entry
         self.allowed = ALLOWED[entry.role]
         self.revoked = False  # its entry is gone, or another now
         self.usage = Usage(entry.name, entry.quotas)
+        limits = entry.quotas.of_tables
+        self.table_quotas = TableQuotas(entry.name, self.owns, limits) if limits else None
         self._known: dict[str, bool] = {}
 
     @property
