@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from embershard.proto.errors import EmbershardError, InternalError, QuotaExceeded
-from embershard.proto.messages import METHODS, GetStatus, Hello, Pull, Push, Reply, Request, ShardStatus
+from embershard.proto.messages import METHODS, Declare, GetStatus, Hello, Pull, Push, Reply, Request, ShardStatus
 from embershard.proto.monitoring.tracing import Context, RequestTracer
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
@@ -173,12 +173,14 @@ class Dispatch:
         access = self.access
         if access is None or principal is None:
             return self._shard.handle(request, self._apply.arrived, peer)
-        if principal.is_limited:
-            try:
+        try:
+            if principal.is_limited:
                 access.admit(principal, request, self._shard.tables_of_restore)
-            except EmbershardError as error:
-                access.refused(principal, peer, METHODS[type(request)][0], error)
-                raise
+            if isinstance(request, Declare):
+                access.admit_declare(principal, request, self._shard.core.only_compares)
+        except EmbershardError as error:
+            access.refused(principal, peer, METHODS[type(request)][0], error)
+            raise
         if principal.usage.is_limited:
             rows = principal.usage.take_rows(request)
             try:

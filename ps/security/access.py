@@ -181,6 +181,16 @@ class Access:
                     why=f"table {table[:100]!r} is none of its tables ({', '.join(principal.entry.tables)})",
                 )
 
+    def admit_declare(self, principal: Principal, request: Declare, compares: Callable[[Declare], bool]) -> None:
+        """NotAllowed where a principal that only reads asks for more than to compare a table with the one there."""
+        if principal.role == "read" and not compares(request):
+            raise NotAllowed(
+                who=principal.name,
+                what=METHODS[Declare][0],
+                why=f"its role is read, and table {request.spec.name[:100]!r} is not there, or this would change it: "
+                "that needs train",
+            )
+
     def watch(self) -> None:
         """Look at the file every POLL_SECONDS, in a thread, until `close`."""
         if self._file is not None:

@@ -209,6 +209,13 @@ class Tables:
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None), before != (entry.dense, entry.codecs)
 
+    def only_compares(self, request: Declare) -> bool:
+        """Whether `declare` would change nothing; it may raise TableMismatch, and changes nothing then."""
+        entry, spec = self._entries.get(request.spec.name), request.spec
+        if entry is None or request.load or (request.dense and not entry.dense):
+            return False
+        return request.worker == READ_ONLY_WORKER or entry.codecs == (str(spec.push_codec), str(spec.pull_codec))
+
     def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""
         self._codecs.find(codec.values)
