@@ -14,7 +14,8 @@ from embershard.proto.messages import METHODS, Declare, GetStatus, Hello, Pull, 
 from embershard.proto.monitoring.tracing import Context, RequestTracer
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
-from embershard.ps.security.access import Access, Principal, is_audited
+from embershard.ps.security.access import AUDITED, Access, Principal, is_audited
+from embershard.ps.security.audit import AuditLog
 from embershard.ps.shard import Shard
 
 T = TypeVar("T")
@@ -134,11 +135,15 @@ class Dispatch:
             return _failed(recovery.error())
         if kind not in (Hello, GetStatus):
             try:
-                return self._apply.submit(
+                future = self._apply.submit(
                     lambda: _guarded(kind, lambda: self._handled(read, write, peer, principal)),
                     num_bytes,
                     deadline,
                 )
+                audit = None if self.access is None else self.access.audit
+                if audit is None or principal is None or principal.role != "admin" or kind not in AUDITED:
+                    return future
+                return _when_noted(future, audit)
             except EmbershardError as error:
                 return _failed(error)
         done: Future[T] = Future()
@@ -210,6 +215,29 @@ class Dispatch:
         with self._lock:
             self._answered += 1
         return self._shard.greeting if isinstance(request, Hello) else self.status()
+
+
+def _when_noted(future: Future[T], audit: AuditLog) -> Future[T]:
+    """A future that ends as this one does, but not before what the log has to say of it is on the disk."""
+    noted: Future[T] = Future()
+
+    def end() -> None:
+        if not noted.set_running_or_notify_cancel():
+            return
+        if (error := future.exception()) is not None:
+            noted.set_exception(error)
+        else:
+            noted.set_result(future.result())
+
+    def done(_: Future[T]) -> None:
+        if future.cancelled():
+            noted.cancel()
+        else:
+            audit.when_safe(end)
+
+    future.add_done_callback(done)
+    noted.add_done_callback(lambda _: future.cancel())  # nothing, but where nobody waits for it any more
+    return noted
 
 
 def _failed(error: EmbershardError) -> Future[T]:

@@ -258,6 +258,9 @@ def tables_of(request: Request) -> list[str]:
     return []
 
 
+AUDITED = (Declare, Load, Compress, Snapshot, Restore)  # of which some requests are acts
+
+
 def is_audited(request: Request) -> bool:
     """Whether an act is noted: what makes tables, loads them, moves them, or changes how they travel."""
     match request:
