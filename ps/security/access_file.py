@@ -16,6 +16,8 @@ _LARGEST_FILE = 2**20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/\-]{0,99}")
 _CERTIFICATE = re.compile(r"spiffe://[^\s/]+(/\S+)?|[^\s@/]+@[^\s@/]+|[A-Za-z0-9*]([A-Za-z0-9.\-]*[A-Za-z0-9])?")
+# host:port, [host]:port, an IPv6 address or a URL: not what a certificate names its holder by
+_ADDRESS = re.compile(r"(?!spiffe:)([A-Za-z0-9+]+://)?\S*[:\]]\S*")
 _FIELDS = ("name", "role", "token_sha256", "certificate", "tables", "quotas")
 
 
@@ -136,7 +138,8 @@ class _Parser:
         digest = self._text(
             item, "token_sha256", line, _DIGEST, "the 64 hex digits that `embershard keys token` prints"
         )
-        certificate = self._text(item, "certificate", line, _CERTIFICATE, "a spiffe:// id, an email or a DNS name")
+        want = "a spiffe:// id, an email address, or a common name (letters, digits, . and -)"
+        certificate = self._text(item, "certificate", line, _CERTIFICATE, want)
         if "token_sha256" not in item and "certificate" not in item:
             self._add(line, "it has neither token_sha256 nor certificate, so that nobody could be it")
         tables, quotas = self._tables(item, line), self._quotas(item, line)
@@ -160,7 +163,7 @@ class _Parser:
         value, at = item[key], _line(item, key, line)
         if not isinstance(value, str) or not form.fullmatch(value):
             # a token that got here by mistake must not get into a log
-            self._add(at, f"{key} is not {want}{_quoting_hint(key, value)}")
+            self._add(at, f"{key} is not {want}{_hint(key, value)}")
             return ""
         if (other := self._seen.setdefault((key, value), at)) != at:
             self._add(at, f"this {key} stands in line {other + 1} already")
@@ -241,11 +244,13 @@ def _is_pattern(pattern: object) -> bool:
     return isinstance(pattern, str) and bool(pattern) and pattern == pattern.strip() and pattern.isprintable()
 
 
-def _quoting_hint(key: str, value: object) -> str:
+def _hint(key: str, value: object) -> str:
     if key == "token_sha256" and isinstance(value, int | float):
         return "; write it in quotes"
     if key == "token_sha256" and isinstance(value, str) and value.startswith("ember_"):
         return ", but a token itself: take it out of this file, and make another"
+    if key == "certificate" and isinstance(value, str) and _ADDRESS.fullmatch(value):
+        return ", but an address; name what is in the client's certificate, wherever it connects from"
     return ""
 
 
