@@ -236,7 +236,7 @@ def _when_noted(future: Future[T], audit: AuditLog) -> Future[T]:
             audit.when_safe(end)
 
     future.add_done_callback(done)
-    noted.add_done_callback(lambda _: future.cancel())  # nothing, but where nobody waits for it any more
+    noted.add_done_callback(lambda _: future.cancel())  # drops work that nobody waits for any more
     return noted
 
 

@@ -1,20 +1,23 @@
 """What the tables of one principal may have, and that a request over it changes nothing."""
 
 import signal
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from embershard.proto.errors import QuotaExceeded, TableQuotaExceeded
 from embershard.proto.messages import Declare, Load, PushToken
-from embershard.proto.security.tokens import new_token, token_digest, write_private
+from embershard.proto.security.tokens import TokenFile, new_token, token_digest, write_private
 from embershard.proto.wire import Feature
-from embershard.ps.restore import Contents
+from embershard.ps.security.access import Access
 from embershard.ps.security.access_file import Quotas, TableLimits
 from embershard.ps.security.table_quotas import TableQuotas
+from embershard.worker.checkpoint.snapshots import drop_tables, restore_snapshot, take_snapshot
+from embershard.worker.client.client import Client
 from harness.hostile_peers import Peer
 from harness.raises import raises
-from harness.served import shard_process
+from harness.served import ServedShard, shard_process
 from harness.shards import gradients, ids_of, join, make_shard, push, rows, table
 
 
@@ -172,22 +175,28 @@ def test_rows_are_not_looked_at_where_all_ids_could_be_new(monkeypatch):
     assert looked
 
 
-def test_a_restore_is_held_to_the_quota_before_anything_is_replaced(tmp_path):
-    shard = make_shard(table())
-    Sender(shard, None).push(gradients([1]))
-    restored = shard.core.new_table(table())
-    restored.load(ids_of(*range(5)), np.ones((5, 3), np.float32))
-    shard.core.tables.quotas = quotas(rows_held=4)
-    with raises(TableQuotaExceeded, limit=4, would=5):
-        shard._install(Contents([restored]))
-    assert num_rows(shard) == {"items": 1}
-    shard.core.tables.quotas = quotas(rows_held=5)
-    shard._install(Contents([restored]))
-    assert num_rows(shard) == {"items": 5}
-
-
 def entry(token, limits):
     return f"- {{name: p, role: train, token_sha256: '{token_digest(token).hex()}', quotas: {{{limits}}}}}"
+
+
+@pytest.mark.parametrize("limit", [4, 5])
+def test_a_restore_is_held_to_the_quota_before_anything_is_replaced(tmp_path, limit):
+    write_private(tmp_path / "token", token := new_token())
+    write_private(tmp_path / "access.yaml", entry(token, f"rows_held: {limit}"))
+    served = ServedShard(access=Access(tmp_path / "access.yaml"))
+    served.shard.handle(Declare(table()))
+    Sender(served.shard, None).push(gradients(range(5)))
+    with closing(Client.connect([served.address], token=TokenFile(tmp_path / "token"))) as client:
+        take_snapshot(client, str(tmp_path / "snapshots"), "s")
+        drop_tables(client)
+        served.shard.handle(Declare(table("kept")))
+        if limit == 5:
+            restore_snapshot(client, str(tmp_path / "snapshots"), "s", replace_tables=True)
+        else:
+            with raises(TableQuotaExceeded, what="rows in its tables", limit=4, would=5):
+                restore_snapshot(client, str(tmp_path / "snapshots"), "s", replace_tables=True)
+    assert num_rows(served.shard) == ({"items": 5} if limit == 5 else {"kept": 0})
+    served.stop()
 
 
 def test_a_quota_outlives_the_shard_and_is_another_with_another_file(tmp_path):
