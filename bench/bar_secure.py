@@ -103,6 +103,8 @@ def ask(transport: Transport, request: Request) -> object:
 def wrong_answers(address: str, tokens: dict[str, Path], seen: Counter[str]) -> list[str]:
     """Requests that were answered though they must not be, or refused though they must not be."""
     wrong = []
+    with closing(transport_for(address, token=TokenFile(tokens["admin"]))) as transport:
+        ask(transport, Declare(TABLE))  # a reader may declare what is there
     for transport_name, scheme in SCHEMES.items():
         for role, file in tokens.items():
             with closing(transport_for(scheme + address, token=TokenFile(file))) as transport:

@@ -13,7 +13,7 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
         access        NotAllowed (NotAuthenticated, PlaceNotAllowed), BadToken, BadAccessFile,
                       AuditDamaged
         shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering,
-                      QuotaExceeded), ShuttingDown, ShardFailed, InternalError
+                      QuotaExceeded (TableQuotaExceeded)), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
@@ -335,6 +335,16 @@ class QuotaExceeded(ShardBusy):
     template = (
         "{who} may use {limit:,} {what}, and this would be {would:,} (quotas of its entry in access.yaml); retry after "
         "{retry_after_ms} ms"
+    )
+
+
+class TableQuotaExceeded(QuotaExceeded):
+    """A request that would make more of its sender's tables than they may have; nothing of it is done."""
+
+    retryable = False  # until rows are removed, or the quota is another, it would be refused again
+    template = (
+        "{who} may have {limit:,} {what} of this shard, and this would make it {would:,} (quotas of its entry in "
+        "access.yaml); nothing was changed. Raise the quota, or find out why so many ids are new"
     )
 
 

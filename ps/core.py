@@ -102,6 +102,11 @@ class Core:
         """Keep event number `lsn` for its clock, as `control` says that it was; after `restore`, in their order."""
         self.pushes.gather_again(event.push, event.ids, lsn)
 
+    def only_compares(self, request: Declare) -> bool:
+        """Whether a declare is answered without any change: its table is there, as it says."""
+        begins = request.begins_lineage and request.lineage != self.lineage
+        return not begins and self.tables.only_compares(request)
+
     def _apply(self, event: Event) -> Outcome:
         match event:
             case PushEvent():

@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from embershard.proto.errors import EmbershardError, InternalError, QuotaExceeded
-from embershard.proto.messages import METHODS, GetStatus, Hello, Pull, Push, Reply, Request, ShardStatus
+from embershard.proto.messages import METHODS, Declare, GetStatus, Hello, Pull, Push, Reply, Request, ShardStatus
 from embershard.proto.monitoring.tracing import Context, RequestTracer
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
-from embershard.ps.security.access import Access, Principal, is_audited
+from embershard.ps.security.access import AUDITED, Access, Principal, is_audited
+from embershard.ps.security.audit import AuditLog
 from embershard.ps.shard import Shard
 
 T = TypeVar("T")
@@ -136,11 +137,15 @@ class Dispatch:
             return _failed(recovery.error())
         if kind not in (Hello, GetStatus):
             try:
-                return self._apply.submit(
+                future = self._apply.submit(
                     lambda: self._handled(kind, read, write, peer, principal),
                     num_bytes,
                     deadline,
                 )
+                audit = None if self.access is None else self.access.audit
+                if audit is None or principal is None or principal.role != "admin" or kind not in AUDITED:
+                    return future
+                return _when_noted(future, audit)
             except EmbershardError as error:
                 return _failed(error)
         done: Future[T] = Future()
@@ -197,12 +202,14 @@ class Dispatch:
         access = self.access
         if access is None or principal is None:
             return self._shard.handle(request, self._apply.arrived, peer)
-        if principal.is_limited:
-            try:
+        try:
+            if principal.is_limited:
                 access.admit(principal, request, self._shard.tables_of_restore)
-            except EmbershardError as error:
-                access.refused(principal, peer, METHODS[type(request)][0], error)
-                raise
+            if isinstance(request, Declare):
+                access.admit_declare(principal, request, self._shard.core.only_compares)
+        except EmbershardError as error:
+            access.refused(principal, peer, METHODS[type(request)][0], error)
+            raise
         if principal.usage.is_limited:
             rows = principal.usage.take_rows(request)
             try:
@@ -215,11 +222,12 @@ class Dispatch:
 
     def _noted(self, access: Access, principal: Principal, request: Request, peer: str) -> Reply:
         """The shard's reply, with a line of the audit log where it is an act."""
+        quotas = principal.table_quotas
         if access.audit is None or not is_audited(request):
-            return self._shard.handle(request, self._apply.arrived, peer)
+            return self._shard.handle(request, self._apply.arrived, peer, quotas)
         outcome = "done"
         try:
-            return self._shard.handle(request, self._apply.arrived, peer)
+            return self._shard.handle(request, self._apply.arrived, peer, quotas)
         except EmbershardError as error:
             outcome = "" if error.retryable else type(error).__name__  # it comes again
             raise
@@ -231,6 +239,29 @@ class Dispatch:
         with self._lock:
             self._answered += 1
         return self._shard.greeting if isinstance(request, Hello) else self.status()
+
+
+def _when_noted(future: Future[T], audit: AuditLog) -> Future[T]:
+    """A future that ends as this one does, but not before what the log has to say of it is on the disk."""
+    noted: Future[T] = Future()
+
+    def end() -> None:
+        if not noted.set_running_or_notify_cancel():
+            return
+        if (error := future.exception()) is not None:
+            noted.set_exception(error)
+        else:
+            noted.set_result(future.result())
+
+    def done(_: Future[T]) -> None:
+        if future.cancelled():
+            noted.cancel()
+        else:
+            audit.when_safe(end)
+
+    future.add_done_callback(done)
+    noted.add_done_callback(lambda _: future.cancel())  # drops work that nobody waits for any more
+    return noted
 
 
 def _failed(error: EmbershardError) -> Future[T]:

@@ -83,6 +83,7 @@ from embershard.ps.events import (
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.security.places import SnapshotPlaces
+from embershard.ps.security.table_quotas import TableQuotas
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import Stopwatch, read_all
@@ -155,12 +156,14 @@ class Shard:
         self._started = clock.now()
         self._requests = self._pulled_rows = self._duplicates = 0
 
-    def handle(self, request: Request, now: float | None = None, peer: str = "") -> Reply:
+    def handle(
+        self, request: Request, now: float | None = None, peer: str = "", quotas: TableQuotas | None = None
+    ) -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
 
         ClockAhead says that others have to move first: handle the same request again once `generation` has grown.
         It is then, too, that `now`, in the clock's seconds, is when it arrived: leases go by it. `peer` is where
-        it came from, as far as its transport knows.
+        it came from, as far as its transport knows, and `quotas` bound what its sender may make of the tables.
         """
         if now is None:
             now = self.system.now()
@@ -171,6 +174,7 @@ class Shard:
         self._requests += 1
         self._coding.seconds = 0.0  # the request before may have failed
         self._is_early = False
+        self.core.tables.quotas = quotas
         try:
             first = request if isinstance(request, (Push, Join)) and self._may_begin(request) else None
             if first is not None:
@@ -185,6 +189,7 @@ class Shard:
         except (StaleWorker, StaleRun) as error:
             raise self._fences.named(error) from None
         finally:
+            self.core.tables.quotas = None
             if self._snapshots.asked is not None:
                 self._snapshots.clock_moved(self.core.clock.open)
             if self._log is not None:
@@ -536,6 +541,8 @@ class Shard:
 
     def _install(self, contents: Contents) -> None:
         """Put what was restored in place of what is here."""
+        if (quotas := self.core.tables.quotas) is not None:
+            quotas.check_restored(contents.tables)
         if self._log is not None:
             for table in contents.tables:
                 self._log_rows(table, contents.lineage, self._log)

@@ -13,7 +13,8 @@ from embershard.ps.coordination.aggregate import Sender
 from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
-from embershard.ps.table.table import Applied
+from embershard.ps.security.table_quotas import TableQuotas
+from embershard.ps.table.table import Applied, Table
 from embershard.ps.table.tables import CheckedGradients, Tables, apply_parts, check_room
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
@@ -88,6 +89,10 @@ class Pushes:
         token = request.token
         if token is not None:
             self._clock.find_member(token.worker, token.epoch)
+        if self._tables.quotas is not None:
+            entry = self._tables.entry(request.table)
+            self._tables.check_ids(entry, request.ids)
+            self._check_quotas(self._tables.quotas, [(entry.table, request.ids)])
         reply = Applied(self._tables.load(request), skipped=0)
         if token is not None:
             self.dedup.record(token, reply)
@@ -101,9 +106,17 @@ class Pushes:
             parts.append(self._tables.check_gradients(part, known, room))
             room -= parts[-1].gradients.nbytes
         pending = self._clock.pending
+        if self._tables.quotas is not None:
+            self._check_quotas(self._tables.quotas, [(part.table, part.ids) for part in parts])
         kept_bytes = sum(part.nbytes for part in parts) if kept else 0
         check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
+
+    def _check_quotas(self, quotas: TableQuotas, parts: Sequence[tuple[Table, Ids]]) -> None:
+        pending = self._clock.pending
+        quotas.check_rows(
+            self._tables, parts, pending.waiting_ids, lambda: ((one.table, one.ids) for one in pending.parts())
+        )
 
     def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Applied:
         divisor = 1.0 if member is None else self._clock.divisor(request.version)

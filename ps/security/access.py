@@ -18,6 +18,7 @@ from embershard.ps.security.audit import Act, AuditLog
 from embershard.ps.security.peers import Peer
 from embershard.ps.security.quotas import Usage
 from embershard.ps.security.roles import ALLOWED, LEAST_ROLE
+from embershard.ps.security.table_quotas import TableQuotas
 
 POLL_SECONDS = 5.0  # between looks at access.yaml: a token whose line is gone is of no use ten seconds later
 _MOST_SEEN = 10_000  # connections that are remembered, so that a login is noted once
@@ -29,13 +30,15 @@ _log = logging.getLogger(__name__)
 class Principal:
     """Somebody whom a shard knows, and what they may do. A connection keeps its own for as long as it lasts."""
 
-    __slots__ = ("_known", "allowed", "entry", "revoked", "usage")
+    __slots__ = ("_known", "allowed", "entry", "revoked", "table_quotas", "usage")
 
     def __init__(self, entry: AccessEntry) -> None:
         self.entry = entry
         self.allowed = ALLOWED[entry.role]
         self.revoked = False  # its entry is gone, or another now
         self.usage = Usage(entry.name, entry.quotas)
+        limits = entry.quotas.of_tables
+        self.table_quotas = TableQuotas(entry.name, self.owns, limits) if limits else None
         self._known: dict[str, bool] = {}
 
     @property
@@ -185,6 +188,16 @@ class Access:
                     why=f"table {table[:100]!r} is none of its tables ({', '.join(principal.entry.tables)})",
                 )
 
+    def admit_declare(self, principal: Principal, request: Declare, compares: Callable[[Declare], bool]) -> None:
+        """NotAllowed where a principal that only reads asks for more than to compare a table with the one there."""
+        if principal.role == "read" and not compares(request):
+            raise NotAllowed(
+                who=principal.name,
+                what=METHODS[Declare][0],
+                why=f"its role is read, and table {request.spec.name[:100]!r} is not there, or this would change it: "
+                "that needs train",
+            )
+
     def watch(self) -> None:
         """Look at the file every POLL_SECONDS, in a thread, until `close`."""
         if self._file is not None:
@@ -250,6 +263,9 @@ def tables_of(request: Request) -> list[str]:
         case Declare():
             return [request.spec.name]
     return []
+
+
+AUDITED = (Declare, Load, Compress, Snapshot, Restore)  # of which some requests are acts
 
 
 def is_audited(request: Request) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,18 @@ _LARGEST_FILE = 2**20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/\-]{0,99}")
 _CERTIFICATE = re.compile(r"spiffe://[^\s/]+(/\S+)?|[^\s@/]+@[^\s@/]+|[A-Za-z0-9*]([A-Za-z0-9.\-]*[A-Za-z0-9])?")
+# host:port, [host]:port, an IPv6 address or a URL: not what a certificate names its holder by
+_ADDRESS = re.compile(r"(?!spiffe:)([A-Za-z0-9+]+://)?\S*[:\]]\S*")
 _FIELDS = ("name", "role", "token_sha256", "certificate", "tables", "quotas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLimits:
+    """What tables may have together, on one shard; None: as much as there is."""
+
+    pattern: str = "*"  # of these tables, as far as they are the principal's
+    rows_held: int | None = None
+    bytes_held: int | None = None  # rows, their optimizer's state, and the index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +37,15 @@ class Quotas:
     rows_per_second: int | None = None  # whose ids it sends, over ten seconds
     connections: int | None = None  # of the stream transport
     bytes_in_flight: int | None = None  # of its requests that are not answered
+    rows_held: int | None = None  # in all tables that are its own; it makes none beyond
+    bytes_held: int | None = None  # of these tables
+    tables: tuple[TableLimits, ...] = ()  # the same by pattern
+
+    @property
+    def of_tables(self) -> tuple[TableLimits, ...]:
+        """All that bounds what tables may have."""
+        whole = TableLimits(rows_held=self.rows_held, bytes_held=self.bytes_held)
+        return self.tables if whole == TableLimits() else (whole, *self.tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +138,8 @@ class _Parser:
         digest = self._text(
             item, "token_sha256", line, _DIGEST, "the 64 hex digits that `embershard keys token` prints"
         )
-        certificate = self._text(item, "certificate", line, _CERTIFICATE, "a spiffe:// id, an email or a DNS name")
+        want = "a spiffe:// id, an email address, or a common name (letters, digits, . and -)"
+        certificate = self._text(item, "certificate", line, _CERTIFICATE, want)
         if "token_sha256" not in item and "certificate" not in item:
             self._add(line, "it has neither token_sha256 nor certificate, so that nobody could be it")
         tables, quotas = self._tables(item, line), self._quotas(item, line)
@@ -142,7 +163,7 @@ class _Parser:
         value, at = item[key], _line(item, key, line)
         if not isinstance(value, str) or not form.fullmatch(value):
             # a token that got here by mistake must not get into a log
-            self._add(at, f"{key} is not {want}{_quoting_hint(key, value)}")
+            self._add(at, f"{key} is not {want}{_hint(key, value)}")
             return ""
         if (other := self._seen.setdefault((key, value), at)) != at:
             self._add(at, f"this {key} stands in line {other + 1} already")
@@ -169,7 +190,7 @@ class _Parser:
             )
             return None
         for index, pattern in enumerate(patterns):
-            if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or not pattern.isprintable():
+            if not _is_pattern(pattern):
                 self._add(lines.item(index)[0] if lines else at, f"the pattern {str(pattern)[:50]!r} matches no table")
         return tuple(map(str, patterns))
 
@@ -178,17 +199,40 @@ class _Parser:
         if not isinstance(values, dict):
             self._add(_line(item, "quotas", line), "quotas has fields")
             return Quotas()
+        numbers = {key: value for key, value in values.items() if key != "tables"}
         known = [field.name for field in fields(Quotas)]
+        given = self._numbers(values, numbers, known, line)
+        return Quotas(**given, tables=self._table_limits(values, line))
+
+    def _table_limits(self, quotas: Any, line: int) -> tuple[TableLimits, ...]:
+        values = quotas.get("tables", {})
+        if not isinstance(values, dict):
+            at = _line(quotas, "tables", line)
+            self._add(at, "tables of quotas has patterns with limits, as {ads_*: {rows_held: 1_000_000}}")
+            return ()
+        known, found = [field.name for field in fields(TableLimits) if field.name != "pattern"], []
+        for pattern, limits in values.items():
+            at = _line(values, pattern, line)
+            if not _is_pattern(pattern):
+                self._add(at, f"the pattern {str(pattern)[:50]!r} matches no table")
+            elif not isinstance(limits, dict) or not limits:
+                self._add(at, f"the quotas of {pattern[:50]!r} have fields ({', '.join(known)})")
+            else:
+                found.append(TableLimits(pattern=pattern, **self._numbers(limits, limits, known, at)))
+        return tuple(found)
+
+    def _numbers(self, section: Any, values: Mapping[str, Any], known: Sequence[str], line: int) -> dict[str, int]:
+        """Those fields of a section whose name is known and that are whole numbers; the others are mistakes."""
         given: dict[str, int] = {}
         for key, value in values.items():
-            at = _line(values, key, line)
+            at = _line(section, key, line)
             if key not in known:
                 self._add(at, f"unknown quota {key!r} (known: {', '.join(known)})")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 self._add(at, f"{key} is a whole number from 0 on, got {str(value)[:50]!r}")
             else:
                 given[key] = int(value)
-        return Quotas(**given)
+        return given
 
 
 def _line(section: Any, key: str, default: int) -> int:
@@ -196,11 +240,17 @@ def _line(section: Any, key: str, default: int) -> int:
     return int(lines[key][0]) if key in lines else default
 
 
-def _quoting_hint(key: str, value: object) -> str:
+def _is_pattern(pattern: object) -> bool:
+    return isinstance(pattern, str) and bool(pattern) and pattern == pattern.strip() and pattern.isprintable()
+
+
+def _hint(key: str, value: object) -> str:
     if key == "token_sha256" and isinstance(value, int | float):
         return "; write it in quotes"
     if key == "token_sha256" and isinstance(value, str) and value.startswith("ember_"):
         return ", but a token itself: take it out of this file, and make another"
+    if key == "certificate" and isinstance(value, str) and _ADDRESS.fullmatch(value):
+        return ", but an address; name what is in the client's certificate, wherever it connects from"
     return ""
 
 
@@ -218,5 +268,10 @@ def shown(entry: AccessEntry) -> Iterator[tuple[str, str]]:
         ),
     )
     yield "tables", "all" if entry.tables is None else ", ".join(entry.tables)
-    limits: Mapping[str, int | None] = vars(entry.quotas)
-    yield "quotas", ", ".join(f"{name} {limit:,}" for name, limit in limits.items() if limit is not None) or "none"
+    quotas = [*_shown_limits(entry.quotas), *(text for one in entry.quotas.tables for text in _shown_limits(one))]
+    yield "quotas", ", ".join(quotas) or "none"
+
+
+def _shown_limits(limits: Quotas | TableLimits) -> list[str]:
+    of = f" of {limits.pattern}" if isinstance(limits, TableLimits) else ""
+    return [f"{name} {value:,}{of}" for name, value in vars(limits).items() if isinstance(value, int)]

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Act:
-    """What is written of one act; `safe`: at once to the disk, as the acts of admins are."""
+    """What is written of one act; `safe`: synced to the disk at once, as the acts of admins are."""
 
     verb: str
     outcome: str
@@ -59,8 +59,9 @@ class AuditLog:
         except OSError as error:
             raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
         self._number, self._last = _end_of(path)
-        self._queue: queue.Queue[Act | None] = queue.Queue(_MOST_WAITING)
+        self._queue: queue.SimpleQueue[Act | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows
+        self._closed = False
         self._minute, self._refused, self._unwritten, self._lost = 0, 0, 0, 0
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
@@ -72,12 +73,23 @@ class AuditLog:
         return self._last
 
     def write(self, act: Act) -> None:
-        """Append a line, soon."""
-        try:
-            self._queue.put_nowait(act)
-        except queue.Full:
+        """Append a line, soon; where too many wait already, it is lost and counted, unless it is to be `safe`."""
+        if act.safe or self._queue.qsize() < _MOST_WAITING:
+            self._queue.put(act)
+        else:
             with self._lock:
                 self._lost += 1
+
+    def when_safe(self, end: Callable[[], None]) -> None:
+        """Call `end`, in another thread, once the acts that were written until now are where they are to be.
+
+        Those that are `safe` are on the disk then, unless it has refused them, which the log of the shard says.
+        """
+        with self._lock:  # close puts nothing behind what ends the thread
+            if not self._closed:
+                self._queue.put(end)
+                return
+        end()
 
     def refuse(self, act: Act) -> None:
         """Append a line about somebody who was refused, unless there were many in this minute."""
@@ -96,12 +108,17 @@ class AuditLog:
 
     def close(self) -> None:
         """Write what waits, and end."""
+        with self._lock:
+            self._closed = True
         self.write(Act("stop", "done", safe=True))
         self._queue.put(None)
         self._thread.join(5.0)
 
     def _run(self) -> None:
         while (act := self._queue.get()) is not None:
+            if not isinstance(act, Act):
+                act()
+                continue
             with self._lock:
                 lost, self._lost = self._lost, 0
             try:

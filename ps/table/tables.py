@@ -43,6 +43,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64, sum_rows
 from embershard.ps.memory import MemoryBudget
+from embershard.ps.security.table_quotas import TableQuotas
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import PLAIN, CheckedRead
 from embershard.ps.table.table import Applied, Table
@@ -122,6 +123,8 @@ class Tables:
         self._codecs = codecs or CodecRegistry()
         self._coding = coding
         self._entries: dict[str, Entry] = {}
+        self.revision = 0  # grows whenever there are other tables
+        self.quotas: TableQuotas | None = None  # of whom a request comes from, while it is handled
 
     def status(self) -> tuple[TableStatus, ...]:
         """Sizes; may be read by any thread."""
@@ -130,6 +133,10 @@ class Tables:
     def names(self) -> list[str]:
         """Return the names of all tables."""
         return list(self._entries)
+
+    def table(self, name: str) -> Table:
+        """A table that is here."""
+        return self._entries[name].table
 
     def all(self) -> tuple[Table, ...]:
         """All tables, those that are loading too."""
@@ -154,6 +161,7 @@ class Tables:
             name: Entry(found[name], np.uint64(found[name].spec.space_key), loader, dense, (codecs[0], codecs[1]))
             for name, loader, dense, codecs in flags
         }
+        self.revision += 1
 
     def replace(
         self, tables: Sequence[Table], flags: Mapping[str, tuple[bool, tuple[str, str]]] = MappingProxyType({})
@@ -165,12 +173,13 @@ class Tables:
             )
             for table in tables
         }
+        self.revision += 1
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def declare(self, request: Declare) -> tuple[Declared, bool]:
-        """Create the table or compare it; and whether anything changed. TooManyTables, TableFull.
+        """Create the table or compare it; and whether anything changed. TooManyTables, TableFull, TableQuotaExceeded.
 
         A table created with `load` is closed to pulls and pushes until its loader sends the last Load. If the loader
         dies, it stays closed, for half of its first values may be missing: the same worker declares again with `load`
@@ -186,6 +195,9 @@ class Tables:
             if len(self._entries) >= MAX_TABLES:
                 raise TooManyTables(table=spec.name, limit=MAX_TABLES)
             table = Table(spec, optimizer, self.budget)
+            if self.quotas is not None:
+                self.quotas.check_table(self, table)
+            self.revision += 1
             self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader, request.dense, codecs)
             return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
@@ -196,6 +208,13 @@ class Tables:
             entry.codecs = codecs
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None), before != (entry.dense, entry.codecs)
+
+    def only_compares(self, request: Declare) -> bool:
+        """Whether `declare` would change nothing; it may raise TableMismatch, and changes nothing then."""
+        entry, spec = self._entries.get(request.spec.name), request.spec
+        if entry is None or request.load or (request.dense and not entry.dense):
+            return False
+        return request.worker == READ_ONLY_WORKER or entry.codecs == (str(spec.push_codec), str(spec.pull_codec))
 
     def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""

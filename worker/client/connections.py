@@ -21,6 +21,7 @@ from embershard.proto.errors import (
     EmbershardError,
     MemoryLost,
     MessageTooLarge,
+    NotAllowed,
     NotAShard,
     OtherTerm,
     ShardBusy,
@@ -313,7 +314,7 @@ class ShardConnections:
                 pending[shard] = _submit(transport, request, left, into.get(shard, ()))
         for shard in suspects:  # after the others were asked: a shard that is unresponsive must not cost their leases
             outcomes[shard] = self._verify_rows(shard, deadline) or _AnswersAgain()
-            if isinstance(outcomes[shard], ClientClosed):
+            if isinstance(outcomes[shard], (ClientClosed, NotAllowed)):
                 del waiting[shard]
             else:
                 waiting[shard] = self._renewed(shard, waiting[shard])
@@ -403,6 +404,8 @@ class ShardConnections:
             return _Retry(error.reason)
         except ShardRecovering as error:
             return self._recovering(connection, error)
+        except NotAllowed as error:  # its token was revoked: the shard will not know it another time, either
+            return _labelled(error, connection.name)
         except EmbershardError as error:
             return _Retry(str(error))
         if isinstance(reply, Greeting) and self._has_our_rows(connection.greeting, reply):

@@ -18,7 +18,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.nn.averaging import Share
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.session.session import Session
-from embershard.worker.session.tables import RemoteTable
+from embershard.worker.session.tables import RemoteTable, await_loaded
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training import build
 from embershard.worker.training.build import choose_strategy, job_model
@@ -64,7 +64,10 @@ class ReadOnlySession(Session):
         known = sorted(set.intersection(*held))  # a shard without it would create it
         if spec.name not in known:
             raise NotTrained(table=spec.name, known=", ".join(known) or "none")
-        return super().table(spec, values)
+        table = super().table(spec)  # without offering to load it, which takes the right to train
+        if values is not None:
+            await_loaded(self.client, spec.name)
+        return table
 
 
 def trained(

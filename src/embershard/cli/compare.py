@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from embershard.cli.security import TokenFileOption
+from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import ended_by_signals
+from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.compare.results import UNLIMITED, Arm, Bandwidth, write_results
 from embershard.compare.run.arms import BadArm, find_arms
@@ -70,6 +71,8 @@ def compare(
             "[default: each run starts its own]",
         ),
     ] = None,
+    tls: TLSOption = None,
+    tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="With --ps: drop the tables that the shards hold, and begin.")
@@ -123,6 +126,7 @@ def compare(
     if netns and is_from_environment(context):
         ps = None
     _check(margin, netns, ps)
+    certificates = None if ps is None else tls_of(tls, tls_server_name)  # shards started here are on Unix sockets
     shards = () if ps is None else tuple(parse_addresses(ps))
     sets = tuple(overrides or ())
     base, found = load_job(job, sets, data), _arms(arms, job, sets, data)
@@ -144,8 +148,14 @@ def compare(
         check_user_code([arm_job for _, arm_job in found.values()], experiment.imports, starts_shards=not shards)
         _try_arms(found, job, sets, data, experiment.imports)
         if shards:
-            prepare_shards(shards, replace=replace)
-    setup = RunSetup(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
+            prepare_shards(shards, replace=replace, tls=certificates)
+    setup = RunSetup(
+        job=job,
+        data=data,
+        folder=output or Path("runs") / f"compare-{job.stem}",
+        tls=certificates,
+        words=(*tls_words(certificates), *token_words(context, token_file)) if shards else (),
+    )
     with ended_by_signals():
         _carry_out(ComparisonPlan(experiment, found, links), setup, margin, report_only=report_only)
 

@@ -47,11 +47,24 @@ AuditOption = Annotated[
 TOKEN_ENVIRONMENT = "EMBERSHARD_TOKEN_FILE"
 
 
-def _use_token_file(context: typer.Context, path: Path | None) -> None:
-    source = context.get_parameter_source("token_file")
-    use_token_file(path, asked_for=source is not None and source.name == "COMMANDLINE")
+def _use_token_file(context: typer.Context, path: Path | None) -> Path | None:
+    use_token_file(path, asked_for=_is_asked_for(context))
     if path is not None:
         os.environ[TOKEN_ENVIRONMENT] = str(path.absolute())  # for the workers that the command starts
+    return path
+
+
+def _is_asked_for(context: typer.Context) -> bool:
+    source = context.get_parameter_source("token_file")
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def token_words(context: typer.Context, path: Path | None) -> list[str]:
+    """Return the option for another command that shows the same token, where it was given to this one.
+
+    One of the environment is in the other command's, too.
+    """
+    return ["--token-file", str(path.absolute())] if path is not None and _is_asked_for(context) else []
 
 
 # of every command that takes --ps

@@ -19,7 +19,7 @@ import typer
 from embershard.cli.dash import check_panel
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
-from embershard.cli.security import TokenFileOption
+from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
@@ -156,6 +156,7 @@ def train(
     command += [word for module in imports or () for word in ("--import", module)]
     certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
     command += tls_words(certificates)
+    command += [] if ps is None else token_words(context, token_file)
     make_folder(folder)
     try_job(settings, job, sets, data, imports or (), say)
     for line in compression_advice(settings):

@@ -3,7 +3,7 @@
 import pytest
 
 from embershard.proto.errors import BadAccessFile
-from embershard.ps.security.access_file import AccessEntry, Quotas, parse_access, read_access_file, shown
+from embershard.ps.security.access_file import AccessEntry, Quotas, TableLimits, parse_access, read_access_file, shown
 
 DIGEST, OTHER = "a" * 64, "b" * 64
 WHOLE = f"""
@@ -55,6 +55,11 @@ def test_a_file_says_who_may_do_what():
         (("spiffe://prod/ns/serve", "'spiffe:// x'"), 8, "certificate"),
         (("certificate: spiffe://prod/ns/serve", "certificates: spiffe://prod/ns/serve"), 8, "unknown field"),
         ((", certificate: spiffe://prod/ns/serve", ""), 8, "neither"),
+        (("spiffe://prod/ns/serve", "'10.0.0.1:7700'"), 8, "common name (letters, digits, . and -), but an address"),
+        (("spiffe://prod/ns/serve", "'[::1]'"), 8, "but an address; name what is in the client's certificate"),
+        (("spiffe://prod/ns/serve", "https://a.example"), 8, "but an address; name"),
+        (("spiffe://prod/ns/serve", "'spiffe://'"), 8, "is not a spiffe:// id, an email address, or a common name"),
+        (("spiffe://prod/ns/serve", "two words"), 8, "is not a spiffe:// id, an email address, or a common name"),
         (("[ads_*, users]", "[]"), 6, "tables"),
         (("[ads_*, users]", "ads_*"), 6, "tables"),
         (("[ads_*, users]", "['', users]"), 6, "''"),
@@ -65,6 +70,11 @@ def test_a_file_says_who_may_do_what():
         (("rows_per_second: 1_000_000", "rows_per_second: true"), 7, "rows_per_second"),
         (("rows_per_second: 1_000_000", "rows_per_second: many"), 7, "rows_per_second"),
         (("quotas: {rows_per_second: 1_000_000, connections: 64}", "quotas: 7"), 7, "quotas"),
+        (("connections: 64", "tables: 7"), 7, "patterns with limits"),
+        (("connections: 64", "tables: {a: {}}"), 7, "have fields (rows_held, bytes_held)"),
+        (("connections: 64", "tables: {' a': {rows_held: 1}}"), 7, "matches no table"),
+        (("connections: 64", "tables: {a: {rows: 1}}"), 7, "unknown quota 'rows' (known: rows_held, bytes_held)"),
+        (("connections: 64", "tables: {a: {rows_held: 0.5}}"), 7, "rows_held is a whole number"),
         (("role: train", "role: train\n  role: admin"), 5, "not YAML"),
         (("- name: trainer", "- name: &a trainer"), None, None),
         (("role: admin", "role: *a"), 9, "alias"),
@@ -110,6 +120,16 @@ def test_a_file_that_is_not_there_or_too_large_is_refused(tmp_path):
     for name in ("none", "large", "."):
         with pytest.raises(BadAccessFile):
             read_access_file(tmp_path / name)
+
+
+def test_quotas_of_tables_are_read_and_shown():
+    limits = "rows_held: 5_000, tables: {ads_*: {rows_held: 1, bytes_held: 2}, b: {bytes_held: 3}}"
+    trainer, *_ = parse_access(WHOLE.replace("connections: 64", limits), "f")
+    ads, b = TableLimits(pattern="ads_*", rows_held=1, bytes_held=2), TableLimits(pattern="b", bytes_held=3)
+    assert trainer.quotas == Quotas(rows_per_second=1_000_000, rows_held=5_000, tables=(ads, b))
+    assert trainer.quotas.of_tables == (TableLimits(rows_held=5_000), ads, b)
+    want = "rows_per_second 1,000,000, rows_held 5,000, rows_held 1 of ads_*, bytes_held 2 of ads_*, bytes_held 3 of b"
+    assert dict(shown(trainer))["quotas"] == want
 
 
 def test_an_entry_is_shown_without_what_checks_its_token():

@@ -1,20 +1,25 @@
 """The audit log of a shard: what is in it, that it survives, and that nobody changes it without being found."""
 
 import json
+import os
+import select
+import threading
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 
-from embershard.proto.errors import AuditDamaged, NotAllowed, NotAuthenticated
-from embershard.proto.messages import Compress, Declare, Hello, Restore, Snapshot, TableCodecs
+from embershard.proto.errors import AuditDamaged, NotAllowed, NotAuthenticated, TableMismatch
+from embershard.proto.messages import Compress, Declare, Hello, Load, Restore, Snapshot, TableCodecs
 from embershard.proto.security.tokens import new_token, token_digest, write_private
 from embershard.proto.wire import Feature
+from embershard.ps.security import audit
 from embershard.ps.security.access import Access
 from embershard.ps.security.audit import FIRST, REFUSALS_PER_MINUTE, Act, AuditLog, verify
 from embershard.ps.security.peers import Peer
 from harness.eventually import eventually
 from harness.hostile_peers import Peer as Connection
-from harness.hostile_peers import pull, push
+from harness.hostile_peers import framed, pull, push
 from harness.raises import raises
 from harness.served import ServedShard
 from harness.shards import table
@@ -120,6 +125,115 @@ def test_a_name_of_a_peers_choice_is_one_line_and_short(path):
     log.close()
     assert verify(path)[0] == 3
     assert len(lines(path)[1]["table"]) == 200
+
+
+class Disk:
+    """Every write and sync of a log, in their order with the answers; `held`: syncs that do not end yet."""
+
+    def __init__(self, monkeypatch):
+        self.order, self.free = [], threading.Event()
+        self.free.set()
+        write, sync = os.write, os.fsync
+
+        def noted_write(file, data):
+            if data.startswith(b'{"n"'):
+                self.order.append(f"write {json.loads(data)['verb']}")
+            return write(file, data)
+
+        def noted_sync(file):
+            if not os.readlink(f"/proc/self/fd/{file}").endswith("audit.jsonl"):  # a snapshot's
+                return sync(file)
+            assert self.free.wait(60)
+            sync(file)
+            return self.order.append("sync")
+
+        monkeypatch.setattr(audit.os, "write", noted_write)
+        monkeypatch.setattr(audit.os, "fsync", noted_sync)
+
+
+@pytest.fixture
+def admin(path, tmp_path, serve, monkeypatch):
+    """A connection of an admin, and the disk of its shard's log; and one of somebody who trains."""
+    disk, tokens = Disk(monkeypatch), {role: new_token() for role in ("admin", "train")}
+    entries = (f"- {{name: {r}, role: {r}, token_sha256: '{token_digest(t).hex()}'}}" for r, t in tokens.items())
+    write_private(tmp_path / "access.yaml", "\n".join(entries))
+    access = Access(tmp_path / "access.yaml", audit=AuditLog(path))
+    served = serve(access)
+    peers = [Connection(served.address, Feature.TOKEN, token=token) for token in tokens.values()]
+    peers[1].ask(Declare(table("items", 4)))
+    assert eventually(lambda: "write Declare" in disk.order)
+    yield *peers, disk
+    for peer in peers:
+        peer.sock.close()
+    access.close()
+
+
+def acts(tmp_path):
+    return {
+        "Declare": Declare(table("more", 4)),
+        "Load": Load("items", 1, np.arange(3), np.ones((3, 4), np.float32)),
+        "Compress": Compress(tables=[TableCodecs(table="items", push="fp16s")]),
+        "Snapshot begin": Snapshot(url=str(tmp_path), name="s", id=3, step="begin"),
+        "Restore begin": Restore(step="begin", id=1, replace=True),
+    }
+
+
+@pytest.mark.parametrize("verb", acts(""))
+def test_what_an_admin_does_is_on_the_disk_before_its_answer_leaves(admin, tmp_path, verb):
+    peer, trainer, disk = admin
+    disk.order.clear()
+    disk.free.clear()
+    peer.send(framed(acts(tmp_path)[verb], call=9))
+    assert eventually(lambda: disk.order == [f"write {verb}"])
+    trainer.ask(push())  # training goes on beside it
+    readable, _, _ = select.select([peer.sock], [], [], 0.5)
+    assert not readable
+    disk.order.append("released")
+    disk.free.set()
+    peer.reply()
+    disk.order.append("answer")
+    assert disk.order == [f"write {verb}", "released", "sync", "answer"]
+
+
+def test_a_refused_act_of_an_admin_is_on_the_disk_before_its_answer_too(admin):
+    peer, _, disk = admin
+    disk.order.clear()
+    with pytest.raises(TableMismatch):
+        peer.ask(Declare(table("items", 5)))
+    assert disk.order == ["write Declare", "sync"]
+
+
+def test_what_others_do_waits_for_no_disk(admin):
+    _, trainer, disk = admin
+    disk.free.clear()
+    for _ in range(3):
+        trainer.ask(Declare(table("items", 4)))
+    disk.free.set()
+
+
+def test_a_log_that_is_closed_holds_nobody_up(path):
+    log, ended = AuditLog(path), []
+    log.when_safe(lambda: ended.append(1))
+    log.close()
+    log.when_safe(lambda: ended.append(2))
+    assert ended == [1, 2]
+
+
+def test_acts_of_admins_are_not_lost_where_too_many_lines_wait(path, monkeypatch):
+    disk = Disk(monkeypatch)
+    monkeypatch.setattr(audit, "_MOST_WAITING", 3)
+    log = AuditLog(path)
+    assert eventually(lambda: "sync" in disk.order)
+    disk.free.clear()
+    for number in range(10):
+        log.write(Act("Declare", "done", "trainer", "train", table=f"t{number}"))
+        log.write(Act("Restore begin", "done", "ops", "admin", table=f"t{number}", safe=True))
+    disk.free.set()
+    log.close()
+    found = [line["verb"] for line in lines(path)]
+    assert found.count("Restore begin") == 10
+    assert found.count("Declare") < 10
+    assert "lost" in found
 
 
 def test_a_shard_notes_who_came_who_was_refused_and_what_changed_but_no_secret(path, tmp_path, serve):

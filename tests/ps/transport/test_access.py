@@ -9,12 +9,22 @@ import grpc
 import numpy as np
 import pytest
 
-from embershard.proto.errors import BadToken, EmbershardError, NotAllowed, NotAuthenticated, TablesInTheWay
+from embershard.proto.codec.name import CodecName
+from embershard.proto.errors import (
+    BadToken,
+    EmbershardError,
+    NotAllowed,
+    NotAuthenticated,
+    TableMismatch,
+    TablesInTheWay,
+)
 from embershard.proto.messages import (
     METHODS,
+    READ_ONLY_WORKER,
     SERVICE,
     Compress,
     Declare,
+    Declared,
     GetStatus,
     Greeting,
     Heartbeat,
@@ -70,6 +80,8 @@ def access(path):
 def connected(request, access, serve, serve_grpc, tmp_path):
     """A client of our own, over a transport, that shows a token or none."""
     server = serve(access=access) if request.param == "stream" else serve_grpc(access=access)
+    if request.param == "stream":
+        server.shard.handle(Declare(table("items", 4)))
     transport = StreamTransport if request.param == "stream" else GrpcTransport
     made = []
 
@@ -141,6 +153,41 @@ def test_a_token_file_that_others_can_read_is_named_before_anything_is_sent(conn
     (tmp_path / "token-0").chmod(0o644)
     with raises(BadToken, path=str(tmp_path / "token-0")):
         ask(transport, Hello())
+
+
+CHANGES = {
+    "another table": Declare(table("more", 2)),
+    "a loader": Declare(table("items", 2), load=True),
+    "dense": Declare(table("items", 2), dense=True),
+    "codecs of a worker": Declare(table("items", 2, pull_codec=CodecName.parse("fp16s"))),
+    "a lineage": Declare(table("items", 2), lineage=7, begins_lineage=True),
+}
+
+
+@pytest.mark.parametrize("role", ["read", "train"])
+@pytest.mark.parametrize("declare", CHANGES.values(), ids=CHANGES)
+def test_who_only_reads_declares_nothing_that_changes_a_table(serve_grpc, access, declare, role, tmp_path):
+    server = serve_grpc(access=access)
+
+    def state():
+        return server.shard.core.control(), server.shard.status().tables
+
+    before = state()
+    write_private(tmp_path / "token", TOKENS[role])
+    with closing(GrpcTransport(server.address, token=ClientToken(TokenFile(tmp_path / "token"), True))) as transport:
+        for worker in (0, READ_ONLY_WORKER):
+            same = Declare(table("items", 2), worker=worker)
+            assert ask(transport, same) == Declared(created=False, loading=False)
+        with pytest.raises(TableMismatch):
+            ask(transport, Declare(table("items", 3)))
+        assert state() == before
+        if role == "train":
+            ask(transport, declare)
+            assert declare.load or state() != before  # one that exists already takes no loader
+        else:
+            with raises(NotAllowed, who="reader", what="Declare"):
+                ask(transport, declare)
+            assert state() == before
 
 
 class TestStream:

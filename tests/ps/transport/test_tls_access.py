@@ -1,6 +1,8 @@
 """Who a client is at a shard with certificates and access.yaml: by its token, which goes inside TLS, or certificate."""
 
-from contextlib import closing
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import pytest
@@ -10,6 +12,8 @@ from embershard.proto.errors import EmbershardError, NotAllowed, NotAuthenticate
 from embershard.proto.messages import Declare, Declared, GetStatus, ShardStatus
 from embershard.proto.security.tokens import TokenFile, new_token, token_digest, write_private
 from embershard.proto.transport.addresses import transport_for
+from embershard.proto.transport.transport import Unreachable
+from embershard.proto.wire import HELLO_BYTES, Feature, client_hello, server_hello
 from embershard.ps.security.access import Access
 from harness.certificates import AUTHORITY, issue
 from harness.eventually import eventually
@@ -95,3 +99,42 @@ def test_connections_without_a_trusted_certificate_are_counted(shard, tmp_path, 
     for tls in (None, stranger):
         refused(shard, "tcp", GetStatus(), tls)
     assert eventually(lambda: ask(shard, "tcp", GetStatus(), serving).rejected["tls"] == 2)
+
+
+ANSWERS = {
+    "a token, and no TLS": Feature.TOKEN,
+    "TLS and a token": Feature.TLS | Feature.TOKEN,
+    "all": Feature.TLS | Feature.TOKEN | Feature.CHECKSUM,
+    "nothing": Feature(0),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["silent then", "and again in plain"])
+@pytest.mark.parametrize("agreed", ANSWERS.values(), ids=ANSWERS)
+def test_a_token_is_never_sent_in_answer_to_the_hello_outside_tls(serving, token, agreed, again):
+    """Whoever answers there, and whatever they say that they want, gets a TLS handshake or nothing."""
+    answer, _ = server_hello(client_hello(agreed), agreed)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def received():
+            peer, _ = server.accept()
+            with peer:
+                peer.settimeout(60)
+                hello = peer.recv(HELLO_BYTES, socket.MSG_WAITALL)
+                peer.sendall(answer * (2 if again else 1))
+                peer.settimeout(1.0)  # the client waits for a handshake that does not go on
+                data = b""
+                with suppress(OSError):
+                    while part := peer.recv(4096):
+                        data += part
+                return hello, data
+
+        heard = pool.submit(received)
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with closing(transport_for(address, tls=serving, token=token)) as transport:
+            with pytest.raises((EmbershardError, Unreachable)):
+                transport.submit(GetStatus(), SECONDS).result()
+            hello, data = heard.result(60)
+    assert hello == client_hello(Feature.TLS)  # it wants nothing else there
+    assert TOKEN.encode() not in hello + data
+    assert data[:1] == (b"\x16" if Feature.TLS in agreed else b"")  # a TLS record

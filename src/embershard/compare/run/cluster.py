@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 
 from embershard.proto.errors import EmbershardError
+from embershard.proto.security.tls import TLS
 from embershard.worker.checkpoint.snapshots import drop_tables
 from embershard.worker.client.client import Client
 
@@ -22,9 +23,9 @@ class ShardsNotEmpty(EmbershardError):
     )
 
 
-def prepare_shards(addresses: Sequence[str], *, replace: bool) -> None:
+def prepare_shards(addresses: Sequence[str], *, replace: bool, tls: TLS | None = None) -> None:
     """Check that all shards are empty; with `replace` drop their tables. ShardsNotEmpty."""
-    with closing(Client.connect(addresses, timeout=_CONNECT_TIMEOUT)) as client:
+    with closing(Client.connect(addresses, timeout=_CONNECT_TIMEOUT, tls=tls)) as client:
         names = sorted({table.name for status in client.status() for table in status.tables})
         if names and not replace:
             raise ShardsNotEmpty(tables=", ".join(names))
@@ -32,9 +33,9 @@ def prepare_shards(addresses: Sequence[str], *, replace: bool) -> None:
 
 
 @contextmanager
-def emptied_shards(addresses: Sequence[str]) -> Iterator[Sequence[str]]:
+def emptied_shards(addresses: Sequence[str], tls: TLS | None = None) -> Iterator[Sequence[str]]:
     """Return the addresses; what was trained on them in the block is dropped at its end."""
     try:
         yield addresses
     finally:
-        prepare_shards(addresses, replace=True)
+        prepare_shards(addresses, replace=True, tls=tls)

@@ -66,7 +66,8 @@ class Engine:
         """Make one run on the link that it names."""
         job = self._plan.arms[task.arm][1]
         if ps := self._plan.experiment.ps:
-            setup = replace(self._setup, shards=partial(emptied_shards, ps)) if job.has_shards else self._setup
+            named = partial(emptied_shards, ps, self._setup.tls)
+            setup = replace(self._setup, shards=named) if job.has_shards else self._setup
             return make_run(task, setup, self._show.look)
         if self._namespaces is None or not can_be_limited(job):
             return make_run(task, self._setup, self._show.look)

@@ -15,6 +15,7 @@ from typing import IO
 from embershard.compare.results import ArmRun, RunFigures
 from embershard.compare.run.plan import Task
 from embershard.compare.run.run_log import RunLog, RunProgress
+from embershard.proto.security.tls import TLS
 from embershard.worker.reporting.log import FILE_NAME
 
 COMMAND = (sys.executable, "-P", "-m", "embershard.cli", "train")
@@ -36,6 +37,8 @@ class RunSetup:
     prefix: Sequence[str] = ()  # words before the command, which put it into a network namespace
     # addresses for one attempt, none where it starts its own: a failed one leaves what it trained in its shards
     shards: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(())
+    tls: TLS | None = None  # to shards that run already
+    words: Sequence[str] = ()  # options of a run on such shards, that say so too, and who asks
 
 
 def make_run(task: Task, setup: RunSetup, watch: Callable[[RunProgress], None]) -> ArmRun:
@@ -78,7 +81,7 @@ def _attempt(
     command = [*setup.prefix, *COMMAND, str(setup.job), *task.words]
     command += ["--output", str(folder), "--parent-pid", str(os.getpid())]
     command += ["--data", str(setup.data)] if setup.data is not None else []
-    command += ["--ps", ",".join(shards)] if shards else []
+    command += ["--ps", ",".join(shards), *setup.words] if shards else []
     with (folder / SAID).open("ab+") as said:
         begin, heard = said.tell(), time.monotonic()
         with _process(command, said) as process:
