@@ -183,6 +183,7 @@ def measure(folder: Path, gigabytes: float, dim: int, starts: list[ShardCommand]
         filler.fill()
         state_bytes = sum(table.bytes for table in filler.status.tables)
         was_cut = filler.lengthen(state_bytes)
+        client.flush()  # this client is gone when the shard comes back: it does not send again what was answered early
         status, before = filler.status, sample(client, spec, num_rows)
         running.kill()
     is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
