@@ -256,7 +256,7 @@ class Clock:
     def pushed(self, member: Member, clock: int) -> None:
         """Note that a member has pushed a clock to the end, and close the clocks that waited for it."""
         member.clock = max(member.clock, clock + 1)
-        self._close()
+        self._close(clock + 1 if self.staleness == 0 else 0)  # it may be applied, and not gathered
 
     def divisor(self, version: int) -> float:
         """By what a member's learning rate is divided: the updates that its rows had missed (Zhang et al. 2016)."""
@@ -340,12 +340,15 @@ class Clock:
         self._pushes.drop(member.sender)
         self.generation += 1
 
-    def _close(self) -> None:
-        """Close the clocks for which nobody is waited any more, and apply what was gathered of them."""
+    def _close(self, done: int = 0) -> None:
+        """Close the clocks for which nobody is waited any more, and apply what was gathered of them.
+
+        done: clocks up to one that was pushed now; they are closed where all members pause.
+        """
         if self.members and not self.started:
             return
         active = [member.clock for member in self.members.values() if not member.paused]
-        end = min(active) if active else self._pushes.end
+        end = min(active) if active else max(self._pushes.end, done)
         if end <= self.open:
             return
         self.open = end

@@ -37,6 +37,7 @@ FOUND = {  # by seeds as they are now; the faults are mended, and mutants/ has s
     2663: "a push said less than an acknowledged load before it, which was lost with the power",
     3046: "a flipped bit of a base made it one of a newer version",
     3460: "workers waited for a clock that was undone with the power, and none had a push that said so",
+    5953: "a late push of a paused worker was applied, and its clock was not closed",
     3498: "the same, with three workers",
 }
 

@@ -141,6 +141,8 @@ ROWS = [
      together(2), leave(0, pause=True), leave(1, pause=True), push(0, 0, last=False), leave(1)),
     ("its end does", -2, 1,
      together(2), leave(0, pause=True), leave(1, pause=True), push(0, 0, last=False), leave(1), push(0, 0)),
+    ("also a push that comes in one part", -1, 1,
+     together(2), leave(0, pause=True), leave(1, pause=True), push(0, 0)),
     ("pushes of workers that never joined are applied at once", -1, 0, together(2), push(7, 0)),
     ("what the earlier incarnation pushed to the end counts", -2, 1,
      together(2), push(0, 0, 4.0), join(0, 0, epoch=2), push(0, 0, epoch=2), push(1, 0)),
