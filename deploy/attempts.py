@@ -29,7 +29,7 @@ LOST_ERRORS: tuple[type[EmbershardError], ...] = (
 
 
 class ErrorKind(enum.Enum):
-    """Why a process ended."""
+    """What an exit code says about why a worker or a shard ended, by which it is started again or not."""
 
     KILLED = "killed"  # by a signal
     LOST = "lost"  # it lost a shard or another worker

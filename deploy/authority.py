@@ -44,7 +44,7 @@ class Authority:
 
     @classmethod
     def create(cls, name: str, lifetime: timedelta = AUTHORITY_LIFETIME) -> Authority:
-        """A new one."""
+        """A new self-signed authority of this name, with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _subject(name)
         builder = _builder(subject, subject, key.public_key(), datetime.now(UTC) - _EARLIER, lifetime)

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 
 class ClockLock(AbstractContextManager[bool], Protocol):
-    """A lock of threads."""
+    """A lock, as threading.Lock and RLock are."""
 
     def acquire(self, blocking: bool = True) -> bool:
         """Take it; without `blocking`, only if nobody has it. Whether it was taken."""
         ...
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock, so that another thread can acquire it."""
         ...
 
 
@@ -31,7 +31,7 @@ class ClockEvent(Protocol):
     """Something that happens once, until it is cleared."""
 
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """Whether the event was set, and not cleared since."""
         ...
 
     def set(self) -> None:
@@ -39,7 +39,7 @@ class ClockEvent(Protocol):
         ...
 
     def clear(self) -> None:
-        """Have it not happened."""
+        """Clear the event: `wait` blocks again until it is set."""
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -51,7 +51,7 @@ class ClockThread(Protocol):
     """A thread that was started."""
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the thread has not ended yet."""
         ...
 
     def join(self, timeout: float | None = None) -> None:

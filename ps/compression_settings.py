@@ -53,7 +53,7 @@ class CompressionSettings:
         return {"revision": self.revision, "tables": [[one.table, one.push, one.pull] for one in self._said.values()]}
 
     def restore(self, control: Plain) -> None:
-        """Be as `control` said."""
+        """Replace the state by what `control` returned."""
         self.revision = control["revision"]
         self._said = {table: TableCodecs(table=table, push=push, pull=pull) for table, push, pull in control["tables"]}
 

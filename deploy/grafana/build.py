@@ -137,7 +137,7 @@ def _yaml(value: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write them."""
+    """Write the dashboard and the alert rules from the tables of metrics and alerts."""
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
         print(path)

@@ -113,7 +113,7 @@ class MetricsServer:
         self.close()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop serving, and free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -18,14 +18,14 @@ class DurationHistogram:
         self.sum = 0.0  # seconds
 
     def add(self, seconds: float) -> None:
-        """Count one more."""
+        """Count a duration, in seconds."""
         bucket = int(seconds * _PER_SECOND).bit_length()
         self.counts[bucket if bucket < _LAST else _LAST] += 1
         self.sum += seconds
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of durations that were counted."""
         return sum(self.counts)
 
 

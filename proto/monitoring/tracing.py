@@ -36,7 +36,7 @@ class Context(NamedTuple):
 
     @staticmethod
     def new() -> Context:
-        """A trace that begins."""
+        """A new trace, with random ids."""
         return Context(secrets.token_bytes(TRACE_BYTES), secrets.token_bytes(SPAN_BYTES))
 
     @staticmethod

@@ -34,5 +34,5 @@ class TLS:
 
     @property
     def path(self) -> Path:
-        """The folder's path."""
+        """The folder that has the certificates."""
         return Path(self.folder)

@@ -83,7 +83,7 @@ class Splits:
         }
 
     def restore(self, control: Plain) -> None:
-        """Be as `control` said."""
+        """Replace the state by what `control` returned."""
         self._data_epoch, self._num_splits, self._next, self._returned = control["pass"]
         self._back = deque(control["back"])
         self._assignments = {worker: _Assignment(serial, split) for worker, serial, split in control["assignments"]}

@@ -80,7 +80,7 @@ class Pushes:
         return {"windows": self.dedup.control(), "rows": self.rows, "skipped_rows": self.skipped_rows}
 
     def restore(self, control: Plain) -> None:
-        """Be as `control` said."""
+        """Replace the state by what `control` returned."""
         self.dedup = Dedup.of_control(control["windows"])
         self.rows, self.skipped_rows = control["rows"], control["skipped_rows"]
 

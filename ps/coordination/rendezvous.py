@@ -91,7 +91,7 @@ class RendezvousRegistry:
         }  # fmt: skip
 
     def restore(self, control: Plain) -> None:
-        """Be as `control` said."""
+        """Replace the state by what `control` returned."""
         self.last, self._over = control["last"], dict.fromkeys(control["over"])
         for name, payloads, is_complete, answered in control["open"]:
             found = {worker: np.frombuffer(payload, np.uint8) for worker, payload in payloads}

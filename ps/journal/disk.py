@@ -22,10 +22,10 @@ _MAX_PIECES = 1024  # IOV_MAX of Linux: what one pwritev takes
 
 
 class DiskFile(Protocol):
-    """An open file."""
+    """An open file, read and written at offsets; OSError where the disk refuses."""
 
     def size(self) -> int:
-        """Bytes of it."""
+        """The size of the file in bytes."""
         ...
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
@@ -45,7 +45,7 @@ class DiskFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Give it back."""
+        """Close the file."""
         ...
 
 
@@ -57,7 +57,7 @@ class DiskLock(Protocol):
         ...
 
     def close(self) -> None:
-        """Give it back."""
+        """Unlock the folder, so that another process can use it."""
         ...
 
 

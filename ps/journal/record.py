@@ -53,7 +53,7 @@ class LogRecord(NamedTuple):
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of its body."""
+        """The length of the record's body in bytes."""
         return sum(memoryview(piece).nbytes for piece in self.body)
 
     @property

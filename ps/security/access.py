@@ -43,12 +43,12 @@ class Principal:
 
     @property
     def name(self) -> str:
-        """As access.yaml has it."""
+        """The name of its entry in access.yaml."""
         return self.entry.name
 
     @property
     def role(self) -> str:
-        """read, train or admin."""
+        """The role of its entry: read, train or admin."""
         return self.entry.role
 
     @property

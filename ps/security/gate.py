@@ -58,7 +58,7 @@ class Gate:
         return cls(None if file is None else Access(file, audit=audit))
 
     def close(self) -> None:
-        """Take the token back."""
+        """Remove the file with the loopback token."""
         if self._token is not None:
             remove_loopback_token(self._token[1], self._token[0])
         if self.access is not None:

@@ -75,7 +75,7 @@ class AnyPlace(SnapshotPlaces):
     """Every place that fsspec reaches: of a shard in the process of who asks it."""
 
     def check(self, url: str) -> None:
-        """Nothing is refused."""
+        """Accept every URL."""
 
     def open(self, url: str, name: str = "") -> Storage:
         """The storage of a place."""

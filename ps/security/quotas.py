@@ -51,7 +51,7 @@ class Usage:
             self._bytes += num_bytes
 
     def give_bytes(self, num_bytes: int) -> None:
-        """A request is answered."""
+        """Count the bytes of a request no longer, as it is answered."""
         with self._lock:
             self._bytes -= num_bytes
 

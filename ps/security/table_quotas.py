@@ -59,7 +59,7 @@ class HeldTables(Protocol[T_co]):
         ...
 
     def table(self, name: str) -> T_co:
-        """One of them."""
+        """Return the table of a name that exists."""
         ...
 
 

@@ -31,7 +31,7 @@ class ImageMark:
         self.removed: list[Ids] = []
 
     def add(self, bits: npt.NDArray[np.uint8], removed: Sequence[Ids]) -> None:
-        """These changed, too."""
+        """Add rows that were changed (bits by slot) and ids that were removed."""
         if bits.size > self.bits.size:
             self.bits = np.concatenate([self.bits, np.zeros(bits.size - self.bits.size, np.uint8)])
         np.bitwise_or(self.bits[: bits.size], bits, out=self.bits[: bits.size])

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -246,6 +247,19 @@ def train(session, until):
     session.refresh()
     with torch.no_grad():
         return count, [parameter.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["log", "its folder is gone"])
+def test_the_supervisor_says_whether_a_dead_shard_has_its_log(tmp_path, is_there):
+    folder, lines = tmp_path / "logs", []
+    with LocalShards(1, restart=AGAIN, durability="log", log_dir=folder, report=lines.append) as shards:
+        if not is_there:
+            shutil.rmtree(folder)
+        os.kill(shards.pids[0], signal.SIGKILL)
+        assert eventually(lambda: any("takes its rows from its log" in line for line in lines))
+    told = next(line for line in lines if "takes its rows from its log" in line)
+    assert f"in {folder}" in told
+    assert ("which is gone: they are lost" in told) == (not is_there)
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ class KeptPushes:
                 kept.is_answered = True
             self._drop(shard)
         if kept is not None and kept.outcome is not None:  # it was sent again while another shard was waited for
-            self._tell(shard, kept.push, kept.outcome)
+            self._settle_answered(shard, kept.push, kept.outcome)
 
     def settle(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
         """A push is safe, and so are those that were answered before it, or it was refused."""
@@ -96,7 +96,7 @@ class KeptPushes:
             return min(first, self._loading.get(shard, seq))
 
     def load_begins(self, shard: int, seq: int) -> None:
-        """A load is sent."""
+        """Note that a load is sent, which is not known to be safe until `loads_end`."""
         with self._lock:
             self._loading.setdefault(shard, seq)
 
@@ -142,11 +142,11 @@ class KeptPushes:
                 kept.outcome = None if isinstance(outcome, Pushed) and outcome.early else outcome
                 is_answered = kept.is_answered  # else its sender is told
             if is_answered and kept.outcome is not None:
-                self._tell(shard, push, kept.outcome)
+                self._settle_answered(shard, push, kept.outcome)
         return None
 
-    def _tell(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
-        """A push that was answered is safe in the shard's next process, or was refused by it."""
+    def _settle_answered(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
+        """Settle a push that had been answered early; its refusal is kept for `take_refused`."""
         if isinstance(outcome, EmbershardError):
             with self._lock:
                 self._refused.append((shard, push, outcome))

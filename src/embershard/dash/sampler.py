@@ -44,7 +44,7 @@ class PanelSample:
     events: Sequence[Event]
 
     def as_json(self) -> dict[str, object]:
-        """For the page."""
+        """The fields of the object that the page is sent."""
         return dataclasses.asdict(self)
 
 
@@ -103,7 +103,7 @@ class Sampler:
             return {"interval": self._interval, "tracks": tracks, "events": events, "sparks": sparks, "last": last}
 
     def sample(self) -> PanelSample:
-        """One round."""
+        """Ask all shards, read the run's log, and keep the points."""
         with self._lock:
             return self._sample()
 
