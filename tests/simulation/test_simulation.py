@@ -15,7 +15,7 @@ TESTS = mutants.ROOT / "tests"
 SEEDS_FOR_MUTANTS = 400
 
 
-FOUND = {  # by seeds as they are now; the faults are mended, and mutants/ has some of them
+FOUND = {  # mended; what a seed does has moved with the code since, so that a mutant may need another one
     33: "a push was taken although the one before it, of the same update, was lost with the power",
     186: "that a first push was put off opened a window, and was no event",
     227: "a push that was answered early and sent again was kept for ever",
