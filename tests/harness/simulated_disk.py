@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 SECTOR = 512
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -96,6 +99,9 @@ class SimulatedDisk:
     def boot_id(self) -> int:
         return self.boot
 
+    def read_ahead(self, items: Iterator[Item], num_bytes: Callable[[Item], int]) -> Iterator[Item]:
+        return items  # a simulation has one thread
+
     # what happens to it
 
     def kill(self) -> None:
@@ -173,6 +179,10 @@ class SimulatedFile:
     def pread(self, num_bytes: int, offset: int) -> bytes:
         self._disk._do("pread", self._path)
         return bytes(self._inode.data[offset : offset + num_bytes])
+
+    def pread_into(self, target: memoryview, offset: int) -> None:
+        data = self.pread(len(target), offset)
+        target[: len(data)] = data
 
     def pwritev(self, pieces: list[bytes | memoryview], offset: int) -> None:
         self._disk._do("pwritev", self._path)
