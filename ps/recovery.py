@@ -65,9 +65,10 @@ class ShardLog:
         return self._thread is None or self._thread.close(timeout)
 
     def check_room(self, num_bytes: int) -> None:
-        """Before a request changes anything: LogStalled, ShardBusy where an event of this size could not be kept."""
+        """Before a request changes anything: LogStalled, LogTooLong or ShardBusy where it has to come again later."""
         self.journal.check_room(num_bytes)
         self._began = self._clock.now()
+        self.bases.check_tail(num_bytes, self._began)
 
     def append(self, event: Event, outcome: Outcome) -> int:
         """Take an event that has changed the state; its LSN."""
