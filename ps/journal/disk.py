@@ -53,6 +53,10 @@ class DiskFile(Protocol):
         """Set its size; new bytes are 0."""
         ...
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have the disk give a new file room for so many bytes, which are 0. OSError where it has not that much."""
+        ...
+
     def close(self) -> None:
         """Close the file."""
         ...
@@ -242,6 +246,9 @@ class _LocalFile:
 
     def truncate(self, num_bytes: int) -> None:
         os.ftruncate(self._descriptor, num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        os.posix_fallocate(self._descriptor, 0, num_bytes)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -195,6 +195,10 @@ class SimulatedFile:
             inode.data[start:end] = data[start - offset : end - offset]
             inode.unsynced.add(at // SECTOR)
 
+    def reserve(self, num_bytes: int) -> None:  # as file systems do that cannot reserve
+        for offset in range(0, num_bytes, 2**20):
+            self.pwritev([bytes(min(2**20, num_bytes - offset))], offset)
+
     def sync(self) -> None:
         self._disk._do("sync", self._path)
         inode, size = self._inode, len(self._inode.data)

@@ -55,6 +55,14 @@ def test_a_file_that_is_created_is_new_and_one_that_is_opened_is_there(file, tmp
     assert disk.boot_id() == LocalDisk().boot_id()
 
 
+def test_a_file_that_is_given_room_has_it_on_the_disk_and_reads_as_zeros(file, tmp_path):
+    file.reserve(2**20)
+    assert file.pread(2**21, 0) == bytes(2**20)
+    assert 512 * (tmp_path / "file").stat().st_blocks >= 2**20
+    with pytest.raises(OSError, match=r"large|space"):
+        file.reserve(2**62)
+
+
 def test_a_read_that_fails_names_file_and_byte(file, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
