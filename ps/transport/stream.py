@@ -430,7 +430,7 @@ class Connection(asyncio.BufferedProtocol):
         target, is_tls = None if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
         if self._tls is not None:
             target = self._tls.grpc if is_tls else self._tls.refusing_grpc
-            if is_tls and not self._tls.admit_grpc():
+            if is_tls and self._tls.is_full():
                 self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
                 return
         elif is_tls and self._inside is None:
@@ -445,7 +445,25 @@ class Connection(asyncio.BufferedProtocol):
             self.drop("it speaks something else than this protocol")
             return
         self._count(self._server.passed_on)
-        pipe_to(target, self._transport, received, self._peer, self._end, tls13=is_tls)
+        ended = None
+        if self._tls is not None and is_tls:
+            self._tls.handshakes += 1
+            ended = self._end_grpc_handshake
+        elif self._tls is not None:
+            self._server.rejected["tls"] += 1  # told to use it
+        pipe_to(target, self._transport, received, self._peer, self._end, handshake_ended=ended)
+
+    def _end_grpc_handshake(self, failed: bool) -> None:
+        assert self._tls is not None
+        self._tls.handshakes -= 1
+        if failed:
+            self._server.rejected["tls"] += 1
+            if self._server.may_log_refusal():
+                _log.warning(
+                    "the TLS handshake of gRPC with %s failed: one side does not trust the other's certificate, or the "
+                    "client speaks no TLS 1.3 (the client's error says which)",
+                    self._peer.address,
+                )
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
