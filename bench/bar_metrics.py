@@ -24,14 +24,17 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from embershard.deploy.authority import Authority
 from embershard.deploy.grafana.alerts import ALERTS
 from embershard.deploy.grafana.build import RULES, TESTS
 from embershard.deploy.grafana.panels import ROWS
+from embershard.proto.security.tokens import write_private
 from timing import finish, interval, load, machine, median
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,11 +55,26 @@ def free_ports(count: int) -> int:
 
 
 @contextmanager
-def training(folder: Path, *sets: str) -> Iterator[list[str]]:
-    """The addresses of the metrics of two shards and a worker that train, until the end of the block."""
+def training(folder: Path, *sets: str, tls: Sequence[str] = ()) -> Iterator[list[str]]:
+    """The addresses of the metrics of two shards and a worker that train, until the end of the block.
+
+    tls: the words of the command line that name their certificates.
+    """
     first = free_ports(3)
     words = [word for one in ("train.samples=1_000_000_000", *sets) for word in ("--set", one)]
-    command = [sys.executable, "-m", "embershard.cli", "train", str(JOB), "--workers", "1", "--shards", "2", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "embershard.cli",
+        "train",
+        str(JOB),
+        "--workers",
+        "1",
+        "--shards",
+        "2",
+        *words,
+        *tls,
+    ]
     command += ["--output", str(folder), "--metrics", f":{first}"]
     with (folder.parent / f"{folder.name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
@@ -130,8 +148,9 @@ def queries(folder: Path) -> dict[str, Any]:
     """Every query against a Prometheus that scrapes a live job."""
     wrong = [promtool("check", "rules", str(RULES)), promtool("test", "rules", str(TESTS))]
     sets = "evaluate.every=100_000", "data.eval_samples=10_000"
-    with training(folder / "queries", *sets) as addresses, prometheus(folder, addresses) as url:
-        snapshot_and_bad_frame(folder / "queries", folder)
+    tls = certificates(folder / "keys")
+    with training(folder / "queries", *sets, tls=tls) as addresses, prometheus(folder, addresses) as url:
+        snapshot_and_bad_frame(folder / "queries", folder, tls)
         time.sleep(25)
         wrong += [promtool("check", "metrics", text=get(f"http://{one}/metrics")) for one in addresses]
         empty = {query for _, row in ROWS for panel in row for query, _ in panel.queries if not ask(url, query)}
@@ -147,13 +166,21 @@ def queries(folder: Path) -> dict[str, Any]:
     return {"queries": asked, "without_data": sorted(empty), "ill_alerts": ill, "promtool": found, "lines": lines}
 
 
-def snapshot_and_bad_frame(run: Path, folder: Path) -> None:
+def certificates(folder: Path) -> list[str]:
+    """The words of the command line for certificates that shards on loopback and their clients show."""
+    folder.mkdir()
+    for name, data in Authority.create("bench").issue("bench", ["127.0.0.1", "localhost"], timedelta(days=30)).items():
+        write_private(folder / name, data.decode())
+    return ["--tls", str(folder)]
+
+
+def snapshot_and_bad_frame(run: Path, folder: Path, tls: Sequence[str]) -> None:
     """Have happen what some panels show: a snapshot, and a connection that is dropped for what it sends."""
     from embershard.proto.wire import Feature, client_hello
 
     shards = shard_addresses(run)
     subprocess.run(
-        [sys.executable, "-m", "embershard.cli", "snapshot", str(folder / "snapshots"), "--ps", ",".join(shards)],
+        [sys.executable, "-m", "embershard.cli", "snapshot", str(folder / "snapshots"), "--ps", ",".join(shards), *tls],
         check=True,
         stdout=subprocess.DEVNULL,
     )
