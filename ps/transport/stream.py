@@ -22,7 +22,6 @@ from embershard.proto.errors import (
     InternalError,
     InvalidRequest,
     NotAllowed,
-    NotAuthenticated,
     QuotaExceeded,
     ShardBusy,
     ShuttingDown,
@@ -303,7 +302,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
             return
         if self._principal is not None and self._principal.revoked:
-            self._fail(NotAuthenticated(who=self._principal.name, why="its entry of access.yaml has changed"))
+            self._fail(self._principal.revocation())
             return
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
