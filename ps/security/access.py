@@ -65,8 +65,8 @@ class Principal:
         """The error of its requests, once it is `revoked`."""
         return NotAuthenticated(
             who=self.name,
-            why="its entry of access.yaml was removed or changed; start the client again with a token (--token-file) "
-            "or a certificate (--tls) that the file has now",
+            why="its token or certificate was removed from access.yaml; start the client again with a token "
+            "(--token-file) or a certificate (--tls) that the file has now",
         )
 
     def owns(self, table: str) -> bool:
@@ -168,6 +168,17 @@ class Access:
         if peer.uid is not None and peer.is_admitted:
             return self._user(peer.uid)
         raise NotAuthenticated(who=peer.address, why=_remedy(certificate))
+
+    def known_again(self, principal: Principal) -> Principal:
+        """Who somebody is by the file of now; the same, which is `revoked`, where their token or certificate is gone.
+
+        Of an entry with both it is not known which of them was shown: it has to have both still.
+        """
+        old = principal.entry
+        for new, found in self._entries.items():
+            if (new.token_sha256, new.certificate) == (old.token_sha256, old.certificate):
+                return found
+        return principal
 
     def check(self, principal: Principal | None, kind: type[Request]) -> None:
         """NotAllowed, or NotAuthenticated, where a principal may not make requests of this kind at all.

@@ -301,8 +301,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._server.rejected["hello"] += 1
                 self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
             return
-        if self._principal is not None and self._principal.revoked:
-            self._fail(self._principal.revocation())
+        if (principal := self._known_principal()) is not None and principal.revoked:
+            self._fail(principal.revocation())
             return
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
@@ -393,6 +393,17 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
 
+    def _known_principal(self) -> Principal | None:
+        """Who the peer is, by access.yaml as it is now."""
+        before, access = self._principal, self._server.dispatch.access
+        if before is not None and before.revoked and access is not None:
+            now = access.known_again(before)
+            if now is not before:
+                now.usage.connect(is_new=False)
+                before.usage.disconnect()
+                self._principal = now
+        return self._principal
+
     def _begin_tls(self) -> None:
         assert self._tls is not None
         self._filled = 0  # a second hello comes, and only that one counts
@@ -474,7 +485,7 @@ class Connection(asyncio.BufferedProtocol):
             return None
         if server.dispatch.access is not None:
             try:
-                server.dispatch.access.check(self._principal, kind)
+                server.dispatch.access.check(self._known_principal(), kind)
             except EmbershardError as error:
                 server.dispatch.access.refused(self._principal, self._peer.address, METHODS[kind][0], error)
                 self._refuse(header, error)
@@ -526,7 +537,7 @@ class Connection(asyncio.BufferedProtocol):
             num_bytes=len(header.head) + sum(header.lengths),
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer.address,
-            principal=self._principal,
+            principal=self._known_principal(),
         )
         future.add_done_callback(self._sender(header, kind))
 

@@ -25,7 +25,7 @@ def revoke_certificate(folder):
 @pytest.mark.parametrize(
     ("scheme", "act", "causes", "remedy"),
     [
-        ("tcp", revoke_token, ("was removed or changed", "was revoked"), "--token-file"),
+        ("tcp", revoke_token, ("was removed from access.yaml", "was revoked"), "--token-file"),
         pytest.param("grpc", revoke_token, ("was revoked",), "--token-file", marks=SLOW),
         pytest.param("tcp", revoke_certificate, ("lists it as revoked",), "Issue it a new one", marks=SLOW),
         pytest.param("grpc", revoke_certificate, ("lists it as revoked",), "Issue it a new one", marks=SLOW),
