@@ -200,6 +200,9 @@ bar-serve: setup  ## an exported ranker over HTTP: the trainer's scores, and 50 
 bar-panel: setup  ## the panel in Chromium: sample to pixel, no stranger asked, a flat heap, 100 shards (5 minutes; apt-get install chromium)
 	$(BIN)/python bench/bar_panel.py $(ARGS)
 
+bench-sampler: setup  ## what the panel's sampler costs it and two shards (1 minute)
+	$(BIN)/python bench/sampler.py $(ARGS)
+
 bar-codecs: setup  ## what codecs cost and save: speed against copying, bytes of real messages
 	$(BIN)/python bench/codecs.py
 
