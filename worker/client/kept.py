@@ -100,13 +100,10 @@ class KeptPushes:
         with self._lock:
             self._loading.setdefault(shard, seq)
 
-    def loads_end(self, shard: int | None = None) -> None:
-        """All loads, or those to one shard, were answered."""
+    def loads_end(self, shard: int) -> None:
+        """Note that a shard has answered all loads, or a push after them."""
         with self._lock:
-            if shard is None:
-                self._loading.clear()
-            else:
-                self._loading.pop(shard, None)
+            self._loading.pop(shard, None)
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
