@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,17 @@ class Inode:
     unsynced: set[int] = field(default_factory=set)  # sectors
     smallest: int = 0  # its size at the smallest since it was synced
     allocated: set[int] = field(default_factory=set)
+
+    def write_back(self) -> None:
+        """Have the disk have what processes see, but for what an earlier sync has failed to write."""
+        size = len(self.data)
+        del self.durable[self.smallest :]
+        self.durable.extend(bytes(size - len(self.durable)))
+        for sector in self.unsynced:  # and no others: after a sync that failed the rest counts as written
+            start, end = sector * SECTOR, min((sector + 1) * SECTOR, size)
+            self.durable[start:end] = self.data[start:end]
+        self.unsynced.clear()
+        self.smallest = size
 
 
 class SimulatedDisk:
@@ -124,6 +135,13 @@ class SimulatedDisk:
         for inode in self._inodes():
             _tear(inode, random)
 
+    def write_back(self) -> None:
+        """The kernel writes what it has to the disk, as it does from time to time."""
+        self._durable_names = dict(self._names)
+        self._changes.clear()
+        for inode in self._inodes():
+            inode.write_back()
+
     def copy(self) -> SimulatedDisk:
         """The same disk, as a copy of what processes see, all of it synced."""
         other = SimulatedDisk(self.capacity)
@@ -150,6 +168,16 @@ class SimulatedDisk:
             if self.free_bytes(Path()) < SECTOR:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             inode.allocated.add(sector)
+
+
+class Worst(random.Random):
+    """The numbers of a loss of power by which nothing that was not synced is kept."""
+
+    def choice(self, options: Sequence[object]) -> object:
+        return "lost"
+
+    def randint(self, low: int, high: int) -> int:
+        return low
 
 
 def _tear(inode: Inode, random: random.Random) -> None:
@@ -201,14 +229,7 @@ class SimulatedFile:
 
     def sync(self) -> None:
         self._disk._do("sync", self._path)
-        inode, size = self._inode, len(self._inode.data)
-        del inode.durable[inode.smallest :]
-        inode.durable.extend(bytes(size - len(inode.durable)))
-        for sector in inode.unsynced:  # and no others: after a sync that failed the rest counts as written
-            start, end = sector * SECTOR, min((sector + 1) * SECTOR, size)
-            inode.durable[start:end] = inode.data[start:end]
-        inode.unsynced.clear()
-        inode.smallest = size
+        self._inode.write_back()
 
     def truncate(self, num_bytes: int) -> None:
         self._disk._do("truncate", self._path)

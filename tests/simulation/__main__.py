@@ -15,6 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
     parser.add_argument("seeds", help="a seed, or FIRST:END")
     parser.add_argument("--mutant", choices=mutants.names())
+    parser.add_argument("--focus", help="of the faults, in place of the seed's own; '' is none")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--keep-going", action="store_true")
     args = parser.parse_args()
@@ -27,7 +28,7 @@ def main() -> int:
     began, faults, events, recoveries, failed = time.process_time(), Counter(), 0, 0, []
     seeds = range(int(first), int(end)) if end else [int(first)]
     for seed in seeds:
-        simulation = Simulation(seed, lines=args.trace)
+        simulation = Simulation(seed, focus=args.focus, lines=args.trace)
         try:
             result = simulation.run()
         except Exception:

@@ -6,6 +6,9 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from embershard.proto.messages import Declare
+from embershard.ps.events import Event, PushEvent
+
 from .machinery.network import SimulatedCall
 from .machines import WAITS
 
@@ -28,7 +31,12 @@ class Faults:
     happen. It counts in each state in which the shard is then, and by each kind of request that is open there.
 
     Half of the seeds leave out some kinds and prefer others: where all come, what takes two of one kind is rare (swarm
-    testing, Groce et al. 2012).
+    testing, Groce et al. 2012). A scenario's focus adds faults that follow each other:
+
+    - "short losses": a machine of mode `log` loses power soon after its kernel has written what it had, so that it
+      loses the last events and no others;
+    - "partitions": links are cut for longer than calls last, and workers stopped for longer than their leases;
+    - "syncs of bases": a sync for a base of mode `log` fails, and the machine of the next process loses power.
     """
 
     def __init__(self, simulation: Simulation, count: int) -> None:
@@ -38,6 +46,15 @@ class Faults:
         self._weights = {kind: self.random.choice(weights) for kind in KINDS}
         if not simulation.scenario.may_lose_workers:
             self._weights["kill worker"] = 0
+        self.focus = simulation.scenario.focus
+        self._cut_seconds = [0.05, 0.5, 2.0]
+        if self.focus == "short losses":
+            self._weights |= {"power loss": 0, "flip": 0}  # a flip has the disk written
+        elif self.focus == "partitions":
+            self._weights |= {"cut": 4, "stop worker": 4}
+            self._cut_seconds = [2.0, 5.0, 8.0]
+        self._losing: dict[int, int] = {}  # shards whose machine will lose power -> events before
+        self._distrusted: set[int] = set()  # shards of which a sync for a base has failed
         self.counts: Counter[str] = Counter()
         self.states: Counter[tuple[str, str]] = Counter()
         self.quiet_until = 0.0
@@ -70,13 +87,15 @@ class Faults:
             return ""
         self._count(kind, self.sim.machines[call.shard].states | {WAITS[call.kind]})
         if kind == "cut":
-            until = self.sim.world.now + self.random.choice([0.05, 0.5, 2.0])
+            until = self.sim.world.now + self.random.choice(self._cut_seconds)
             self.sim.network.cuts[call.worker, call.shard, direction] = until
             return "drop"
         return kind
 
     def operation(self, shard: int, kind: str, name: str, seconds: float) -> None:
         """A disk begins to write or to sync."""
+        if self.focus == "syncs of bases" and kind == "sync" and self._fails_base(shard, name):
+            return
         if not self._wanted(0.10 if self.sim.network.open_calls(shard) else 0.02):
             return
         machine = self.sim.machines[shard]
@@ -95,6 +114,49 @@ class Faults:
         what, moment = self._choose(PROCESS), seconds * self.random.random()
         if what:
             self.sim.world.at(moment, lambda: self.process(what, shard, worker))
+
+    def event(self, shard: int, event: Event) -> None:
+        """A shard has applied an event, which its log does not have yet."""
+        tables = self.sim.machines[shard].oracle.model.tables
+        if self.focus != "short losses" or len(tables) <= isinstance(event, Declare):
+            return  # who loses the first table loses all, and training ends
+        if shard not in self._losing:
+            # of pushes there are more than of all others together
+            if self._wanted(0.1 if isinstance(event, PushEvent) else 0.3):
+                self._begin_loss(shard)
+            return
+        self._losing[shard] -= 1
+        if self._losing[shard] == 0:
+            worker = self.random.randrange(self.sim.scenario.workers)
+            if self.random.random() < 0.3:  # others wait for it, and hear what of theirs is safe
+                self.sim.world.at(1e-3, lambda: self.process("stop worker", shard, worker))
+            self.sim.world.at(self.random.choice([1e-3, 2e-3, 5e-3, 0.5]), lambda: self._lose(shard, worker))
+
+    def _begin_loss(self, shard: int) -> None:
+        """From here on a machine's kernel writes nothing to the disk, until it loses power some events later."""
+        self.sim.machines[shard].disk.write_back()
+        self.sim.world.note("write back", shard)
+        self._losing[shard] = self.random.choice([1, 1, 2, 3, 5])
+
+    def _lose(self, shard: int, worker: int) -> None:
+        self._losing.pop(shard, None)
+        self.process("power loss", shard, worker)
+
+    def _fails_base(self, shard: int, name: str) -> bool:
+        """Whether a sync fails that a base needs, or a machine loses power after one has failed."""
+        machine = self.sim.machines[shard]
+        if shard in self._distrusted and self._wanted(0.2):
+            self._distrusted.discard(shard)
+            self.sim.world.at(self.random.choice([0.0, 2e-3, 0.02]), lambda: self.process("power loss", shard, 0))
+            return True
+        if machine.log is None or not machine.log.bases.writing or not name.startswith("log-"):
+            return False
+        if not self._wanted(0.4):
+            return False
+        self._count("failed sync", machine.states | {"sync"})
+        machine.disk.failing["sync"] = "failed sync"
+        self._distrusted.add(shard)
+        return True
 
     def _choose(self, kinds: list[str]) -> str:
         """One of these kinds; empty where this seed has none of them."""
@@ -122,7 +184,8 @@ class Faults:
         elif kind == "kill shard":
             machine.kill(self.random.choice([0.001, 0.05, 0.5]))
         elif kind == "power loss":
-            machine.kill(self.random.choice([0.05, 0.5]), power=True)
+            keeps = self.focus != "short losses" or self.random.random() < 0.2
+            machine.kill(self.random.choice([0.05, 0.5]), power=True, keeps=keeps)
         elif not machine.flip(self.random):
             return
         self._count(kind, states)

@@ -31,6 +31,7 @@ from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.journal.segments import SyncFailed
 from embershard.ps.shard import Shard
+from harness.simulated_disk import Worst
 
 from .machinery.disk import MachineDisk
 from .machinery.network import SimulatedCall, as_bytes
@@ -58,6 +59,7 @@ class ShardMachine:
         self.disk.latency = simulation.scenario.disk_latency
         self.disk.on_operation = lambda kind, name, seconds: simulation.faults.operation(number, kind, name, seconds)
         self.oracle = ShardOracle(simulation.world, number, simulation.scenario.durability)
+        self.oracle.on_event = lambda event: simulation.faults.event(number, event)
         self.folder = Path(f"/logs/shard-{number}")
         self.process: Process | None = None
         self.dispatch: Dispatch | None = None
@@ -89,8 +91,8 @@ class ShardMachine:
         self.disk.process = process
         process.spawn(lambda: self._serve(process))
 
-    def kill(self, seconds: float, *, power: bool = False) -> None:
-        """End the process, or the machine; it is started again after so many seconds."""
+    def kill(self, seconds: float, *, power: bool = False, keeps: bool = True) -> None:
+        """End the process, or the machine, which may keep something that was not synced; start it after so long."""
         process = self.process
         assert process is not None
         self.sim.world.note("kill", self.number, power)
@@ -100,7 +102,8 @@ class ShardMachine:
         self.disk.kill()
         if power:
             self.has_power = False
-            self.disk.lose_power(self.sim.world.random)
+            chance = self.sim.world.random
+            self.disk.lose_power(chance if keeps else Worst(chance.getrandbits(32)))
             self.oracle.may_lose |= self.sim.scenario.durability == "log"
         waiting, self._waiting = self._waiting, []
         for call in waiting:

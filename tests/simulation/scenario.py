@@ -13,6 +13,9 @@ RAISING = spec.Custom(function="simulation.raising_rows:limited", lr=0.5)
 PUSH_CODECS = ["none"] * 5 + ["int8", "topk:0.4", "rows:0.5", "fp16s"]
 PULL_CODECS = ["none"] * 4 + ["delta", "delta", "fp16s", "int8"]
 
+# What half of the seeds prefer, of what several faults in a row have to come for; "" is none
+FOCUSES = ["", "", "", "", "short losses", "short losses", "partitions", "syncs of bases"]
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -48,10 +51,11 @@ class Scenario:
     raises: bool  # the row function of the first table raises for some gradients
     compresses: bool  # somebody changes the codecs that the shards tell
     log_segments: int | None  # that the folder of a log may have beside its images
+    focus: str = ""  # which faults it prefers, see faults.py
 
     @classmethod
-    def of(cls, seed: int, faults: int | None = None) -> Scenario:
-        """That of a seed; `faults` replaces its number of faults."""
+    def of(cls, seed: int, faults: int | None = None, focus: str | None = None) -> Scenario:
+        """That of a seed; `faults` replaces its number of faults, and `focus` what it prefers."""
         r = random.Random(f"scenario {seed}")
         is_sync = r.random() < 0.45
         is_member = is_sync or r.random() < 0.8
@@ -68,7 +72,7 @@ class Scenario:
         if raises:  # for a worker that sends a push again it is the same push, without residuals
             tables[0] = replace(tables[0], optimizer=RAISING, push_codec=CodecName.parse("none"))
         count = 20 + r.randrange(20)
-        return cls(
+        scenario = cls(
             seed=seed,
             durability=r.choice(["fsync", "fsync", "log"]),
             shards=r.choice([1, 1, 2, 2, 3]),
@@ -100,3 +104,14 @@ class Scenario:
             compresses=r.random() < 0.2,
             log_segments=r.choice([None, None, None, 6]),
         )
+        other = random.Random(f"focus {seed}")  # of its own: the other numbers of a seed are as without it
+        chosen = other.choice(FOCUSES)
+        focus = chosen if focus is None else focus
+        assert focus in FOCUSES, f"a focus is one of {FOCUSES}, not {focus}"
+        if focus == "short losses":
+            return replace(scenario, focus=focus, durability="log")
+        if focus == "partitions":
+            return replace(scenario, focus=focus, lease=other.choice([1.0, 2.0]))
+        if focus == "syncs of bases":
+            return replace(scenario, focus=focus, durability="log", base_tail=other.choice([0, 1000]))
+        return scenario

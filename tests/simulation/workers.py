@@ -32,6 +32,7 @@ from embershard.worker.client.membership import Terms
 
 from .machinery.network import SimulatedCall, SimulatedTransport
 from .machinery.world import Process
+from .oracles.waits import untold
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -55,6 +56,7 @@ class SimulatedWorker:
         self.pushed: dict[str, np.ndarray] = {}  # table -> (NUM_IDS, dim) sum of what was given to push
         self.is_exact = True  # whether everything given to push was taken
         self.pulled: dict[int, tuple[Pull, object]] = {}  # shard -> request and what the oracle says of its reply
+        self._asked: dict[int, float] = {}  # shard -> when it was last asked for rows of a clock
 
     def start(self) -> None:
         """Start a process."""
@@ -84,6 +86,8 @@ class SimulatedWorker:
         oracle = self.sim.machines[call.shard].oracle
         if outcome is None:
             oracle.submitted(call)
+            if isinstance(call.request, Pull) and call.request.required_clock:
+                self._asked[call.shard] = self.sim.world.now
             if self.client is not None and isinstance(call.request, Push):
                 num_kept = len(self.client.connections.kept._kept[call.shard])
                 if num_kept > self.scenario.kept_pushes:
@@ -93,6 +97,10 @@ class SimulatedWorker:
         if isinstance(call.request, Pull) and isinstance(outcome, Rows) and call.expected is not None:
             self.pulled[call.shard] = call.request, call.expected
 
+    def asked_lately(self) -> set[int]:
+        """The shards at which this worker has waited for a clock to the last, if it has waited for long."""
+        return {shard for shard, at in self._asked.items() if at > self.sim.world.now - 2 * self.scenario.timeout}
+
     def _main(self) -> None:
         while not self.is_finished:
             try:
@@ -100,6 +108,9 @@ class SimulatedWorker:
             except EXPECTED as error:
                 if isinstance(error, WorkerLost) and (self.sim.has_lost or self._was_left_behind()):
                     # another one waits, or has finished, and what it had said is lost with the power: this one is told
+                    if wrong := untold(self.sim, self):
+                        self.sim.world.fail(wrong)
+                        return
                     self.sim.is_given_up = True
                 self._give_up(error)
             except EmbershardError as error:
@@ -321,6 +332,8 @@ class SimulatedWorker:
     def _meet(self, client: Client, name: str) -> None:
         assert client.membership is not None
         payload = bytes([self.number]) * self.scenario.payload_bytes
+        clock = client.connections.clock
+        give_up = clock.now() + 60.0
         while True:
             try:
                 # the others are past it where all leases ended, and this process began another job on the shards
@@ -339,6 +352,9 @@ class SimulatedWorker:
                     raise
                 return
             except ShardUnavailable:
+                if self.sim.has_lost and clock.now() > give_up:  # a slow shard says too late that others are waited for
+                    self.sim.is_given_up = True
+                    raise
                 self._pause(client)
 
     def _ask(self, client: Client) -> None:

@@ -104,13 +104,10 @@ class KeptPushes:
             self.is_empty = False
             self._loading.setdefault(shard, seq)
 
-    def loads_end(self, shard: int | None = None) -> None:
-        """All loads, or those to one shard, were answered."""
+    def loads_end(self, shard: int) -> None:
+        """Note that a shard has answered all loads, or a push after them."""
         with self._lock:
-            if shard is None:
-                self._loading.clear()
-            else:
-                self._loading.pop(shard, None)
+            self._loading.pop(shard, None)
             self._look()
 
     def num_bytes(self, shard: int) -> int:

@@ -44,18 +44,13 @@ def load_rows(
         for shard, queue in queues.items()
         if queue
     }:
-        if member is None:
-            raise_first(connections.call(batch))
-        elif not whole.keep_state:
-            raise_first(member.call_with_rejoin(partial(connections.call, batch)))
-        else:
-            lost_leases, outcomes = member.lost_leases, connections.call(batch)
-            if any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
-                member.rejoin(lost_leases)
-                pushes.loaded({})
-                return False
-            raise_first(outcomes)
-        pushes.loaded(batch)
+        lost_leases, ask = 0 if member is None else member.lost_leases, partial(connections.call, batch)
+        outcomes = ask() if member is None or whole.keep_state else member.call_with_rejoin(ask)
+        pushes.loaded(batch, outcomes)
+        if member is not None and whole.keep_state and any(isinstance(one, LeaseLost) for one in outcomes.values()):
+            member.rejoin(lost_leases)
+            return False
+        raise_first(outcomes)
     return True
 
 

@@ -15,7 +15,7 @@ from embershard.proto.errors import (
     ShardUnavailable,
     UnknownRoute,
 )
-from embershard.proto.messages import Load, Push, Pushed, PushToken, TableGradients
+from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients
 from embershard.proto.monitoring import tracing
 from embershard.proto.routing import Placement, Route
 from embershard.worker.client.connections import (
@@ -142,13 +142,16 @@ class PushQueue:
         self._kept.load_begins(shard, token.seq)
         return token
 
-    def loaded(self, loads: Mapping[int, Load]) -> None:
-        """These were answered, so that they are safe, and all before them. One that was given up is not acknowledged:
-        its shard may never have seen it.
+    def loaded(self, loads: Mapping[int, Load], outcomes: Mapping[int, Outcome]) -> None:
+        """Note which loads were answered: they and all before them are safe. One that was refused or got no answer is
+        not acknowledged: its shard may never have seen it.
         """
-        self._kept.loads_end()
         for shard, load in loads.items():
-            if load.token is not None:
+            outcome = outcomes[shard]
+            if isinstance(outcome, EmbershardError) and may_be_unhandled(outcome):
+                continue
+            self._kept.loads_end(shard)
+            if isinstance(outcome, Loaded) and load.token is not None:
                 self._kept.acknowledge(shard, load.token.seq)
 
     def _append(

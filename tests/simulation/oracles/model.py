@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from embershard.proto.codec.payload import decode
-from embershard.proto.messages import Declare, Join, Leave, Load, Push
+from embershard.proto.messages import Declare, Join, Leave, Load, Push, TakeSplit
 from embershard.proto.spec import Custom
 from embershard.ps.events import Event, Expired, PushEvent, Settled, Term
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -42,6 +42,37 @@ class ModelPush:
 
 
 @dataclass
+class ModelSplits:
+    """The parts of one pass over the data. A member that comes back after its eviction is another one here."""
+
+    data_epoch: int = -1
+    never_given: int = 0
+    back: list[int] = field(default_factory=list)  # from members that are gone
+    held: dict[int, tuple[ModelMember, int]] = field(default_factory=dict)  # by worker
+
+    def take(self, member: ModelMember, request: TakeSplit, members: dict[int, ModelMember]) -> int:
+        """The part that a member is given; -1: none is left, or it has to wait."""
+        if request.data_epoch > self.data_epoch:
+            self.data_epoch, self.never_given, self.back, self.held = request.data_epoch, 0, [], {}
+        for worker, (holder, split) in list(self.held.items()):
+            if members.get(worker) is not holder:
+                self.back.append(split)
+                del self.held[worker]
+        if member.worker in self.held:
+            if (split := self.held[member.worker][1]) != request.done:
+                return split
+            del self.held[member.worker]
+        if self.back:
+            split = self.back.pop(0)
+        elif self.never_given < request.num_splits:
+            split, self.never_given = self.never_given, self.never_given + 1
+        else:
+            return -1
+        self.held[member.worker] = member, split
+        return split
+
+
+@dataclass
 class ModelWindow:
     epoch: int
     first: int = 0
@@ -61,6 +92,8 @@ class ModelShard:
         self.joined: set[int] = set()
         self.windows: dict[int, ModelWindow] = {}
         self.pending: dict[int, dict[tuple[int, int], ModelPush]] = {}
+        self.splits = ModelSplits()
+        self.given = -1  # the part of the data that the last event gave
 
     def apply(self, event: Event) -> tuple[int, int]:
         """Take an event; the rows that it applied and skipped."""
@@ -76,6 +109,8 @@ class ModelShard:
                 self._join(event)
             case Leave():
                 self._leave(event)
+            case TakeSplit():
+                self.given = self.splits.take(self.members[event.worker], event, self.members)
             case Expired():
                 self._remove(event.worker, lost=True)
                 self._close()
@@ -209,6 +244,7 @@ class ModelShard:
             self.open, self.staleness, self.aware = join.clock, join.staleness, join.staleness_aware_lr
             self.started, self.workers = False, join.workers
             self.joined.clear()
+            self.splits = ModelSplits()
             for one in self.gone.values():
                 one.clock = 0
         first = self.open if gone is None else max(self.open, gone.clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost
-from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows
+from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows, Split
 from embershard.proto.routing import Placement
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
@@ -65,11 +66,13 @@ class ShardOracle:
     damaged_base: str = ""  # name of the base in which a bit was flipped
     lost: set[Token] = field(default_factory=set)  # acknowledged, and lost with the machine's power
     has_lost: bool = False  # whether anything that was answered is lost with the machine's power
-    settled: dict[Token, int] = field(default_factory=dict)  # LSN of the event that says so
+    served_at: float = 0.0  # since when the shard serves, as it was last begun
+    settled: dict[Token, int] = field(default_factory=dict)  # LSN of the event by which it was refused
     term: int = 0
     expired: int = 0
     recoveries: int = 0
     bases: int = 0  # that recoveries began with
+    on_event: Callable[[Event], None] = lambda event: None  # called with each that was applied
 
     def fail(self, what: str) -> None:
         self.world.fail(f"shard {self.shard}: {what}")
@@ -161,6 +164,8 @@ class ShardOracle:
             self.term = event.term
         if isinstance(event, Settled):
             self.settled[event.worker, event.epoch, event.seq] = lsn
+        elif isinstance(event, PushEvent) and outcome.error is not None:
+            self.settled[_token(event.push)] = lsn
         rows = self._apply(lsn, self.history[-1])
         if outcome.error is not None:
             rows = outcome.rows
@@ -171,6 +176,9 @@ class ShardOracle:
         ):
             if got != want:
                 self.fail(f"LSN {lsn}, {kind}: {what} {got}, not {want}")
+        self.on_event(event)
+        if isinstance(outcome.reply, Split) and outcome.reply.index != self.model.given:
+            self.fail(f"LSN {lsn}: worker {event.worker} is given part {outcome.reply.index}, not {self.model.given}")
 
     def _apply(self, lsn: int, logged: Logged) -> tuple[int, int]:
         event = logged.event
@@ -309,6 +317,7 @@ class ShardOracle:
 
     def recovered(self, core: Core) -> None:
         """A shard serves again."""
+        self.served_at = self.world.now
         if not self.history or not isinstance(self.history[-1].event, Term):
             self.fail("a recovery that is no event")
         if self.damaged_base:

@@ -1,9 +1,9 @@
 """Pushes that were answered before they are safe: the worker keeps them, and sends them to the shard's next process."""
 
-import random
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,23 +26,13 @@ from harness.eventually import eventually
 from harness.logs import open_log
 from harness.raises import raises
 from harness.shards import gradients, push, rows
-from harness.simulated_disk import SimulatedDisk
+from harness.simulated_disk import SimulatedDisk, Worst
 
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 
 
 class Ended(Exception):
     pass
-
-
-class Worst(random.Random):
-    """Nothing that was not synced has reached the disk."""
-
-    def choice(self, options):
-        return "lost"
-
-    def randint(self, low, high):
-        return low
 
 
 class Machine:
@@ -278,6 +268,29 @@ def test_what_follows_says_that_a_load_and_all_before_it_are_safe(what):
     assert len(tokens) > (8 if what == "messages of one load" else 2)
     later = tokens[2:-1] if what == "push" else tokens[2:]
     assert all(token.first_incomplete == token.seq for token in later)
+    client.close()
+
+
+def test_what_one_shard_has_answered_of_a_load_counts_although_another_shard_did_not_answer():
+    """Else the shard could lose it with its machine's power, and nobody be told."""
+    shards = [Shard(index, Placement.even(2), OptimizerRegistry()) for index in range(2)]
+    said = {}
+
+    def handle(shard, request):
+        if isinstance(request, Load) and shard.greeting.shard == 1:
+            raise Unreachable("the machine is gone")
+        if isinstance(request, Push):
+            said[shard.greeting.shard] = request.token.first_incomplete
+        return shard.handle(request)
+
+    transports = [LocalTransport(partial(handle, shard), f"shard/{number}") for number, shard in enumerate(shards)]
+    client = Client(transports, worker=0, timeout=timedelta(seconds=0.2))
+    client.declare(SPEC)
+    route = make_route(np.arange(20, dtype=np.int64), SPEC.space_key, client.placement)
+    with pytest.raises(errors.ShardUnavailable):
+        client.load("t", route, np.zeros((20, SPEC.dim), np.float32))
+    client.push([("t", route, np.ones((20, SPEC.dim), np.float32))], clock=0)
+    assert said == {0: 2, 1: 1}
     client.close()
 
 
