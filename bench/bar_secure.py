@@ -1,13 +1,13 @@
 """Attack a shard: whoever is not meant to gets nothing, and what they try costs the shard no memory.
 
-- Every method x role x transport (stream over a Unix socket, over TCP, gRPC): 0 answers other than the table of roles
-  says.
-- 100,000 hostile handshakes (noise, half a hello, no token, a wrong token, TLS, HTTP/2): memory +<= 64 MiB, and the
-  shard still serves.
+- Every method x role x transport (stream over a Unix socket, over TCP, gRPC), without TLS and with it: 0 answers other
+  than the table of roles says; with TLS none over TCP and gRPC without a certificate, whatever the token.
+- 100,000 hostile handshakes (noise, half a hello, no token, a wrong token, TLS, HTTP/2) each without TLS and with it:
+  memory +<= 64 MiB, and the shard still serves.
 - Paths and URLs that lead out of --snapshots: 0 of them are read or written, and nobody is called.
 - Its audit log has nothing wrong; of the copies in which one byte was changed, each is found.
 
-Prints one JSON line; exits 1 on anything else. All of it without TLS (`TLS`: where runs with it are added).
+Prints one JSON line; exits 1 on anything else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -26,12 +27,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from embershard.deploy.authority import Authority
 from embershard.proto import spec
-from embershard.proto.errors import AuditDamaged, EmbershardError, NotAllowed, PlaceNotAllowed
+from embershard.proto.errors import AuditDamaged, EmbershardError, NotAllowed, PlaceNotAllowed, TLSRequired
 from embershard.proto.messages import (
     METHODS,
     Compress,
@@ -55,6 +58,7 @@ from embershard.proto.messages import (
     TableIds,
     TakeSplit,
 )
+from embershard.proto.security.tls import TLS
 from embershard.proto.security.tokens import TokenFile, new_token, pack_token, token_digest, write_private
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Transport
@@ -63,7 +67,6 @@ from embershard.ps.security.audit import verify
 from embershard.ps.security.roles import LEAST_ROLE, ROLES
 from timing import finish, load
 
-TLS = (False,)
 SCHEMES = {"stream, Unix": "", "stream, TCP": "tcp://", "grpc": "grpc://"}
 MOST_BYTES = 64 * 2**20
 PATIENCE = timedelta(seconds=60)
@@ -100,14 +103,14 @@ def ask(transport: Transport, request: Request) -> object:
     return transport.submit(request, PATIENCE).result()
 
 
-def wrong_answers(address: str, tokens: dict[str, Path], seen: Counter[str]) -> list[str]:
+def wrong_answers(address: str, tokens: dict[str, Path], tls: TLS | None, seen: Counter[str]) -> list[str]:
     """Requests that were answered though they must not be, or refused though they must not be."""
     wrong = []
     with closing(transport_for(address, token=TokenFile(tokens["admin"]))) as transport:
         ask(transport, Declare(TABLE))  # a reader may declare what is there
     for transport_name, scheme in SCHEMES.items():
         for role, file in tokens.items():
-            with closing(transport_for(scheme + address, token=TokenFile(file))) as transport:
+            with closing(transport_for(scheme + address, tls=tls, token=TokenFile(file))) as transport:
                 for request in REQUESTS:
                     may = role in ROLES and ROLES.index(role) >= ROLES.index(LEAST_ROLE[type(request)])
                     try:
@@ -118,12 +121,41 @@ def wrong_answers(address: str, tokens: dict[str, Path], seen: Counter[str]) -> 
                     seen["requests"] += 1
                     if got is not may:
                         wrong.append(f"{role} over {transport_name}: {METHODS[type(request)][0]} gave {got}")
+            if tls is not None and scheme:
+                wrong += [f"{role} over {transport_name}, {one}" for one in without_certificate(scheme + address, file)]
+                seen["requests"] += len(REQUESTS)
     return wrong
+
+
+def without_certificate(address: str, token: Path) -> list[str]:
+    """Requests that a shard with certificates answers to a client without."""
+    answered = []
+    with closing(transport_for(address, token=TokenFile(token))) as transport:
+        for request in REQUESTS:
+            try:
+                ask(transport, request)
+            except TLSRequired:
+                continue
+            except EmbershardError as error:
+                answered.append(f"no certificate: {METHODS[type(request)][0]} gave {type(error).__name__}")
+            else:
+                answered.append(f"no certificate: {METHODS[type(request)][0]} was answered")
+    return answered
+
+
+@cache
+def tls_hello() -> bytes:
+    """The first message of a client that speaks TLS, with no certificate, as gRPC's would."""
+    context, outgoing = ssl.create_default_context(), ssl.MemoryBIO()
+    context.set_alpn_protocols(["h2"])
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    return outgoing.read()
 
 
 def hostile(chooser: random.Random) -> list[bytes]:
     """What a hostile peer says, a piece at a time."""
-    asks, plain = client_hello(Feature.TOKEN), client_hello(Feature(0))
+    asks, plain, hello = client_hello(Feature.TOKEN), client_hello(Feature(0)), tls_hello()
     return chooser.choice(
         [
             [chooser.randbytes(chooser.randrange(1, 2000))],
@@ -134,6 +166,12 @@ def hostile(chooser: random.Random) -> list[bytes]:
             [asks, pack_token(None)],
             [asks],
             [b"\x16\x03\x01" + chooser.randbytes(200)],
+            [hello],
+            [hello, chooser.randbytes(200)],
+            [client_hello(Feature.TLS)],
+            [client_hello(Feature.TLS), hello],
+            [client_hello(Feature.TLS), hello, chooser.randbytes(200)],
+            [client_hello(Feature.TLS), plain],
             [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + chooser.randbytes(100)],
             [b"GET / HTTP/1.1\r\n\r\n"],
         ]
@@ -245,51 +283,71 @@ def memory_of(address: str) -> int:
         return int(status.resident_bytes)
 
 
+def attacked(
+    folder: Path, tls: TLS | None, handshakes: int, chooser: random.Random, seen: Counter[str]
+) -> tuple[int, list[str]]:
+    """By how many bytes a shard has grown, and what it let happen."""
+    root = folder / "places" / "root"
+    (root / "inner").mkdir(parents=True)
+    (root.parent / "other").mkdir()
+    (root / "out").symlink_to(root.parent)
+    (root.parent / "link").symlink_to(root)
+    tokens = {role: folder / role for role in (*ROLES, "none")}
+    lines = []
+    for role, file in tokens.items():
+        write_private(file, token := new_token())
+        if role in ROLES:
+            lines.append(f"- {{name: {role}er, role: {role}, token_sha256: '{token_digest(token).hex()}'}}\n")
+    write_private(folder / "access.yaml", "".join(lines))
+    options = ["--access", str(folder / "access.yaml"), "--audit", str(folder), "--snapshots", str(root)]
+    options += [] if tls is None else ["--tls", str(tls.path)]
+    with shard(*options) as (address, process), socket.create_server(("127.0.0.1", 0)) as listener:
+        failures = wrong_answers(address, tokens, tls, seen)
+        flood(address, min(handshakes, 2000), chooser)  # what a shard keeps ready for many is no leak
+        before = memory_of(address)
+        flood(address, handshakes, chooser)
+        grown = memory_of(address) - before
+        if grown > MOST_BYTES:
+            failures.append(f"memory grew by {grown >> 20} MiB in {handshakes} hostile handshakes")
+        failures += placed(address, root, listener, seen)
+        token = TokenFile(tokens["admin"])
+        with closing(transport_for(f"tcp://{address}", tls=tls, token=token)) as transport:
+            if process.poll() is not None or not isinstance(ask(transport, Hello()), Greeting):
+                failures.append("the shard no longer serves")
+    return grown, failures + unfound_changes(folder / "shard-0" / "audit.jsonl", chooser)
+
+
+def certificates(folder: Path) -> TLS:
+    """A folder that the shard and its clients use."""
+    folder.mkdir()
+    for name, data in Authority.create("bench").issue("bench", ["127.0.0.1", "localhost"], timedelta(days=30)).items():
+        write_private(folder / name, data.decode())
+    return TLS(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--handshakes", type=int, default=100_000)
+    parser.add_argument("--handshakes", type=int, default=100_000, help="each without TLS and with it")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chooser, seen, began = random.Random(args.seed), Counter[str](), time.monotonic()
     assert {type(request) for request in REQUESTS} == set(METHODS)
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as listener:
-        folder = Path(name)
-        root = folder / "places" / "root"
-        (root / "inner").mkdir(parents=True)
-        (root.parent / "other").mkdir()
-        (root / "out").symlink_to(root.parent)
-        (root.parent / "link").symlink_to(root)
-        tokens = {role: folder / role for role in (*ROLES, "none")}
-        lines = []
-        for role, file in tokens.items():
-            write_private(file, token := new_token())
-            if role in ROLES:
-                lines.append(f"- {{name: {role}er, role: {role}, token_sha256: '{token_digest(token).hex()}'}}\n")
-        write_private(folder / "access.yaml", "".join(lines))
-        options = ("--access", str(folder / "access.yaml"), "--audit", str(folder), "--snapshots", str(root))
-        with shard(*options) as (address, process):
-            failures = wrong_answers(address, tokens, seen)
-            flood(address, min(args.handshakes, 2000), chooser)  # what a shard keeps ready for many is no leak
-            before = memory_of(address)
-            flood(address, args.handshakes, chooser)
-            grown = memory_of(address) - before
-            if grown > MOST_BYTES:
-                failures.append(f"memory grew by {grown >> 20} MiB in {args.handshakes} hostile handshakes")
-            failures += placed(address, root, listener, seen)
-            with closing(transport_for(f"tcp://{address}")) as transport:
-                if process.poll() is not None or not isinstance(ask(transport, Hello()), Greeting):
-                    failures.append("the shard no longer serves")
-        failures += unfound_changes(folder / "shard-0" / "audit.jsonl", chooser)
+    grown, failures = dict[str, float](), list[str]()
+    with tempfile.TemporaryDirectory() as name:
+        for side, tls in (("plain", None), ("tls", certificates(Path(name) / "keys"))):
+            (Path(name) / side).mkdir()
+            num_bytes, wrong = attacked(Path(name) / side, tls, args.handshakes, chooser, seen)
+            grown[side] = round(num_bytes / 2**20, 1)
+            failures += [f"{side}: {one}" for one in wrong]
     result = {
         "bar": "secure",
-        "tls": list(TLS),
         "load": load(),
         "requests": seen["requests"],
         "handshakes": args.handshakes,
-        "grown_mib": round(grown / 2**20, 1),
+        "grown_mib": grown,
         "tricks": seen["tricks"],
         "tricks_refused": seen["tricks refused"],
-        "changes_of_the_audit_log": CHANGES,
+        "changes_of_the_audit_log": 2 * CHANGES,
         "seconds": round(time.monotonic() - began, 1),
     }
     finish(result, failures)
