@@ -8,7 +8,8 @@
 - Its audit log has nothing wrong; of the copies in which one byte was changed, each is found.
 
 All of it on a shard without certificates, where tokens have roles, and on one with them, where certificates have roles,
-too. Half of the handshakes go to each. Prints one JSON line; exits 1 on anything else.
+too, and nothing is answered over TCP and gRPC without one, whatever the token. Prints one JSON line; exits 1 on
+anything else.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import numpy as np
 
 from embershard.deploy.authority import Authority
 from embershard.proto import spec
-from embershard.proto.errors import AuditDamaged, EmbershardError, NotAllowed, PlaceNotAllowed
+from embershard.proto.errors import AuditDamaged, EmbershardError, NotAllowed, PlaceNotAllowed, TLSRequired
 from embershard.proto.messages import (
     METHODS,
     Compress,
@@ -138,6 +139,24 @@ def wrong_answers(address: str, peers: list[Peer], schemes: dict[str, str], seen
                     method = METHODS[type(request)][0]
                     wrong.append(f"{peer.role} by {by} over {transport_name}{with_tls}: {method} gave {got}")
     return wrong
+
+
+def answered_without_certificate(address: str, token: Path, seen: Counter[str]) -> list[str]:
+    """Requests that a shard with certificates answers to a client without."""
+    answered = []
+    for scheme in filter(None, SCHEMES.values()):
+        with closing(transport_for(scheme + address, token=TokenFile(token))) as transport:
+            for request in REQUESTS:
+                seen["requests"] += 1
+                try:
+                    ask(transport, request)
+                except TLSRequired:
+                    continue
+                except EmbershardError as error:
+                    answered.append(f"{scheme} no certificate: {METHODS[type(request)][0]} gave {type(error).__name__}")
+                else:
+                    answered.append(f"{scheme} no certificate: {METHODS[type(request)][0]} was answered")
+    return answered
 
 
 def hostile(chooser: random.Random) -> list[bytes]:
@@ -351,13 +370,16 @@ def attack(folder: Path, authority: Authority | None, args: argparse.Namespace, 
     unix, tcp = ({name: scheme for name, scheme in SCHEMES.items() if bool(scheme) is far} for far in (False, True))
     with shard(*options) as (address, process), socket.create_server(("127.0.0.1", 0)) as listener:
         failures = wrong_answers(address, by_socket, unix, seen) + wrong_answers(address, peers, tcp, seen)
+        if authority is not None:
+            for token in filter(None, (peer.token for peer in peers)):
+                failures += answered_without_certificate(address, token, seen)
         flood(address, min(args.handshakes, 2000), chooser, stranger)  # what a shard keeps ready for many is no leak
         before = memory_of(address)
-        flood(address, args.handshakes // 2, chooser, stranger)
+        flood(address, args.handshakes, chooser, stranger)
         grown = memory_of(address) - before
         seen["grown_mib"] = max(seen["grown_mib"], grown >> 20)
         if grown > MOST_BYTES:
-            failures.append(f"memory grew by {grown >> 20} MiB in {args.handshakes // 2} hostile handshakes")
+            failures.append(f"memory grew by {grown >> 20} MiB in {args.handshakes} hostile handshakes")
         failures += placed(address, root, listener, seen)
         with closing(peers[0].transport(f"tcp://{address}")) as transport:
             if process.poll() is not None or not isinstance(ask(transport, Hello()), Greeting):
@@ -368,7 +390,7 @@ def attack(folder: Path, authority: Authority | None, args: argparse.Namespace, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--handshakes", type=int, default=100_000)
+    parser.add_argument("--handshakes", type=int, default=100_000, help="with each shard")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     seen, began = Counter[str](), time.monotonic()

@@ -407,10 +407,16 @@ class Connection(asyncio.BufferedProtocol):
     def _begin_tls(self) -> None:
         assert self._tls is not None
         self._filled = 0  # a second hello comes, and only that one counts
-        if self._tls.is_full():
-            self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
+        if self._too_many_handshakes(self._tls):
             return
         self._tls.begin(self._handshake())
+
+    def _too_many_handshakes(self, tls: TLSPort) -> bool:
+        """Whether no further handshake may begin; the connection is dropped then."""
+        if tls.is_full():
+            self._server.rejected["handshakes"] += 1
+            self.drop(f"{tls.handshakes} other TLS handshakes are under way" * self._server.may_log_refusal())
+        return tls.is_full()
 
     async def _handshake(self) -> None:
         outer, tls = self._transport, self._tls
@@ -440,8 +446,7 @@ class Connection(asyncio.BufferedProtocol):
         target, is_tls = None if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
         if self._tls is not None:
             target = self._tls.grpc if is_tls else self._tls.refusing_grpc
-            if is_tls and self._tls.is_full():
-                self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
+            if is_tls and self._too_many_handshakes(self._tls):
                 return
         elif is_tls and self._inside is None:
             self._transport.write(_HANDSHAKE_FAILURE)

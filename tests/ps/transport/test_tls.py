@@ -270,7 +270,15 @@ def test_handshakes_are_bounded_in_number_and_time(serve, worker, monkeypatch):
         for sock in idle:
             sock.close()
     assert eventually(lambda: shard.stream.tls.handshakes == 0)
+    assert shard.stream.rejected["handshakes"] == 1
     assert isinstance(ask(shard.tcp, worker), ShardStatus)
+
+
+def test_handshakes_of_grpc_count_among_those_that_are_bounded(serve, worker):
+    shard = serve()
+    shard.stream.tls.max_handshakes = 0
+    assert shake_grpc(shard, grpc_context(worker.path)) == b""
+    assert shard.stream.rejected["handshakes"] == 1
 
 
 def grpc_context(folder, trusts=None):
