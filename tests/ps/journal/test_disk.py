@@ -92,9 +92,9 @@ class TestReadAhead:
 
         items = LocalDisk().read_ahead(numbers(), size_of_a_batch)
         assert next(items) == 0
-        eventually(lambda: made == [0, 1])
+        assert eventually(lambda: made == [0, 1])
         assert next(items) == 1
-        eventually(lambda: made == [0, 1, 2])
+        assert eventually(lambda: made == [0, 1, 2])
 
     def test_an_error_reaches_the_caller(self):
         def items():
