@@ -450,10 +450,12 @@ class Connection(asyncio.BufferedProtocol):
                 return
         elif is_tls and self._inside is None:
             self._transport.write(_HANDSHAKE_FAILURE)
-            _log.warning(
-                "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)",
-                self._peer.address,
-            )
+            self._server.rejected["tls"] += 1
+            if self._server.may_log_refusal():
+                _log.warning(
+                    "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)",
+                    self._peer.address,
+                )
             self._transport.close()
             return
         if target is None:
