@@ -129,11 +129,6 @@ class SegmentWriter:
         return self._lock.is_held()
 
     @property
-    def num_segments(self) -> int:
-        """Segments of the log."""
-        return len(self._names)
-
-    @property
     def names(self) -> list[SegmentName]:
         """The segments of the log, by LSN."""
         with self._names_lock:

@@ -40,14 +40,6 @@ def test_the_list_of_commands_imports_none_of_them():
     assert said.splitlines()[-1] == "heavy:"
 
 
-def test_a_worker_imports_nothing_that_only_shards_and_terminals_need():
-    code = "import sys, embershard.cli.worker; print(*sys.modules)"
-    names = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=250).split()
-    assert {"torch", "embershard.worker.training.trainer"} <= set(names)
-    assert not {"rich", "fsspec", "grpc", "pyarrow", "numba.np.arrayobj"} & set(names)
-    assert not [name for name in names if name.startswith(("embershard.ps.", "embershard.cli.up"))]
-
-
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_help_page(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])

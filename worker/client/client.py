@@ -310,7 +310,7 @@ class Client:
         if clock is None:
             return member.call_with_rejoin(lambda: self.connections.call(pulls, into))
         if member.required_clock(clock):
-            self._resend_pending(member)
+            self._resend_pending()
 
         def ask() -> dict[int, Outcome]:
             required = member.required_clock(clock)
@@ -319,7 +319,7 @@ class Client:
 
         return member.call_with_rejoin(ask)
 
-    def _resend_pending(self, member: Membership) -> None:
+    def _resend_pending(self) -> None:
         """Send a push again that got no answer: the clocks that a pull waits for may wait for it."""
         if self._push_lock.acquire(blocking=False):  # else another thread sends it
             try:

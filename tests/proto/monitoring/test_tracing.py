@@ -138,7 +138,8 @@ def test_a_step_that_is_not_traced_sends_nothing_and_marks_no_request():
     assert tracing.step_trace == b""
 
 
-def test_a_collector_that_is_away_costs_traces_and_nothing_else():
+def test_a_collector_that_is_away_costs_traces_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(tracing, "_CLOSE_SECONDS", 0.2)  # waited for twice: for room in the queue, and for the thread
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     sender = SpanSender(f"http://127.0.0.1:{port}", "worker")
