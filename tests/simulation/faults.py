@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from embershard.proto.messages import Declare
+from embershard.proto.messages import Declare, Leave, Push
 from embershard.ps.events import Event, PushEvent
 
 from .machinery.network import SimulatedCall
@@ -48,10 +48,14 @@ class Faults:
             self._weights["kill worker"] = 0
         self.focus = simulation.scenario.focus
         self._cut_seconds = [0.05, 0.5, 2.0]
+        self._awaits: type | None = None  # the event before which no fault comes
         if self.focus == "short losses":
             self._weights |= {"power loss": 0, "flip": 0}  # a flip has the disk written
+            if simulation.scenario.is_member and self.random.random() < 0.3:
+                self._awaits = Leave
         elif self.focus == "partitions":
             self._weights |= {"cut": 4, "stop worker": 4}
+            self._awaits = PushEvent
             self._cut_seconds = [2.0, 5.0, 8.0]
         self._losing: dict[int, int] = {}  # shards whose machine will lose power -> events before
         self._distrusted: set[int] = set()  # shards of which a sync for a base has failed
@@ -60,7 +64,7 @@ class Faults:
         self.quiet_until = 0.0
 
     def _wanted(self, probability: float) -> bool:
-        if self.left <= 0 or self.random.random() >= probability:
+        if self.left <= 0 or self._awaits or self.random.random() >= probability:
             return False
         return self.sim.world.now >= self.quiet_until
 
@@ -73,6 +77,8 @@ class Faults:
 
     def message(self, call: SimulatedCall, direction: str) -> str:
         """What becomes of a message; it may also be the moment at which a process fails."""
+        if self.focus == "partitions" and call.kind is Push and direction == "request" and self._wanted(0.1):
+            return self._isolate(call)
         if not self._wanted(0.12):
             return ""
         if self.random.random() < 0.5:
@@ -94,7 +100,7 @@ class Faults:
 
     def operation(self, shard: int, kind: str, name: str, seconds: float) -> None:
         """A disk begins to write or to sync."""
-        if self.focus == "syncs of bases" and kind == "sync" and self._fails_base(shard, name):
+        if self.focus == "syncs of bases" and self._fails_base(shard, kind, name):
             return
         if not self._wanted(0.10 if self.sim.network.open_calls(shard) else 0.02):
             return
@@ -117,13 +123,16 @@ class Faults:
 
     def event(self, shard: int, event: Event) -> None:
         """A shard has applied an event, which its log does not have yet."""
+        if self._awaits and isinstance(event, self._awaits):
+            self._awaits = None
         tables = self.sim.machines[shard].oracle.model.tables
         if self.focus != "short losses" or len(tables) <= isinstance(event, Declare):
             return  # who loses the first table loses all, and training ends
         if shard not in self._losing:
-            # of pushes there are more than of all others together
-            if self._wanted(0.1 if isinstance(event, PushEvent) else 0.3):
-                self._begin_loss(shard)
+            # of pushes there are more than of all others together, and each worker pauses once
+            probability = 0.1 if isinstance(event, PushEvent) else 0.8 if isinstance(event, Declare | Leave) else 0.3
+            if self._wanted(probability):
+                self._begin_loss(shard, [1, 1, 2] if isinstance(event, Leave) else [1, 1, 2, 3, 5])
             return
         self._losing[shard] -= 1
         if self._losing[shard] == 0:
@@ -132,31 +141,52 @@ class Faults:
                 self.sim.world.at(1e-3, lambda: self.process("stop worker", shard, worker))
             self.sim.world.at(self.random.choice([1e-3, 2e-3, 5e-3, 0.5]), lambda: self._lose(shard, worker))
 
-    def _begin_loss(self, shard: int) -> None:
+    def _begin_loss(self, shard: int, events: list[int]) -> None:
         """From here on a machine's kernel writes nothing to the disk, until it loses power some events later."""
         self.sim.machines[shard].disk.write_back()
         self.sim.world.note("write back", shard)
-        self._losing[shard] = self.random.choice([1, 1, 2, 3, 5])
+        self._losing[shard] = self.random.choice(events)
 
     def _lose(self, shard: int, worker: int) -> None:
         self._losing.pop(shard, None)
         self.process("power loss", shard, worker)
 
-    def _fails_base(self, shard: int, name: str) -> bool:
-        """Whether a sync fails that a base needs, or a machine loses power after one has failed."""
+    def _fails_base(self, shard: int, kind: str, name: str) -> bool:
+        """Whether a sync fails that a base needs, or a machine loses power after the next process has taken one."""
         machine = self.sim.machines[shard]
-        if shard in self._distrusted and self._wanted(0.2):
+        bases = None if machine.log is None else machine.log.bases
+        if bases is None or not self._wanted(0.5):
+            return False
+        if shard in self._distrusted and bases.taken:
             self._distrusted.discard(shard)
             self.sim.world.at(self.random.choice([0.0, 2e-3, 0.02]), lambda: self.process("power loss", shard, 0))
             return True
-        if machine.log is None or not machine.log.bases.writing or not name.startswith("log-"):
+        if not bases.writing or kind != "sync" or not name.startswith("log-") or shard in self._distrusted:
             return False
-        if not self._wanted(0.4):
-            return False
+        if self.sim.scenario.staleness == 0 and not self.sim.machines[shard].shard.core.clock.pending:
+            return False  # of what is older than a base, only pushes that wait for their clock are needed
         self._count("failed sync", machine.states | {"sync"})
         machine.disk.failing["sync"] = "failed sync"
         self._distrusted.add(shard)
+        for worker in self.sim.workers:  # those who have not pushed, so that the next base needs these pushes, too
+            if worker.is_training and worker.process is not None and self.random.random() < 0.6:
+                worker.stop(2.5)
         return True
+
+    def _isolate(self, call: SimulatedCall) -> str:
+        """Cut a worker off from all shards for longer than its lease, and one link for longer, one way."""
+        sim, worker = self.sim, call.worker
+        self._count("cut", sim.machines[call.shard].states | {WAITS[call.kind]})
+        seconds = 1.5 * sim.scenario.lease
+        for shard in range(sim.scenario.shards):
+            sim.network.cuts[worker, shard, "request"] = sim.world.now + seconds
+        shard, direction = (
+            self.random.randrange(sim.scenario.shards),
+            self.random.choice(["request", "reply", "reply", "reply"]),
+        )
+        until = sim.world.now + seconds + self.random.choice([0.5, 2.5, 2.5, 3.0]) * sim.scenario.timeout
+        sim.world.at(seconds, lambda: sim.network.cuts.update({(worker, shard, direction): until}))
+        return "drop"
 
     def _choose(self, kinds: list[str]) -> str:
         """One of these kinds; empty where this seed has none of them."""

@@ -52,6 +52,7 @@ class Scenario:
     compresses: bool  # somebody changes the codecs that the shards tell
     log_segments: int | None  # that the folder of a log may have beside its images
     focus: str = ""  # which faults it prefers, see faults.py
+    more_steps: tuple[int, ...] = ()  # of each worker: who has fewer pauses while the others go on
 
     @classmethod
     def of(cls, seed: int, faults: int | None = None, focus: str | None = None) -> Scenario:
@@ -109,9 +110,11 @@ class Scenario:
         focus = chosen if focus is None else focus
         assert focus in FOCUSES, f"a focus is one of {FOCUSES}, not {focus}"
         if focus == "short losses":
-            return replace(scenario, focus=focus, durability="log")
+            workers = 1 if not is_sync and other.random() < 0.4 else scenario.workers
+            more_steps = tuple(other.choice([0, 0, 4, 8]) for _ in range(workers))
+            return replace(scenario, focus=focus, durability="log", workers=workers, more_steps=more_steps)
         if focus == "partitions":
-            return replace(scenario, focus=focus, lease=other.choice([1.0, 2.0]))
+            return replace(scenario, focus=focus, lease=other.choice([1.0, 2.0]), shards=max(2, scenario.shards))
         if focus == "syncs of bases":
-            return replace(scenario, focus=focus, durability="log", base_tail=other.choice([0, 1000]))
+            return replace(scenario, focus=focus, durability="log", base_tail=0)
         return scenario

@@ -195,7 +195,8 @@ class SimulatedWorker:
 
     def _steps(self, client: Client) -> None:
         member, split, clock = client.membership, -1, 0
-        while self.done < self.scenario.steps:
+        steps = self.scenario.steps + sum(self.scenario.more_steps[self.number : self.number + 1])
+        while self.done < steps:
             if self.scenario.splits and member is not None:
                 found = member.take_split(0, 3 * self.scenario.steps, split).index
                 self.sim.took(self.number, split, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import msgpack
 import numpy as np
 
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost
+from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost, UnknownTable
 from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows, Split
 from embershard.proto.routing import Placement
 from embershard.ps.coordination.outcome import Outcome
@@ -25,6 +26,7 @@ from ..machinery.world import World
 from .model import OPTIMIZERS, ModelShard
 
 READS = (Pull, Heartbeat, Hello, GetStatus)
+MOST_TRIES = 6  # of a push that is refused for good, however its link fails
 Token = tuple[int, int, int]  # worker, epoch, seq
 
 
@@ -65,6 +67,7 @@ class ShardOracle:
     damaged: Any = None  # (LSN, path name) that was flipped in a file
     damaged_base: str = ""  # name of the base in which a bit was flipped
     lost: set[Token] = field(default_factory=set)  # acknowledged, and lost with the machine's power
+    unknown: Counter[Token] = field(default_factory=Counter)  # times that a push's table was not known
     has_lost: bool = False  # whether anything that was answered is lost with the machine's power
     served_at: float = 0.0  # since when the shard serves, as it was last begun
     settled: dict[Token, int] = field(default_factory=dict)  # LSN of the event by which it was refused
@@ -127,6 +130,10 @@ class ShardOracle:
                 sent.state = "refused"
                 self.missing.discard(_token(request))
                 self.lost.discard(_token(request))  # it came again, and its sender is told that it is not applied
+            if isinstance(outcome, UnknownTable):
+                self.unknown[_token(request)] += 1
+                if self.unknown[_token(request)] > MOST_TRIES:
+                    self.fail(f"push {_token(request)} is sent again and again, although its table is unknown")
             if isinstance(outcome, MemoryLost):
                 self.world.covered["loss of power told by MemoryLost"] += 1
                 self.world.note("memory lost", self.shard, _token(request))
