@@ -159,7 +159,7 @@ def blocks_of(disk: Disk, path: Path, base: ShardBase, table: TableImage) -> Ite
         _read_rows(disk, path / file.name, file, table, base.lsn, buffers[number % 2][: file.bytes])
         for number, file in enumerate(table.files)
     )
-    yield from disk.read_ahead(blocks, lambda block: sum(array.nbytes for array in block))
+    yield from disk.read_ahead(blocks)  # one at a time: there is memory for two
 
 
 def check_bases(folder: Path, log: LogManifest, disk: Disk | None = None) -> list[ShardBase]:

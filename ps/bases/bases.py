@@ -28,7 +28,8 @@ from embershard.ps.table.table import Table
 TAIL_BYTES = 64 * 2**20  # of records behind a base, below which none is taken
 TAIL_SHARE = 0.5  # of the state: bases write at most twice the log
 MOST_TAIL = 1.5  # times the tail with which a base is taken: pushes that are faster than the base are slowed down then
-SLOWED_BYTES = 16 * 2**20  # a second that pass nevertheless: none waits long where a base takes minutes
+SLOWED_BYTES = 16 * 2**20  # a second that pass nevertheless, or a hundredth of that tail: where a base takes minutes,
+# pushes of many workers must pass within their timeouts
 SMALL_BYTES = 2**16  # events that are never slowed down: heartbeats, joins
 MOST_INCREMENTS = 8  # of an image, and of at most half of its bytes in all: then another image is taken
 BASES_READER = "bases"  # of changed rows (Table.mark)
@@ -115,7 +116,7 @@ class Bases:
         if now < self._next_large_at:
             wait_ms = math.ceil(1000 * (self._next_large_at - now))
             raise LogTooLong(tail_bytes=tail, retry_after_ms=wait_ms)
-        self._next_large_at = now + num_bytes / SLOWED_BYTES
+        self._next_large_at = now + num_bytes / max(SLOWED_BYTES, self._most_tail_bytes // 100)
 
     def take(self, now: float, tables: Sequence[Table], control: dict[str, Any]) -> None:
         """Freeze these tables, and have their image written; `control` is the rest of the state, of this moment."""

@@ -117,11 +117,12 @@ class Disk(Protocol):
         """A number that the machine gets anew with each start; 0 where it is not known."""
         ...
 
-    def read_ahead(self, items: Iterator[_Item], num_bytes: Callable[[_Item], int]) -> Iterator[_Item]:
+    def read_ahead(self, items: Iterator[_Item], num_bytes: Callable[[_Item], int] | None = None) -> Iterator[_Item]:
         """The items of an iterator that reads files, made while the caller handles those before.
 
-        At most two batches of items are alive: the one that is handled, and the next. `num_bytes` is an item's size. An
-        error of the iterator may come before the last items that it made.
+        One item is made ahead, and the memory of the one before it may be used for the next. With `num_bytes`, the size
+        of an item, it is a batch of them, so that small ones cost no switch of threads each; an error of the iterator
+        may then come before the last items that it made.
         """
         ...
 
@@ -177,7 +178,7 @@ class LocalDisk:
             return xxh3_64_intdigest(Path("/proc/sys/kernel/random/boot_id").read_bytes())
         return 0
 
-    def read_ahead(self, items: Iterator[_Item], num_bytes: Callable[[_Item], int]) -> Iterator[_Item]:
+    def read_ahead(self, items: Iterator[_Item], num_bytes: Callable[[_Item], int] | None = None) -> Iterator[_Item]:
         """The items of an iterator that reads files, made by a thread while the caller handles those before."""
 
         def next_batch() -> list[_Item]:
@@ -188,7 +189,7 @@ class LocalDisk:
                 if item is None:
                     break
                 batch.append(item)
-                left -= num_bytes(item)
+                left -= _BATCH_BYTES if num_bytes is None else num_bytes(item)
             return batch
 
         with ThreadPoolExecutor(1, "read-ahead") as thread:

@@ -110,7 +110,7 @@ class SimulatedDisk:
     def boot_id(self) -> int:
         return self.boot
 
-    def read_ahead(self, items: Iterator[Item], num_bytes: Callable[[Item], int]) -> Iterator[Item]:
+    def read_ahead(self, items: Iterator[Item], num_bytes: Callable[[Item], int] | None = None) -> Iterator[Item]:
         return items  # a simulation has one thread
 
     # what happens to it

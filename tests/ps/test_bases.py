@@ -23,6 +23,7 @@ from embershard.proto.spec import SGD, Adam
 from embershard.ps.bases import base as module
 from embershard.ps.bases.base import BASE, check_bases, read_bases
 from embershard.ps.bases.bases import MOST_INCREMENTS
+from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import MANIFEST, read_manifest, write_manifest
 from embershard.ps.journal.segments import SegmentName
 from embershard.ps.recovery import recover
@@ -511,6 +512,19 @@ def test_a_folder_at_its_limit_has_pushes_wait_until_a_base_frees_room_and_never
     assert one.bases.taken > 5
     assert largest <= limit
     assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
+
+
+def test_a_base_of_many_small_files_is_read_ahead_from_a_real_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "rows_per_file", lambda dim, num_state: 7)
+    folder = LogFolder.open(tmp_path / "log", shard=0, num_shards=1, lineage=5)
+    one = LoggedShard(folder.disk, folder=folder).begun()
+    one.push(5)
+    one.take_base()
+    want = state_of(one.shard.core)["rows"]
+    folder.close()
+    again = LogFolder.open(tmp_path / "log", shard=0, num_shards=1)
+    assert len(list(tmp_path.glob("log/base-*/*.safetensors"))) > 5
+    assert state_of(LoggedShard(again.disk, folder=again).shard.core)["rows"] == want
 
 
 def test_large_pushes_are_slowed_down_while_a_base_is_late_and_small_ones_are_not():

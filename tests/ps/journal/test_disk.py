@@ -73,10 +73,6 @@ def test_a_read_that_fails_names_file_and_byte(file, tmp_path, monkeypatch):
     assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(tmp_path / "file"))
 
 
-def size_of_a_batch(_):
-    return 2**30
-
-
 class TestReadAhead:
     def test_gives_all_items_in_order_whatever_their_sizes(self):
         for size in (0, 1000, 3 * 2**20, 2**30):
@@ -90,7 +86,7 @@ class TestReadAhead:
                 made.append(number)
                 yield number
 
-        items = LocalDisk().read_ahead(numbers(), size_of_a_batch)
+        items = LocalDisk().read_ahead(numbers())
         assert next(items) == 0
         assert eventually(lambda: made == [0, 1])
         assert next(items) == 1
@@ -102,12 +98,12 @@ class TestReadAhead:
             raise LogLocked(path="x", holder="y")
 
         with pytest.raises(LogLocked):
-            for _ in LocalDisk().read_ahead(items(), size_of_a_batch):
+            for _ in LocalDisk().read_ahead(items()):
                 pass
 
     def test_its_thread_ends_with_a_caller_that_wants_no_more(self):
         before = threading.active_count()
-        items = LocalDisk().read_ahead(iter(range(100)), size_of_a_batch)
+        items = LocalDisk().read_ahead(iter(range(100)))
         next(items)
         items.close()
         assert threading.active_count() == before
