@@ -29,7 +29,7 @@ LOST_ERRORS: tuple[type[EmbershardError], ...] = (
 
 
 class ErrorKind(enum.Enum):
-    """What an exit code says about why a worker or a shard ended, by which it is started again or not."""
+    """Classify why a worker or a shard ended, by its exit code; the policy restarts it or not by this."""
 
     KILLED = "killed"  # by a signal
     LOST = "lost"  # it lost a shard or another worker

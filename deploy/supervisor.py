@@ -98,7 +98,7 @@ class _Process:
         return bool(self.address)
 
     def ended(self) -> str:
-        """How it ended, for people; waits until its last words are read."""
+        """Describe how the process ended, for a message; waits until all that it printed is read."""
         code = sessions.wait_for_end(self.popen)
         self._ended_at = time.monotonic()
         for reader in self._readers:

@@ -226,7 +226,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
-    """Who took part, ascending, and their payloads for those who want them."""
+    """List the workers that took part, ascending, with their payloads for those who asked."""
 
     workers: tuple[int, ...]
     payloads: tuple[Bytes, ...]

@@ -124,7 +124,7 @@ def _line(name: str, part: PartTimes) -> str:
 
 
 class Tracer(Protocol):
-    """Who traces steps: StepTracer of proto/monitoring/tracing.py."""
+    """Receives the begin and end of each step: StepTracer of proto/monitoring/tracing.py."""
 
     def begin(self) -> list[Span] | None:
         """Begin a step: where its spans go, None where it is not traced."""
@@ -135,7 +135,7 @@ class Tracer(Protocol):
         ...
 
     def stop(self) -> None:
-        """Trace no further step."""
+        """Stop tracing: the steps from here on leave no spans."""
         ...
 
 

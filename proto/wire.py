@@ -65,7 +65,7 @@ class Header(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Those of the whole frame."""
+        """Bytes of the whole frame."""
         return frame_bytes(len(self.head), self.lengths)
 
 

@@ -64,7 +64,7 @@ class Core:
         self._restoring_lineage = 0
 
     def apply(self, event: Event) -> Outcome:
-        """What an event makes of the state; EmbershardError or MustWait where it is refused and changes nothing."""
+        """Apply an event to the state; EmbershardError or MustWait where it is refused and changes nothing."""
         outcome = self._apply(event)
         self.lsn += outcome.changed
         outcome.version, outcome.clock = self.clock.updates.version, self.clock.open

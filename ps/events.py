@@ -177,7 +177,7 @@ _OWN_NAMES = {
 
 
 def event_name(kind: int) -> str:
-    """What people call the events of a kind."""
+    """Return the name of a kind of events, for messages."""
     request = REQUEST_KINDS.get(kind)
     return _OWN_NAMES.get(kind, f"kind {kind}") if request is None else request.__name__.removesuffix("Request")
 

@@ -147,7 +147,7 @@ class SnapshotReader:
         return self._state == "installed"
 
     def reply(self) -> Restored:
-        """How far it is; raises what ended it."""
+        """Return the progress of the restore; raises the error that ended it."""
         if self._error is not None:
             raise clipped(self._error)  # as another exception: it is raised more than once
         return Restored(state=self._state, rows=self._rows, bytes=self._bytes)

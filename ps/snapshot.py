@@ -207,7 +207,7 @@ class SnapshotWriter:
         return SnapshotRunning(name=self._request.name, rows=self._rows, total_rows=self._total)
 
     def reply(self) -> Snapshotted:
-        """How far it is; raises what ended it."""
+        """Return the progress of the snapshot; raises the error that ended it."""
         if self._error is not None and self.ended:  # not before: who is told of it may begin another snapshot
             raise clipped(self._error)  # as another exception: it is raised more than once
         return Snapshotted(

@@ -77,12 +77,12 @@ class CodecName:
 
     @property
     def for_pull(self) -> bool:
-        """It needs no residual, so that rows can be read with it."""
+        """Whether rows can be pulled with this codec: it keeps no residual."""
         return not self.has_feedback
 
     @property
     def dense_only(self) -> bool:
-        """It serves dense weights alone."""
+        """Whether this codec is for dense weights only."""
         return self.select in ("powersgd", "delta") or self.values == "onebit"
 
     def check(self, direction: str, dense: bool) -> None:

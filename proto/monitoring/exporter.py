@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Monitored(Protocol):
-    """What is shown of a process; all of it may be asked by any thread, at any time."""
+    """A process that the exporter shows: its metrics, health and status. Any thread may call it at any time."""
 
     def samples(self) -> Iterable[Sample]:
         """The values of its metrics now."""

@@ -25,7 +25,7 @@ class ClientToken:
         return self.file is not None and self.asked_for
 
     def find(self, ip: str, port: int) -> str | None:
-        """What to show to the shard at an address (ip "": at a Unix socket, or inside TLS).
+        """Return the token for the shard at an address, or None (ip "": at a Unix socket, or inside TLS).
 
         BadToken where a file cannot be used.
         """

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Credentials:
-    """What the files of a folder held at one moment, all of it checked."""
+    """The certificate, key and authorities of a folder, read at one moment and checked."""
 
     certificate: bytes  # PEM, as the following
     key: bytes
@@ -124,7 +124,7 @@ class CertificateFolder:
 
 
 def identity_of(certificate: x509.Certificate) -> str:
-    """Whom a certificate names: its spiffe:// URI, else its e-mail address, else its common name; or nobody, ""."""
+    """Return the name of a certificate's holder: its spiffe:// URI, else e-mail address, else common name, else ""."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

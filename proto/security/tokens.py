@@ -28,7 +28,7 @@ def new_token() -> str:
 
 
 def token_digest(token: str) -> bytes:
-    """What a shard keeps of a token, and compares: its SHA-256."""
+    """Return the SHA-256 of a token, which a shard stores and compares in its place."""
     return hashlib.sha256(token.encode()).digest()
 
 

@@ -51,7 +51,7 @@ class BlockFile:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What a shard's part of a table goes on from: its rows in the parent, without those of the `removed` ids."""
+    """An increment of a table on one shard: its parent's rows, less those of `removed`, plus those in its files."""
 
     total_rows: int  # those of the parent included
     removed: Ids = field(compare=False)  # (N,) int64, ascending; some may be in the files again

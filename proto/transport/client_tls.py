@@ -17,7 +17,7 @@ from embershard.proto.wire import HELLO_BYTES, Agreed, Feature, client_hello, re
 
 
 class ClientTLS:
-    """How a client with certificates connects to `address`. BadCertificate where they cannot be used."""
+    """TLS of a client's connections to `address`. BadCertificate where its certificates cannot be used."""
 
     def __init__(self, tls: TLS, address: str) -> None:
         self.address = address
@@ -27,7 +27,7 @@ class ClientTLS:
         self._looked = time.monotonic()
 
     def credentials(self) -> Credentials:
-        """Those of now: the files are looked at when a connection is made, once in a poll_interval."""
+        """The current certificates, read again when a connection is made, at most once in a poll_interval."""
         now = time.monotonic()
         if now - self._looked > self._folder.tls.poll_interval.total_seconds():
             self._looked = now
@@ -46,7 +46,7 @@ class ClientTLS:
         return inner
 
     def explain(self, error: Exception) -> EmbershardError | None:
-        """What an error of the connection says about certificates; None where it just ended."""
+        """Turn an error of the connection into one that names the certificate's problem; None where there is none."""
         return explain(error, self._peer, self.server_name)
 
     @property

@@ -119,7 +119,7 @@ class GrpcTransport:
         return start
 
     def token(self) -> str | None:
-        """What to show to the shard. BadToken where it cannot be read."""
+        """Return the token for this shard, or None. BadToken where its file cannot be read."""
         if not self._loopback:
             return self._token.find("", 0) if self._tells else None
         found = (self._token.find(ip, port) for ip, port in self._loopback)

@@ -310,7 +310,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport.write(client_hello(Feature.TLS if self.uses_tls else self._features))
 
     async def start_tls(self, tls: ClientTLS) -> None:
-        """Go on inside TLS, with another hello, which is the one that counts.
+        """Begin TLS on this connection; the hello inside it is the one that counts.
 
         An error that says so where a side does not trust the other; Unreachable where the connection just ends.
         """

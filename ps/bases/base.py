@@ -69,7 +69,7 @@ class TableImage:
 
 @dataclass(frozen=True, slots=True)
 class ShardBase:
-    """What a base says of itself. `control` is the state beside the rows (ps/core.py)."""
+    """The manifest of a base: its LSN and its files of rows. `control` is the state beside the rows (ps/core.py)."""
 
     lineage: int  # the log's
     shard: int
@@ -133,7 +133,7 @@ def range_of(control: dict[str, Any]) -> tuple[int, int]:
 
 
 def read_base(disk: Disk, path: Path, log: LogManifest, named: LogBase) -> ShardBase:
-    """What a base says of itself. LogDamaged; LogMismatch where it is another log's; LogTooNew."""
+    """Read the manifest of a base. LogDamaged; LogMismatch where it is another log's; LogTooNew."""
     where = str(path / BASE)
     try:
         data = _read_file(disk, path / BASE, _MOST_BYTES)
@@ -174,7 +174,7 @@ def check_bases(folder: Path, log: LogManifest, disk: Disk | None = None) -> lis
 
 
 def read_bases(disk: Disk, folder: Path, log: LogManifest) -> list[ShardBase]:
-    """What the bases of a log say of themselves: an image, and increments of it. Errors as those of `read_base`."""
+    """Read the manifests of a log's bases: an image, and increments of it. Errors as those of `read_base`."""
     bases: list[ShardBase] = []
     parent = ""
     for named in log.bases:

@@ -89,7 +89,7 @@ class Updates:
         return max(0, self.version - version) if self._is_known(version) else 0
 
     def begin_term(self) -> None:
-        """Go on with versions that nobody has seen: the process before may have shown some that were lost with it."""
+        """Skip to versions that nobody has seen: the process before may have shown some that were lost with it."""
         self.version = (self.version // TERM_VERSIONS + 1) * TERM_VERSIONS
 
     def count(self, versions: Iterable[int]) -> None:
@@ -265,7 +265,7 @@ class Clock:
             raise clipped(self.failed)  # as another exception: it is raised more than once
 
     def ahead(self, clock: int) -> MustWait:
-        """What a request is told that waits for `clock` clocks to be closed."""
+        """Return the error of a request that has to wait until `clock` clocks are closed."""
         return MustWait(m for m in self.members.values() if not m.paused and m.clock < clock)
 
     def absent(self) -> list[int]:

@@ -45,7 +45,7 @@ class Dedup:
         return sum(len(window.replies) for window in self._windows.values())
 
     def find(self, token: PushToken) -> Applied | None:
-        """What was answered for a push that was applied before, None for one to apply; changes nothing.
+        """Return the earlier reply to a push that was applied before, None for one to apply; changes nothing.
 
         StaleWorker for an earlier incarnation, MemoryLost for one whose acknowledged pushes are not known here,
         InvalidRequest for numbers that no client sends.

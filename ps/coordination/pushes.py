@@ -35,7 +35,7 @@ class Pushes:
         self._tables, self._clock, self._max_bytes = tables, clock, max_bytes
 
     def find(self, token: PushToken) -> Applied | None:
-        """What was answered for a push or load that was recorded before; None for one to take.
+        """Return the earlier reply to a push or load that was recorded before; None for one to take.
 
         StaleWorker, MemoryLost, InvalidRequest. A load that was sent again must not undo the pushes that came since.
         """

@@ -170,7 +170,7 @@ class LogFolder:
     def begin(
         self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES, clock: SystemClock = SYSTEM_CLOCK
     ) -> Journal:
-        """Go on behind the last record, in a new term. All records must have been read. LogUnusable without room."""
+        """Open the log for writing in a new term; all records must have been read. LogUnusable without room."""
         end = self.reader.end
         assert end is not None, "read the records to their end first"
         with named_errors(self.folder):
@@ -237,7 +237,7 @@ class LogFolder:
         self.manifest = manifest
 
     def lost_by_cut(self, lsn: int) -> LostRecords:
-        """What `cut` at this LSN takes, intact records behind damage included. Errors as those of `cut`."""
+        """Count what `cut` at this LSN would remove, also intact records behind damage. Errors as those of `cut`."""
         self._check_cut(lsn)
         kinds: Counter[int] = Counter()
         num_bytes = last_lsn = 0

@@ -12,7 +12,7 @@ _SLOW_START_SECONDS = 1.0  # in which kernels are loaded, and the first events s
 
 
 class RecoveryRate:
-    """What a recovery takes, by what the start of this process and the events of this shard took.
+    """Estimates the time of a recovery from that of this process's start and of its events.
 
     A recovery applies the events again, so it is measured while they are applied, for the first time or again.
     """
@@ -28,13 +28,13 @@ class RecoveryRate:
             self._seconds += seconds
 
     def seconds(self, num_bytes: int) -> float:
-        """What a recovery would take that reads so many bytes."""
+        """Estimated seconds of a recovery that reads so many bytes."""
         each = self._seconds / self._bytes if self._seconds > _ENOUGH_SECONDS else 1 / _FIRST_RATE
         return self._start_seconds + each * num_bytes
 
 
 class RecoveryProgress:
-    """How far a recovery is. One thread makes progress, others look at it."""
+    """Progress of a recovery in bytes; one thread updates it, others read it."""
 
     def __init__(self, clock: SystemClock = SYSTEM_CLOCK) -> None:
         self.total_bytes = 0  # to be read, about; 0 until it is known
@@ -55,7 +55,7 @@ class RecoveryProgress:
         return max(0, self.total_bytes - self.done_bytes) / rate
 
     def error(self) -> ShardRecovering:
-        """What a request is answered meanwhile; the pauses that it asks for grow with the time that has passed."""
+        """Return the error for requests meanwhile; the pause that it asks for grows with the time that has passed."""
         pause = min(max(_LEAST_RETRY_MS, round(250 * self.elapsed)), _MOST_RETRY_MS)
         return ShardRecovering(
             done_bytes=self.done_bytes,

@@ -180,7 +180,7 @@ class SegmentWriter:
         _sync(self._file.sync, self.folder / str(self._name))
 
     def rotate(self, first_lsn: int, num_bytes: int) -> None:
-        """Go on in a new segment, with room for a record of `num_bytes`. On an OSError the old one is still there.
+        """Continue in a new segment with room for a record of `num_bytes`. On an OSError the old one stays in use.
 
         SyncFailed, or LogLocked where the folder is another process's now.
         """

@@ -112,7 +112,7 @@ class Access:
             self._use(read_access_file(file))
 
     def identify(self, peer: Peer, token: str | None = None, certificate: Iterable[str] = ()) -> Principal:
-        """Who a peer is: by its token, else by a name of its certificate, else as a user of this machine.
+        """Return the principal of a peer: by its token, else its certificate's names, else as a user of this machine.
 
         NotAuthenticated where it is none of these. A token that is shown has to be a known one.
         """
@@ -170,7 +170,7 @@ class Access:
         raise NotAuthenticated(who=peer.address, why=_remedy(certificate))
 
     def known_again(self, principal: Principal) -> Principal:
-        """Who somebody is by the file of now; the same, which is `revoked`, where their token or certificate is gone.
+        """Look a principal up in the current file; returns the same, `revoked`, where its token or certificate is gone.
 
         Of an entry with both it is not known which of them was shown: it has to have both still.
         """

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Act:
-    """What is written of one act; `safe`: synced to the disk at once, as the acts of admins are."""
+    """One entry of the audit log; `safe`: synced to the disk at once, as the acts of admins are."""
 
     verb: str
     outcome: str

@@ -14,7 +14,7 @@ _log = logging.getLogger("embershard.ps")
 
 
 class Gate:
-    """Who may do what at one shard (`access`; None: everybody everything), and the token that it has written for it."""
+    """Access control of one shard (`access`; None: everything is allowed), and its loopback token."""
 
     def __init__(self, access: Access | None, token: tuple[str, Path] | None = None) -> None:
         self.access = access

@@ -15,7 +15,7 @@ _RETRY_MS = 100
 
 
 class Usage:
-    """What a principal uses now. Rows are counted on the apply thread; the rest by any thread."""
+    """Counts what a principal uses now. Rows are counted on the apply thread; the rest by any thread."""
 
     def __init__(self, who: str, quotas: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
         self._who, self._quotas, self._clock = who, quotas, clock

@@ -276,7 +276,7 @@ class Table:
         del marks[:-MOST_MARKS]
 
     def changed_since(self, reader: str, name: object) -> ImageMark | None:
-        """What has changed since a reader took the image of this name; None where it is not known."""
+        """Return the rows that changed since a reader took the image of this name; None where it is not known."""
         marks = self._marks.get(reader, [])
         first = next((at for at in reversed(range(len(marks))) if marks[at].name == name), None)
         if first is None:

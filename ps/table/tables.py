@@ -151,7 +151,7 @@ class Tables:
         return tuple(self.open_entry(name).table for name in self._entries)
 
     def flags(self) -> list[list[Any]]:
-        """What is known of the tables beside their rows, in plain values."""
+        """Return the state of the tables beside their rows, in plain values."""
         return [[name, one.loader, one.dense, list(one.codecs)] for name, one in self._entries.items()]
 
     def restore(self, tables: Sequence[Table], flags: Sequence[Sequence[Any]]) -> None:

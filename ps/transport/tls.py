@@ -20,7 +20,7 @@ _OVERDUE_SECONDS = 300.0  # for a connection at the end of its life to be idle f
 
 @dataclass(eq=False)
 class TLSPort:
-    """What a connection over TCP has to go through.
+    """TLS of a shard's TCP connections: its certificates, and the handshakes under way.
 
     `grpc` is where gRPC terminates its own TLS, `refusing_grpc` where it tells clients without TLS to use it.
     """

@@ -62,7 +62,7 @@ class Directory:
         self._followers.append(follow)
 
     def move(self, placement: Placement) -> None:
-        """Go by a newer placement; an older one, or the one now, changes nothing."""
+        """Replace the placement by a newer one; an older one, or the current one, changes nothing."""
         if placement.epoch <= self.current.epoch:
             return
         self.current = placement
@@ -154,7 +154,7 @@ class Client:
         return self.directory.current
 
     def use_placement(self, placement: Placement) -> None:
-        """Go by a newer placement of the same shards: what waits here for one of them moves with its ids."""
+        """Use a newer placement of the same shards: pushes that wait here for one of them move with their ids."""
         assert set(placement.shards) <= set(self.connections.shards)
         with self._push_lock:
             self.directory.move(placement)

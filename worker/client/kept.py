@@ -121,7 +121,7 @@ class KeptPushes:
             return kept >= KEPT_PUSHES or (kept > 0 and self._bytes[shard] + _num_bytes(push) > KEPT_BYTES)
 
     def unsafe(self, shards: Iterable[int]) -> list[int]:
-        """Those of the shards that have answered a push which is not safe yet."""
+        """Return the shards that have answered a push which is not safe yet."""
         with self._lock:
             return [shard for shard in shards if (kept := self._kept[shard]) and kept[0].is_answered]
 

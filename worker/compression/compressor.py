@@ -94,7 +94,7 @@ class Compressor:
         return self._tables[table].layout
 
     def check(self, table: str, push: CodecName | None = None, pull: CodecName | None = None) -> Directions:
-        """How a table would travel, so changed (None: as now). ValueError where it cannot."""
+        """Return the codecs of a table after a change (None: unchanged). ValueError where they cannot serve it."""
         way = self._tables[table]
         before = way.directions
         after = Directions(before.push if push is None else push, before.pull if pull is None else pull)
@@ -185,7 +185,7 @@ class Compressor:
         return {name: {**way.state_dict(), **counts} for name, way in self._tables.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where it is the state of other tables.
+        """Restore the state that `state_dict` returned. ValueError where it is of other tables.
 
         A residual counts as much as it would have then, whatever a push counts now. Gradients are dropped, and said,
         where pushes are differences of weights now, and the other way round.

@@ -124,7 +124,7 @@ class Feedback:
         return {"residuals": self.residuals.state_dict(), "threshold": threshold, "rate": self._rate}
 
     def load_state_dict(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
-        """Go on from there; what is held counts `factor` times as much."""
+        """Restore the residuals that `state_dict` returned, times `factor`."""
         self.residuals.load_state_dict(state["residuals"])
         self.residuals.scale_rates(factor)
         self._threshold = Threshold(*map(int, state["threshold"]))

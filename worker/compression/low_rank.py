@@ -108,7 +108,7 @@ class LowRank:
         return {"rank": self.rank, "rights": {str(number): matrix.right for number, matrix in self._matrices.items()}}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from there. ValueError where it is that of other parameters."""
+        """Restore the state that `state_dict` returned. ValueError where it is of other parameters."""
         match state:
             case {"rights": dict(rights)}:
                 found = {int(number): np.asarray(right, np.float32) for number, right in rights.items()}

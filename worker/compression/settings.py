@@ -128,7 +128,7 @@ class Compression:
             _read(given, Directions())
 
     def of(self, table: str, dense: bool) -> Directions:
-        """Those of a table. ValueError where they cannot serve it."""
+        """Return the codecs of a table. ValueError where they cannot serve it."""
         own = Directions(codec_of(self.push), codec_of(self.pull))
         directions = _read(self.dense, Directions()) if dense else own
         pattern = first_match(table, self.tables)

@@ -179,7 +179,7 @@ class TableCompressor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
-        """Go on from there; with another number of shards, residuals count `factor` times as much.
+        """Restore the state that `state_dict` returned; for another number of shards, residuals times `factor`.
 
         ValueError where it is another's.
         """

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Waiting(Protocol):
-    """Who counts what training waits for: a session, or a strategy."""
+    """Counts the seconds that training waits for shards: a session, or a strategy."""
 
     @property
     def stats(self) -> ClientStats:
@@ -94,7 +94,7 @@ class Throughput:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from there, maybe with another number of workers."""
+        """Restore the state that `state_dict` returned, maybe with another number of workers."""
         self.samples = round(state["all_samples"] / self._world_size)
         self._counts = dict.fromkeys(range(self._world_size), self.samples)
         self._met_at = self.samples

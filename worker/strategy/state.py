@@ -31,7 +31,7 @@ class TorchWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from there. ValueError for the state of another model."""
+        """Restore the state that `state_dict` returned. ValueError for the state of another model."""
         weights, states = state["weights"], state["optimizers"]
         own = dict(self._model.named_parameters())
         if not isinstance(weights, dict) or not isinstance(states, list) or weights.keys() != own.keys():

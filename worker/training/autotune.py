@@ -306,7 +306,7 @@ class Trial:
         return {"left_on": self.left_on, "wanted": self._texts()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on as it was decided; a trial that was not, or of other codecs, is made anew."""
+        """Restore what `state_dict` returned; a trial that was unfinished, or of other codecs, is repeated."""
         self.left_on = None if state["left_on"] is None else bool(state["left_on"])
         if self.left_on is not None and state.get("wanted") != self._texts():
             self.left_on = None

@@ -128,7 +128,7 @@ class TrainingPlan:
         return {"epoch": at.epoch, "batch": at.batch, "given": at.given, "world_size": self._group.world_size}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from there; of a loader, one that was started there. An epoch that was begun is dealt out anew."""
+        """Restore what `state_dict` returned; a loader must be started there, and a begun epoch is dealt out anew."""
         self.position = at = Position.of(state, self._group.world_size)
         if self._unit == "steps":  # each worker's own, however many there are
             at.given = int(str(state["given"]))

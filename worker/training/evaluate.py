@@ -160,7 +160,7 @@ _IF_NAMED = {"map", "coverage", "gauc"}  # which are shown where a job names the
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What an evaluation computes: built-in metrics by name, and those of a user."""
+    """The metrics of an evaluation: built-in ones by name, and those of a user."""
 
     evaluation: Evaluation
     top_k: int = 10
