@@ -95,8 +95,8 @@ class KeptPushes:
         with self._lock:  # a reply to another thread may drop it in between
             seq = self._last[shard] + 1 if seq is None else seq
             kept = self._kept[shard]
-            first = kept[0].push.token.seq if kept else seq
-            return min(first, self._loading.get(shard, seq))
+            first = kept[0].push.token.seq if kept else seq  # beyond `seq` where that one is safe by now
+            return min(first, seq, self._loading.get(shard, seq))
 
     def load_begins(self, shard: int, seq: int) -> None:
         """Note that a load is sent, which is not known to be safe until `loads_end`."""

@@ -483,3 +483,20 @@ def test_an_old_client_and_an_old_shard_are_answered_when_it_is_safe(old):
         step(client, number)
         assert unsafe(client) == []
     assert row(client) == -4.0
+
+
+def test_what_is_known_to_be_safe_while_it_is_sent_again_says_nothing_of_pushes_behind_it():
+    """Another thread's reply came in between: the push said that itself was safe, and was refused."""
+    kept, said = KeptPushes(), []
+    for seq in (1, 2, 3):
+        kept.add(0, push(gradients([1]), seq=seq, first=1))
+        kept.answered(0, push(gradients([1]), seq=seq, first=1))
+    kept.load_begins(0, 4)
+
+    def send(sent):
+        said.append((sent.token.seq, sent.token.first_incomplete))
+        kept.acknowledge(0, 2)
+        return Pushed(True, 0, 0, early=True)
+
+    assert kept.resend(0, 2, send) is None
+    assert said == [(1, 1), (2, 2), (3, 3)]
