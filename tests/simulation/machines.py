@@ -199,9 +199,8 @@ class ShardMachine:
                 self.sim.world.covered[f"answer {type(error).__name__}"] += 1
                 oracle.refuses(made.get("request"))
             else:
-                call.expected = made.get("rows", call.expected)
                 oracle.leaves(made["request"], made["reply"], made["lsn"])
-            network.reply(call, future.result() if error is None else as_bytes(error))
+            network.reply(call, future.result() if error is None else as_bytes(error), made.get("rows"))
 
         deadline = process.clock.now() + call.seconds
         future = dispatch.submit(call.kind, read, write, num_bytes=call.num_bytes, deadline=deadline, peer="")

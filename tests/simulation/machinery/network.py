@@ -36,9 +36,9 @@ class Network:
         self.open.append(call)
         self._deliver(call, "request", call.kind, lambda: self._serve(call))
 
-    def reply(self, call: SimulatedCall, data: tuple[type, bytes, list[bytes]]) -> None:
-        """A reply leaves its shard."""
-        self._deliver(call, "reply", data[0], lambda: call.receive(data))
+    def reply(self, call: SimulatedCall, data: tuple[type, bytes, list[bytes]], expected: object = None) -> None:
+        """A reply leaves its shard; the oracle expects this of it."""
+        self._deliver(call, "reply", data[0], lambda: call.receive(data, expected))
 
     def refuse(self, call: SimulatedCall, seconds: float, reason: str) -> None:
         """A call gets no reply, and its client learns of it."""
@@ -105,7 +105,7 @@ class SimulatedCall:
         self.num_bytes = len(self.head) + sum(map(len, self.bulk))
         transport.sent_bytes += self.num_bytes
         self.served_by: Process | None = None  # the shard's process that has it
-        self.expected: object = None  # what the oracle says of the reply
+        self.expected: object = None  # what the oracle says of the reply that came first
         self._outcome: Reply | Exception | None = None
         self._over = self.process.clock.event()
         self.process.world.at(seconds / self.process.rate, lambda: self.fail(Unreachable("no answer")), self.process)
@@ -125,10 +125,11 @@ class SimulatedCall:
             raise self._outcome
         return self._outcome
 
-    def receive(self, data: tuple[type, bytes, list[bytes]]) -> None:
+    def receive(self, data: tuple[type, bytes, list[bytes]], expected: object) -> None:
         """A reply arrives."""
         if self.is_over:
             return
+        self.expected = expected
         kind, head, bulk = data
         self.num_bytes += len(head) + sum(map(len, bulk))
         if issubclass(kind, EmbershardError):
