@@ -200,6 +200,9 @@ bar-serve: setup  ## an exported ranker over HTTP: the trainer's scores, and 50 
 bar-panel: setup  ## the panel in Chromium: sample to pixel, no stranger asked, a flat heap, 100 shards (5 minutes; apt-get install chromium)
 	$(BIN)/python bench/bar_panel.py $(ARGS)
 
+bench-sampler: setup  ## what the panel's sampler costs it and two shards (1 minute)
+	$(BIN)/python bench/sampler.py $(ARGS)
+
 bar-codecs: setup  ## what codecs cost and save: speed against copying, bytes of real messages
 	$(BIN)/python bench/codecs.py
 
@@ -221,7 +224,7 @@ bar-torn: setup  ## a shard's log cut at every byte of its last records, and 10^
 bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowledged push lost or doubled (half an hour; ARGS="--kills 50")
 	$(BIN)/python bench/bar_kill.py $(ARGS)
 
-bar-secure: setup  ## attack a shard: every method, role and transport, 100,000 hostile handshakes, paths and URLs, its audit log (10 minutes; ARGS="--handshakes 2000")
+bar-secure: setup  ## attack a shard: every method, role and transport, 100,000 hostile handshakes, paths and URLs, its audit log, without TLS and with it (10 minutes; ARGS="--handshakes 2000")
 	$(BIN)/python bench/bar_secure.py $(ARGS)
 
 bar-log: setup  ## what a shard's log costs a step: memory against the commit before it, log and fsync against memory (15 minutes, 12 GB; ARGS=--priority)

@@ -3,10 +3,12 @@
 Four parts. `queries`: a job of two shards and a worker is scraped by Prometheus each second; every query of a panel
 returns data, every query of an alert is evaluated, and promtool finds nothing wrong in the rules, their tests and what
 is exported. `scrape`: CPU time of a scrape of a live shard with hundreds of tables, for 2,000 lines. `rate`: one job,
-in windows of seconds that are scraped (each of its three processes each second) and not, in turn; samples per second of
-one against the other, the median over the pairs with its 95 % interval (order statistics). `before`: W-DLRM of bar-log
-on this tree and on a commit without the counters, in blocks in turn. Prints one JSON line; exits 1 where a bar is
-missed or a tool is missing: prometheus and promtool are of Debian's package prometheus.
+in windows of a second at whose begin each of its three processes is scraped, or none, in turn; samples per second of
+one against the other, the median over the pairs of four windows each with its 95 % interval (order statistics), and the
+CPU that a scrape takes of each process: that of the threads that answered it. Who scrapes is this process, on the same
+cores; a user's Prometheus runs elsewhere, so that its CPU is printed apart. `before`: W-DLRM of bar-log on this tree
+and on a commit without the counters, in blocks in turn. Prints one JSON line; exits 1 where a bar is missed or a tool
+is missing: prometheus and promtool are of Debian's package prometheus.
 """
 
 from __future__ import annotations
@@ -24,19 +26,22 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from embershard.deploy.authority import Authority
 from embershard.deploy.grafana.alerts import ALERTS
 from embershard.deploy.grafana.build import RULES, TESTS
 from embershard.deploy.grafana.panels import ROWS
-from timing import finish, interval, load, machine, median
+from embershard.proto.security.tokens import write_private
+from timing import cpu_seconds, finish, interval, load, machine, median
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRAPE_MS, LINES, LEAST_RATE = 10.0, 2000, 0.98
-SECONDS = 4.0  # of a window
+WINDOWS = 4  # of a second, of each side of a pair
 TIMEOUT = 120.0
 JOB = ROOT / "examples/demo.yaml"
 
@@ -52,11 +57,26 @@ def free_ports(count: int) -> int:
 
 
 @contextmanager
-def training(folder: Path, *sets: str) -> Iterator[list[str]]:
-    """The addresses of the metrics of two shards and a worker that train, until the end of the block."""
+def training(folder: Path, *sets: str, tls: Sequence[str] = ()) -> Iterator[list[str]]:
+    """The addresses of the metrics of two shards and a worker that train, until the end of the block.
+
+    tls: the words of the command line that name their certificates.
+    """
     first = free_ports(3)
     words = [word for one in ("train.samples=1_000_000_000", *sets) for word in ("--set", one)]
-    command = [sys.executable, "-m", "embershard.cli", "train", str(JOB), "--workers", "1", "--shards", "2", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "embershard.cli",
+        "train",
+        str(JOB),
+        "--workers",
+        "1",
+        "--shards",
+        "2",
+        *words,
+        *tls,
+    ]
     command += ["--output", str(folder), "--metrics", f":{first}"]
     with (folder.parent / f"{folder.name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
@@ -130,8 +150,9 @@ def queries(folder: Path) -> dict[str, Any]:
     """Every query against a Prometheus that scrapes a live job."""
     wrong = [promtool("check", "rules", str(RULES)), promtool("test", "rules", str(TESTS))]
     sets = "evaluate.every=100_000", "data.eval_samples=10_000"
-    with training(folder / "queries", *sets) as addresses, prometheus(folder, addresses) as url:
-        snapshot_and_bad_frame(folder / "queries", folder)
+    tls = certificates(folder / "keys")
+    with training(folder / "queries", *sets, tls=tls) as addresses, prometheus(folder, addresses) as url:
+        snapshot_and_bad_frame(folder / "queries", folder, tls)
         time.sleep(25)
         wrong += [promtool("check", "metrics", text=get(f"http://{one}/metrics")) for one in addresses]
         empty = {query for _, row in ROWS for panel in row for query, _ in panel.queries if not ask(url, query)}
@@ -147,13 +168,21 @@ def queries(folder: Path) -> dict[str, Any]:
     return {"queries": asked, "without_data": sorted(empty), "ill_alerts": ill, "promtool": found, "lines": lines}
 
 
-def snapshot_and_bad_frame(run: Path, folder: Path) -> None:
+def certificates(folder: Path) -> list[str]:
+    """The words of the command line for certificates that shards on loopback and their clients show."""
+    folder.mkdir()
+    for name, data in Authority.create("bench").issue("bench", ["127.0.0.1", "localhost"], timedelta(days=30)).items():
+        write_private(folder / name, data.decode())
+    return ["--tls", str(folder)]
+
+
+def snapshot_and_bad_frame(run: Path, folder: Path, tls: Sequence[str]) -> None:
     """Have happen what some panels show: a snapshot, and a connection that is dropped for what it sends."""
     from embershard.proto.wire import Feature, client_hello
 
     shards = shard_addresses(run)
     subprocess.run(
-        [sys.executable, "-m", "embershard.cli", "snapshot", str(folder / "snapshots"), "--ps", ",".join(shards)],
+        [sys.executable, "-m", "embershard.cli", "snapshot", str(folder / "snapshots"), "--ps", ",".join(shards), *tls],
         check=True,
         stdout=subprocess.DEVNULL,
     )
@@ -234,28 +263,49 @@ def scrape() -> dict[str, Any]:
 
 def rate(folder: Path, pairs: int) -> dict[str, Any]:
     """Samples per second while the job is scraped, against those while it is not; and CPU per sample."""
-    rates, costs = list[dict[bool, float]](), list[dict[bool, float]]()
+    ratios, cpu = list[float](), list[float]()
     with training(folder / "rate", "evaluate.every=1_000_000_000") as addresses:
         time.sleep(10)
         pids = pids_of(folder / "rate")
-        for number in range(2 * pairs):
-            if number % 2 == 0:
-                rates.append({})
-                costs.append({})
-            scraped = number % 4 in (0, 3)  # there and back
-            began, samples, cpu = time.time(), samples_of(addresses[2]), cpu_of(pids)
-            while time.time() - began < SECONDS:
-                second = time.time()
+        scrapes, spent, asked = 0, 0.0, 0.0
+        for _ in range(pairs):
+            done, seconds, used = {True: 0, False: 0}, {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+            for number in range(2 * WINDOWS):
+                scraped = number % 4 in (0, 3)  # there and back
+                began, samples, before = time.perf_counter(), samples_of(addresses[2]), cpu_seconds(pids)
+                ended, own = cpu_of_ended_threads(pids), time.process_time()
                 for address in addresses if scraped else ():
                     assert get(f"http://{address}/metrics")
-                time.sleep(max(0.0, 1.0 - (time.time() - second)))
-            done, seconds = samples_of(addresses[2]) - samples, time.time() - began
-            rates[-1][scraped], costs[-1][scraped] = done / seconds, (cpu_of(pids) - cpu) / done
-    found = judged("while scraped each second", [one[True] / one[False] for one in rates])
-    ratios = [one[True] / one[False] for one in costs]
-    low, high = interval(ratios)
-    print(f"CPU of a sample, scraped against not: {median(ratios):.4f} ({low:.4f} to {high:.4f})")
-    return {**found, "cpu": {"ratio": round(median(ratios), 4), "low": round(low, 4), "high": round(high, 4)}}
+                asked += (time.process_time() - own) * scraped
+                scrapes += scraped
+                time.sleep(max(0.0, 1.0 - (time.perf_counter() - began)))
+                spent += (cpu_of_ended_threads(pids) - ended) * scraped
+                used[scraped] += cpu_seconds(pids) - before
+                done[scraped] += samples_of(addresses[2]) - samples
+                seconds[scraped] += time.perf_counter() - began
+            ratios.append(done[True] / seconds[True] * seconds[False] / done[False])
+            cpu.append(used[True] / done[True] * done[False] / used[False])
+    found = judged("while scraped each second", ratios)
+    low, high = interval(cpu)
+    print(f"CPU of a sample, scraped against not: {median(cpu):.4f} ({low:.4f} to {high:.4f})")
+    scrape_ms, client_ms = 1000 * spent / scrapes, 1000 * asked / scrapes
+    print(f"CPU of a scrape of three processes: {scrape_ms:.1f} ms theirs, {client_ms:.1f} ms of who asks")
+    return {
+        **found,
+        "cpu": {"ratio": round(median(cpu), 4), "low": round(low, 4), "high": round(high, 4)},
+        "scrape_ms": round(scrape_ms, 2),
+        "client_ms": round(client_ms, 2),
+    }
+
+
+def cpu_of_ended_threads(pids: list[int]) -> float:
+    """CPU seconds of the threads of processes that have ended: while a job trains, those that answered scrapes."""
+    living = 0
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                living += int((thread / "schedstat").read_text().split()[0])  # nanoseconds
+    return cpu_seconds(pids) - living / 1e9
 
 
 def samples_of(worker: str) -> int:
@@ -269,13 +319,6 @@ def pids_of(run: Path) -> list[int]:
 
     (top,) = [one for one in psutil.Process().children() if str(run) in " ".join(one.cmdline())]
     return [one.pid for one in top.children(recursive=True)]
-
-
-def cpu_of(pids: list[int]) -> float:
-    """CPU seconds that they have used."""
-    import psutil
-
-    return float(sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids))
 
 
 def before(folder: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -2,22 +2,26 @@
 
 - Every method x role x transport (stream over a Unix socket, over TCP, gRPC): 0 answers other than the table of roles
   says.
-- 100,000 hostile handshakes (noise, half a hello, no token, a wrong token, TLS, HTTP/2): memory +<= 64 MiB, and the
-  shard still serves.
+- 100,000 hostile handshakes (noise, half a hello, no token, a wrong token, TLS, HTTP/2; with certificates also half a
+  handshake, noise inside one, and a stranger's certificate): memory +<= 64 MiB, and the shard still serves.
 - Paths and URLs that lead out of --snapshots: 0 of them are read or written, and nobody is called.
 - Its audit log has nothing wrong; of the copies in which one byte was changed, each is found.
 
-Prints one JSON line; exits 1 on anything else. All of it without TLS (`TLS`: where runs with it are added).
+All of it on a shard without certificates, where tokens have roles, and on one with them, where certificates have roles,
+too, and nothing is answered over TCP and gRPC without one, whatever the token. Prints one JSON line; exits 1 on
+anything else.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -25,13 +29,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 
+from embershard.deploy.authority import Authority
 from embershard.proto import spec
-from embershard.proto.errors import AuditDamaged, EmbershardError, NotAllowed, PlaceNotAllowed
+from embershard.proto.errors import AuditDamaged, EmbershardError, NotAllowed, PlaceNotAllowed, TLSRequired
 from embershard.proto.messages import (
     METHODS,
     Compress,
@@ -55,6 +61,7 @@ from embershard.proto.messages import (
     TableIds,
     TakeSplit,
 )
+from embershard.proto.security.tls import TLS
 from embershard.proto.security.tokens import TokenFile, new_token, pack_token, token_digest, write_private
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Transport
@@ -63,7 +70,6 @@ from embershard.ps.security.audit import verify
 from embershard.ps.security.roles import LEAST_ROLE, ROLES
 from timing import finish, load
 
-TLS = (False,)
 SCHEMES = {"stream, Unix": "", "stream, TCP": "tcp://", "grpc": "grpc://"}
 MOST_BYTES = 64 * 2**20
 PATIENCE = timedelta(seconds=60)
@@ -100,25 +106,57 @@ def ask(transport: Transport, request: Request) -> object:
     return transport.submit(request, PATIENCE).result()
 
 
-def wrong_answers(address: str, tokens: dict[str, Path], seen: Counter[str]) -> list[str]:
+@dataclass(frozen=True)
+class Peer:
+    """Who asks: a token, a certificate or both. `role` is what access.yaml gives it; "none" where it has no entry."""
+
+    role: str
+    token: Path | None = None
+    tls: TLS | None = None
+
+    def transport(self, address: str) -> Transport:
+        return transport_for(address, tls=self.tls, token=None if self.token is None else TokenFile(self.token))
+
+
+def wrong_answers(address: str, peers: list[Peer], schemes: dict[str, str], seen: Counter[str]) -> list[str]:
     """Requests that were answered though they must not be, or refused though they must not be."""
     wrong = []
-    with closing(transport_for(address, token=TokenFile(tokens["admin"]))) as transport:
+    with closing(next(peer for peer in peers if peer.role == "admin").transport(address)) as transport:
         ask(transport, Declare(TABLE))  # a reader may declare what is there
-    for transport_name, scheme in SCHEMES.items():
-        for role, file in tokens.items():
-            with closing(transport_for(scheme + address, token=TokenFile(file))) as transport:
-                for request in REQUESTS:
-                    may = role in ROLES and ROLES.index(role) >= ROLES.index(LEAST_ROLE[type(request)])
-                    try:
-                        ask(transport, request)
-                        got = True
-                    except EmbershardError as error:
-                        got = not isinstance(error, NotAllowed)
-                    seen["requests"] += 1
-                    if got is not may:
-                        wrong.append(f"{role} over {transport_name}: {METHODS[type(request)][0]} gave {got}")
+    for (transport_name, scheme), peer in itertools.product(schemes.items(), peers):
+        with closing(peer.transport(scheme + address)) as transport:
+            for request in REQUESTS:
+                may = peer.role in ROLES and ROLES.index(peer.role) >= ROLES.index(LEAST_ROLE[type(request)])
+                try:
+                    ask(transport, request)
+                    got = True
+                except EmbershardError as error:
+                    got = not isinstance(error, NotAllowed)
+                seen["requests"] += 1
+                if got is not may:
+                    by = "token" if peer.token else "certificate"
+                    with_tls = "" if peer.tls is None else " with TLS"
+                    method = METHODS[type(request)][0]
+                    wrong.append(f"{peer.role} by {by} over {transport_name}{with_tls}: {method} gave {got}")
     return wrong
+
+
+def answered_without_certificate(address: str, token: Path, seen: Counter[str]) -> list[str]:
+    """Requests that a shard with certificates answers to a client without."""
+    answered = []
+    for scheme in filter(None, SCHEMES.values()):
+        with closing(transport_for(scheme + address, token=TokenFile(token))) as transport:
+            for request in REQUESTS:
+                seen["requests"] += 1
+                try:
+                    ask(transport, request)
+                except TLSRequired:
+                    continue
+                except EmbershardError as error:
+                    answered.append(f"{scheme} no certificate: {METHODS[type(request)][0]} gave {type(error).__name__}")
+                else:
+                    answered.append(f"{scheme} no certificate: {METHODS[type(request)][0]} was answered")
+    return answered
 
 
 def hostile(chooser: random.Random) -> list[bytes]:
@@ -140,16 +178,55 @@ def hostile(chooser: random.Random) -> list[bytes]:
     )
 
 
-def flood(address: str, count: int, chooser: random.Random) -> None:
-    """So many hostile handshakes, up to 200 of them open at once."""
+def client_hello_of_tls(context: ssl.SSLContext) -> bytes:
+    """The first message of a TLS handshake."""
+    sent = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()
+    return sent.read()
+
+
+def hostile_in_tls(chooser: random.Random, context: ssl.SSLContext) -> list[bytes]:
+    """What a hostile peer says to a shard with certificates."""
+    asks, hello = client_hello(Feature.TLS), client_hello_of_tls(context)
+    return chooser.choice(
+        [
+            [asks],
+            [asks, hello],
+            [asks, hello[: chooser.randrange(1, len(hello))]],
+            [asks, hello, chooser.randbytes(chooser.randrange(1, 4000))],
+            [asks, b"\x16\x03\x03\x40\x00" + chooser.randbytes(4000)],
+            [hello],
+            [hello, chooser.randbytes(2000)],
+            [client_hello(Feature.TLS | Feature.TOKEN), pack_token(new_token())],
+        ]
+    )
+
+
+def shake_hands(sock: socket.socket, context: ssl.SSLContext) -> None:
+    """A whole TLS handshake with a certificate of nobody's, as far as it gets, and a hello inside it."""
+    sock.sendall(client_hello(Feature.TLS))
+    sock.recv(len(client_hello(Feature.TLS)), socket.MSG_WAITALL)
+    with context.wrap_socket(sock, server_hostname="localhost", suppress_ragged_eofs=False) as inside:
+        inside.sendall(client_hello(Feature(0)))
+        if inside.recv(1):
+            raise SystemExit("a shard answered a hello behind a certificate that its authority has not signed")
+
+
+def flood(address: str, count: int, chooser: random.Random, stranger: ssl.SSLContext | None) -> None:
+    """So many hostile handshakes, up to 200 of them open at once; `stranger` where the shard has certificates."""
     host, _, port = address.rpartition(":")
     open_ones: list[socket.socket] = []
-    for _ in range(count):
+    for number in range(count):
         sock = socket.socket()
         sock.settimeout(5)
         with suppress(OSError):
             sock.connect((host, int(port)))
-            for piece in hostile(chooser):
+            if stranger is not None and number % 100 == 0:
+                shake_hands(sock, stranger)
+                continue
+            says = hostile(chooser) if stranger is None or number % 2 else hostile_in_tls(chooser, stranger)
+            for piece in says:
                 sock.sendall(piece)
         open_ones.append(sock)
         if len(open_ones) > 200:
@@ -245,51 +322,92 @@ def memory_of(address: str) -> int:
         return int(status.resident_bytes)
 
 
+def make_peers(folder: Path, authority: Authority | None) -> list[Peer]:
+    """Peers of each role and one of none, by tokens, and by certificates of an authority; and their access.yaml."""
+    peers, lines = [], []
+
+    def certificate(name: str) -> TLS | None:
+        if authority is None:
+            return None
+        (folder / name).mkdir()
+        for file, data in authority.issue(name, ("localhost", "127.0.0.1"), timedelta(days=60)).items():
+            write_private(folder / name / file, data.decode())
+        return TLS(folder / name)
+
+    common = certificate("worker")
+    certificate("shard")
+    for role in (*ROLES, "none"):
+        write_private(folder / f"{role}.token", token := new_token())
+        peers.append(Peer(role, folder / f"{role}.token", common))
+        if role in ROLES:
+            lines.append(f"- {{name: {role}er, role: {role}, token_sha256: '{token_digest(token).hex()}'}}\n")
+        if authority is not None:
+            peers.append(Peer(role, None, certificate(f"{role}-node")))
+            if role in ROLES:
+                lines.append(f"- {{name: {role}-node, role: {role}, certificate: {role}-node}}\n")
+    write_private(folder / "access.yaml", "".join(lines))
+    return peers
+
+
+def attack(folder: Path, authority: Authority | None, args: argparse.Namespace, seen: Counter[str]) -> list[str]:
+    """What a shard fell for, with certificates where there is an `authority`."""
+    chooser = random.Random(args.seed)
+    root = folder / "places" / "root"
+    (root / "inner").mkdir(parents=True)
+    (root.parent / "other").mkdir()
+    (root / "out").symlink_to(root.parent)
+    (root.parent / "link").symlink_to(root)
+    peers = make_peers(folder, authority)
+    by_socket = [peer for peer in peers if peer.token]  # a Unix socket shows the shard no certificate
+    options = ["--access", str(folder / "access.yaml"), "--audit", str(folder), "--snapshots", str(root)]
+    stranger = None
+    if authority is not None:
+        options += ["--tls", str(folder / "shard")]
+        foreign = Authority.create("a stranger").issue("worker", ("localhost",), timedelta(days=60))
+        (folder / "foreign.pem").write_bytes(foreign["tls.key"] + foreign["tls.crt"])
+        stranger = ssl.create_default_context(cafile=str(folder / "shard" / "ca.crt"))
+        stranger.load_cert_chain(folder / "foreign.pem")
+    unix, tcp = ({name: scheme for name, scheme in SCHEMES.items() if bool(scheme) is far} for far in (False, True))
+    with shard(*options) as (address, process), socket.create_server(("127.0.0.1", 0)) as listener:
+        failures = wrong_answers(address, by_socket, unix, seen) + wrong_answers(address, peers, tcp, seen)
+        if authority is not None:
+            for token in filter(None, (peer.token for peer in peers)):
+                failures += answered_without_certificate(address, token, seen)
+        flood(address, min(args.handshakes, 2000), chooser, stranger)  # what a shard keeps ready for many is no leak
+        before = memory_of(address)
+        flood(address, args.handshakes, chooser, stranger)
+        grown = memory_of(address) - before
+        seen["grown_mib"] = max(seen["grown_mib"], grown >> 20)
+        if grown > MOST_BYTES:
+            failures.append(f"memory grew by {grown >> 20} MiB in {args.handshakes} hostile handshakes")
+        failures += placed(address, root, listener, seen)
+        with closing(peers[0].transport(f"tcp://{address}")) as transport:
+            if process.poll() is not None or not isinstance(ask(transport, Hello()), Greeting):
+                failures.append("the shard no longer serves")
+    failures += unfound_changes(folder / "shard-0" / "audit.jsonl", chooser)
+    return [f"{'without' if authority is None else 'with'} TLS: {failure}" for failure in failures]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--handshakes", type=int, default=100_000)
+    parser.add_argument("--handshakes", type=int, default=100_000, help="with each shard")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    chooser, seen, began = random.Random(args.seed), Counter[str](), time.monotonic()
+    seen, began = Counter[str](), time.monotonic()
     assert {type(request) for request in REQUESTS} == set(METHODS)
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as listener:
-        folder = Path(name)
-        root = folder / "places" / "root"
-        (root / "inner").mkdir(parents=True)
-        (root.parent / "other").mkdir()
-        (root / "out").symlink_to(root.parent)
-        (root.parent / "link").symlink_to(root)
-        tokens = {role: folder / role for role in (*ROLES, "none")}
-        lines = []
-        for role, file in tokens.items():
-            write_private(file, token := new_token())
-            if role in ROLES:
-                lines.append(f"- {{name: {role}er, role: {role}, token_sha256: '{token_digest(token).hex()}'}}\n")
-        write_private(folder / "access.yaml", "".join(lines))
-        options = ("--access", str(folder / "access.yaml"), "--audit", str(folder), "--snapshots", str(root))
-        with shard(*options) as (address, process):
-            failures = wrong_answers(address, tokens, seen)
-            flood(address, min(args.handshakes, 2000), chooser)  # what a shard keeps ready for many is no leak
-            before = memory_of(address)
-            flood(address, args.handshakes, chooser)
-            grown = memory_of(address) - before
-            if grown > MOST_BYTES:
-                failures.append(f"memory grew by {grown >> 20} MiB in {args.handshakes} hostile handshakes")
-            failures += placed(address, root, listener, seen)
-            with closing(transport_for(f"tcp://{address}")) as transport:
-                if process.poll() is not None or not isinstance(ask(transport, Hello()), Greeting):
-                    failures.append("the shard no longer serves")
-        failures += unfound_changes(folder / "shard-0" / "audit.jsonl", chooser)
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as secured:
+        failures = attack(Path(plain), None, args, seen)
+        failures += attack(Path(secured), Authority.create("the bench's authority"), args, seen)
     result = {
         "bar": "secure",
-        "tls": list(TLS),
+        "tls": [False, True],
         "load": load(),
         "requests": seen["requests"],
         "handshakes": args.handshakes,
-        "grown_mib": round(grown / 2**20, 1),
+        "grown_mib": seen["grown_mib"],
         "tricks": seen["tricks"],
         "tricks_refused": seen["tricks refused"],
-        "changes_of_the_audit_log": CHANGES,
+        "changes_of_the_audit_log": 2 * CHANGES,
         "seconds": round(time.monotonic() - began, 1),
     }
     finish(result, failures)

@@ -7,6 +7,7 @@ first step  `embershard train` with two shards and two workers until both worker
 cold        two shards started at once with an empty cache of compiled kernels: until both serve, how many functions
             each compiled, and how many of the two compiled any
 
+Bytecode is kept, as an installation keeps it: else a tree's own files are compiled at each start, and torch's are not.
 Each is wall seconds, and beside it CPU seconds of the process, which other programs on the machine disturb less.
 `--tree DIR` measures the checkout in DIR instead of this one; given twice, both take turns in one run.
 """
@@ -68,7 +69,8 @@ class Tree:
     cold: list[Start] = field(default_factory=list)  # of the two shards
 
     def environment(self, **more: str) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(self.root / "src"), **more}
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return {**kept, "PYTHONPATH": str(self.root / "src"), **more}
 
     def measure(self) -> None:
         """Everything that is warm, once."""

@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -24,6 +24,11 @@ def wall_seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU seconds that processes have used, to the nanosecond (Linux): psutil knows hundredths of a second."""
+    return sum(time.clock_gettime_ns((~pid << 3) | 2) for pid in pids) / 1e9
 
 
 def median(values: Sequence[float]) -> float:

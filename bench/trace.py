@@ -1,8 +1,10 @@
-"""What traces cost a step: one in a thousand against none, in blocks in turn, of one job with two shards.
+"""What traces cost a step: one in a thousand against none, in short blocks in turn, of one job with two shards.
 
-A step is a forward, a backward and a push of 1,024 samples of 8 ids. The collector is a process of its own that takes
-what it is sent. Prints the rate with traces against that without, as the median over the pairs with its 95 % interval
-(order statistics), and one JSON line; exits 1 where the lower end is below 0.98.
+A step is a forward, a backward and a push of 1,024 samples of 8 ids. A pair is a thousand steps with a tracer, of which
+the first is traced, and a thousand without, in turn in blocks of 20: what else the machine does changes within seconds,
+and then meets both. A block is long enough for the traced step, its first, to be sent before it ends. The collector is
+a process of its own that takes what it is sent. Prints the rate with traces against that without, as the median over
+the pairs with its 95 % interval (order statistics), and one JSON line; exits 1 where the lower end is below 0.98.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 
-import psutil
 import torch
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.timing import Recorder, end_step
-from timing import finish, interval, load, machine, median, wall_seconds
+from timing import cpu_seconds, finish, interval, load, machine, median
 
 LEAST = 0.98
+BLOCK = 20  # steps
 _COLLECTOR = """
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
@@ -61,7 +64,7 @@ def make_step(session: es.Session) -> Callable[[], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=1000, help="of a block; one of them is traced")
+    parser.add_argument("--steps", type=int, default=1000, help="of each side of a pair; one of them is traced")
     args = parser.parse_args()
     print(f"{machine()}; {load()}", flush=True)
     with subprocess.Popen([sys.executable, "-c", _COLLECTOR], stdout=subprocess.PIPE, text=True) as collector:
@@ -96,32 +99,34 @@ def measure(url: str, pairs: int, steps: int) -> tuple[list[float], list[float],
         SpanSender(url, "bench") as sender,
         Recorder() as recorder,
     ):
-        step = make_step(session)
+        step, pids = make_step(session), [os.getpid(), *shards.pids]
 
-        def block() -> None:
-            for _ in range(steps):
+        def block(tracer: StepTracer | None) -> tuple[float, float]:
+            """Wall and CPU seconds of a block."""
+            recorder.tracer = tracer
+            recorder.begin()
+            began, used = time.perf_counter(), cpu_seconds(pids)
+            for _ in range(BLOCK):
                 step()
+            seconds, used = time.perf_counter() - began, cpu_seconds(pids) - used
+            if tracer is not None:
+                tracer.stop()
+            recorder.tracer = recorder.traced = None
+            return seconds, used
 
-        block()
-        for number in range(pairs):
-            seconds, used = dict[bool, float](), dict[bool, float]()
-            for traced in (True, False) if number % 2 else (False, True):
-                recorder.tracer = StepTracer(sender, steps) if traced else None
-                recorder.begin()
-                before = cpu_seconds([os.getpid(), *shards.pids])
-                seconds[traced] = wall_seconds(block)
-                used[traced] = cpu_seconds([os.getpid(), *shards.pids]) - before
-                if recorder.tracer is not None:
-                    recorder.tracer.stop()
-                recorder.tracer = recorder.traced = None
-            ratios.append(seconds[False] / seconds[True])
+        for _ in range(steps // BLOCK):
+            block(None)
+        for _ in range(pairs):
+            tracer = StepTracer(sender, 2 * steps)  # the first step, and none after it
+            wall, used = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+            for number in range(2 * (steps // BLOCK)):
+                traced = number % 4 in (0, 3)  # there and back
+                seconds, cpu_of_block = block(tracer if traced else None)
+                wall[traced] += seconds
+                used[traced] += cpu_of_block
+            ratios.append(wall[False] / wall[True])
             cpu.append(used[True] / used[False])
     return ratios, cpu, sender.dropped
-
-
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU seconds that processes have used."""
-    return float(sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
         packages      TracingNotInstalled
         access        NotAllowed (NotAuthenticated, PlaceNotAllowed), BadToken, BadAccessFile,
                       AuditDamaged
-        shards        ShardBusy (TooManyDeclares, LogStalled, ShardRecovering,
+        shards        ShardBusy (TooManyDeclares, LogStalled, LogTooLong, ShardRecovering,
                       QuotaExceeded (TableQuotaExceeded)), ShuttingDown, ShardFailed, InternalError
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
@@ -802,6 +802,18 @@ class LogStalled(ShardBusy):
     template = (
         "the shard takes no changes: its log cannot be written ({path}: {reason}). Free some space there. What waits "
         "is written then, pulls are answered meanwhile; retry after {retry_after_ms} ms"
+    )
+
+
+class LogTooLong(ShardBusy):
+    """A push that would have a recovery read too much; the client waits `retry_after_ms` and sends the same push again.
+
+    A new base of the log is being written, and the recovery is as short as it should be once that is done.
+    """
+
+    template = (
+        "the log has {tail_bytes} bytes behind its last base, more than a recovery should read; the next base is being "
+        "written, and large pushes are slowed down until it is there; retry after {retry_after_ms} ms"
     )
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 from embershard.proto.errors import BadModule, EmbershardError, UserCodeFailed
 
 # where code lies that is rarely the user's: installed packages, Python's own modules, and this package
-_NOT_THEIRS = tuple(
+INSTALLED = tuple(
     f"{path}{os.sep}"
     for path in (
         *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -85,7 +85,7 @@ def where_raised(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(("<", str(Path(importlib.__file__).parent)))
     ]
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    theirs = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
     return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(theirs or frames)), "")
 
 
@@ -93,7 +93,7 @@ def where_running(frame: FrameType | None) -> str:
     """file:line of the innermost line of a user's code on a stack; "" where there is none."""
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(("<", *_NOT_THEIRS)):
+        if not filename.startswith(("<", *INSTALLED)):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -223,7 +223,7 @@ class EventLog(Protocol):
     """Keeps the events of a shard, in order, so that its state can be made again after its process has ended."""
 
     def check_room(self, num_bytes: int) -> None:
-        """Before a request changes anything: LogStalled, ShardBusy where an event of this size could not be kept."""
+        """Before a request changes anything: LogStalled, LogTooLong or ShardBusy where it has to come again later."""
         ...
 
     def append(self, event: Event, outcome: Outcome) -> int:

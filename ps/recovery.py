@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
+from embershard.proto.user_modules import INSTALLED
 from embershard.proto.wire import FrameReader, Header
 from embershard.ps.bases.base import ShardBase, make_tables, read_bases
 from embershard.ps.bases.bases import BASES_READER, Bases
@@ -65,9 +67,10 @@ class ShardLog:
         return self._thread is None or self._thread.close(timeout)
 
     def check_room(self, num_bytes: int) -> None:
-        """Before a request changes anything: LogStalled, ShardBusy where an event of this size could not be kept."""
+        """Before a request changes anything: LogStalled, LogTooLong or ShardBusy where it has to come again later."""
         self.journal.check_room(num_bytes)
         self._began = self._clock.now()
+        self.bases.check_tail(num_bytes, self._began)
 
     def append(self, event: Event, outcome: Outcome) -> int:
         """Take an event that has changed the state; its LSN."""
@@ -249,10 +252,18 @@ def _place(header: Header) -> list[memoryview]:
 
 
 def sha256_of_modules(modules: Sequence[str]) -> dict[str, str]:
-    """The sha256 of the files of modules that are imported: a replay needs the row functions and codecs of then."""
+    """The sha256 of the files of imported modules, by name: a replay needs the row functions and codecs of then.
+
+    So of the modules beside them that they have imported: of the same package, or the same folder.
+    """
     found = {}
     for name in modules:
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path:
-            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        top = sys.modules.get(name.partition(".")[0])
+        folder = os.path.dirname(getattr(top, "__file__", None) or "")
+        is_shared = not hasattr(top, "__path__") and f"{folder}{os.sep}".startswith(INSTALLED)
+        for other, module in list(sys.modules.items()):
+            path = getattr(module, "__file__", None) or ""
+            beside = folder and not is_shared and path.startswith(f"{folder}{os.sep}") and path.endswith(".py")
+            if (other == name and path) or beside:
+                found[other] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return found

@@ -236,11 +236,12 @@ class Shard:
         """Let time pass: every request that arrived before `now` has been handled."""
         if self._bases is not None:
             self._take_base(now, self._bases)
-        ended = self._leases.ended(now)
-        if not ended:
+        leases = self._leases
+        leases.now = max(leases.now, now)
+        if leases.now <= leases.next_end:
             return
         try:
-            for member in ended:
+            for member in leases.ended():
                 self._record(Expired(member.worker, member.epoch))
         finally:
             if self._snapshots.asked is not None:
@@ -366,11 +367,11 @@ class Shard:
         """What an event made of the state, noted by all who follow it."""
         if self._log is None:
             outcome = self.core.apply(event)
+        else:
+            check_size(event)  # before it has changed anything
+            outcome = self._apply_to_log(event, self._log)
+        if self.core.clock.job:
             self._leases.clock_moved()
-            return outcome
-        check_size(event)  # before it has changed anything
-        outcome = self._apply_to_log(event, self._log)
-        self._leases.clock_moved()
         return outcome
 
     def _apply_to_log(self, event: Event, log: EventLog) -> Outcome:
@@ -469,7 +470,8 @@ class Shard:
         """What a push or a load did that is no duplicate; one that is refused is settled."""
         try:
             self._check_placement(request.placement_epoch)
-            self._leases.renew(token.worker, token.epoch, now)
+            if self.core.clock.job:
+                self._leases.renew(token.worker, token.epoch, now)
             return self._apply_rows(PushEvent(request, self._ids_of(request)) if isinstance(request, Push) else request)
         except MustWait:
             self._settle(token, 0)
@@ -586,8 +588,9 @@ class Shard:
     def _pull(self, request: Pull, now: float) -> Rows:
         self._check_term(request.term)
         self._check_placement(request.placement_epoch)
-        self._leases.renew(request.worker, request.epoch, now)
         core, clock = self.core, self.core.clock
+        if clock.job:
+            self._leases.renew(request.worker, request.epoch, now)
         if request.required_clock:
             # it must not wait for another's clock, or as a member whose join was lost with the machine's power
             clock.member(request.worker, request.epoch)

@@ -1,15 +1,13 @@
-"""Memory of tensors: copies between the host and a module's device, and what the host's malloc keeps."""
+"""Memory of tensors: copies from the host to a module's device, and what the host's malloc keeps."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-
-from embershard.proto.arrays import Floats
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,23 +35,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return pinned(tensor, device).to(device, non_blocking=True)
-
-
-def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:
-    """Every tensor as a float32 array: all copies start before any is waited for."""
-    copies: list[torch.Tensor] = []
-    devices: set[torch.device] = set()
-    for tensor in tensors:
-        tensor = tensor.detach().to(torch.float32)
-        if tensor.is_cuda:
-            target = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
-            copies.append(target.copy_(tensor, non_blocking=True))
-            devices.add(tensor.device)
-        else:
-            copies.append(tensor.cpu().contiguous())
-    for device in devices:  # which need not be the current one
-        torch.cuda.current_stream(device).synchronize()
-    return [copy.numpy() for copy in copies]
 
 
 def with_current_gpu(work: Callable[[], None]) -> Callable[[], None]:

@@ -20,9 +20,10 @@ from embershard.benchmark.settings import Train
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.spec import Adagrad
 from embershard.proto.timing import span
-from embershard.worker.device import to_device, to_host
+from embershard.worker.device import to_device
 from embershard.worker.nn.wrap import wrap
 from embershard.worker.session.connect import connect
+from embershard.worker.session.gradients import to_host
 
 
 class Program(Protocol):

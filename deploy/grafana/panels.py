@@ -176,6 +176,15 @@ SHARDS = (
         unit="s",
     ),
     Panel(
+        title="Days until a certificate expires",
+        queries=(
+            (f"({_S}_certificate_expiry_timestamp_seconds - time()) / 86400", "shard {{shard}}"),
+            (f"({_W}_certificate_expiry_timestamp_seconds - time()) / 86400", "{{run}} worker {{worker}}"),
+        ),
+        unit="none",
+        help="Of the certificate that new connections use; an alert fires at 7. Empty without --tls.",
+    ),
+    Panel(
         title="Restarts, evictions, repeats",
         queries=(
             (f"{_S}_restarts_total", "restarts of shard {{shard}}"),

@@ -8,7 +8,6 @@ import numpy as np
 from numba import types
 from numba.core.cgutils import ir
 from numba.extending import intrinsic, overload
-from numba.np.arrayobj import populate_array
 
 from embershard.proto.compiled.jit import load
 
@@ -55,6 +54,9 @@ def window(typingctx, array, start, length):  # type: ignore[no-untyped-def]
     view_type = types.Array(array.dtype, 1, "C")
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        # imported here: only what compiles needs it, not what loads a kernel that was compiled before
+        from numba.np.arrayobj import populate_array
+
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         view = context.make_array(view_type)(context, builder)
         itemsize = ir.IntType(64)(array.dtype.bitwidth // 8)

@@ -58,19 +58,14 @@ class Span(NamedTuple):
     attributes: Mapping[str, str | int]
 
 
-_traced: Context | None = None  # of the step that is traced now
+step_trace = b""  # what a request of this step carries: empty, but where the step is traced
 # of the request that this thread handles: the apply thread of a shard that runs beside a worker has its own
 _request: ContextVar[Context | None] = ContextVar("traced request", default=None)
 
 
-def trace_bytes() -> bytes:
-    """What a request of this step carries: empty, but where the step is traced."""
-    return b"" if _traced is None else _traced.trace + _traced.span
-
-
 def current() -> Context | None:
     """The trace to which what this thread does now belongs, and the span; None where it is not traced."""
-    return _request.get() or _traced
+    return _request.get() or Context.read(step_trace)
 
 
 class SpanSender:
@@ -164,19 +159,20 @@ class StepTracer:
 
     def begin(self) -> list[Span] | None:
         """A step begins: where its spans go, None where it is not traced."""
-        global _traced
+        global step_trace
         self._steps += 1
         if (self._steps - 1) % self._every:
-            _traced = None
+            step_trace = b""
             return None
-        _traced = Context.new()
+        context = Context.new()
+        step_trace = context.trace + context.span
         self._started = time.perf_counter()
         return []
 
     def end(self, spans: list[Span]) -> None:
         """The step that was traced has ended."""
-        global _traced
-        context, _traced = _traced, None
+        global step_trace
+        context, step_trace = Context.read(step_trace), b""
         if context is None:
             return
         root = Span("step", context.span, b"", self._started, time.perf_counter(), {"step": self._steps})
@@ -186,8 +182,8 @@ class StepTracer:
 
     def stop(self) -> None:
         """No step is under way, and none is traced."""
-        global _traced
-        _traced = None
+        global step_trace
+        step_trace = b""
 
 
 class RequestTracer:

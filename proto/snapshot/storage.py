@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, cast
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from embershard.proto.errors import BadSnapshotName, EmbershardError, SnapshotNotWritten, SnapshotUnreadable
 
 
@@ -29,6 +26,8 @@ class Storage:
         if "::" in url:  # a chain reads through one storage from another, and cannot be written
             raise BadSnapshotName(name=url, what="a folder of snapshots", reason="name one storage, without '::'")
         # imported here: fsspec reads the metadata of every installed package, for which no start should wait
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
 
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)

@@ -153,9 +153,13 @@ def read_base(disk: Disk, path: Path, log: LogManifest, named: LogBase) -> Shard
 
 def blocks_of(disk: Disk, path: Path, base: ShardBase, table: TableImage) -> Iterator[RowBlock]:
     """The rows of a table of a base, file by file, each until the next is taken. LogDamaged."""
-    buffer = bytearray(max((file.bytes for file in table.files), default=0))  # new memory for each costs half of a read
-    for file in table.files:
-        yield _read_rows(disk, path / file.name, file, table, base.lsn, memoryview(buffer)[: file.bytes])
+    largest = max((file.bytes for file in table.files), default=0)
+    buffers = memoryview(bytearray(largest)), memoryview(bytearray(largest))  # new memory for each costs half of a read
+    blocks = (
+        _read_rows(disk, path / file.name, file, table, base.lsn, buffers[number % 2][: file.bytes])
+        for number, file in enumerate(table.files)
+    )
+    yield from disk.read_ahead(blocks, lambda block: sum(array.nbytes for array in block))
 
 
 def check_bases(folder: Path, log: LogManifest, disk: Disk | None = None) -> list[ShardBase]:
@@ -249,11 +253,11 @@ def _read_rows(disk: Disk, path: Path, file: RowFile, table: TableImage, lsn: in
         if (size := opened.size()) != file.bytes:
             raise _damaged_at(str(path), min(size, file.bytes), lsn, f"it has {size} bytes, not {file.bytes}")
         for at, want in zip(range(0, file.bytes, PIECE_BYTES), file.checksums, strict=True):
-            piece = opened.pread(min(PIECE_BYTES, file.bytes - at), at)
+            piece = data[at : at + PIECE_BYTES]
+            opened.pread_into(piece, at)
             if (got := xxh3_64_intdigest(piece)) != want:
                 reason = f"the checksum of {PIECE_BYTES} bytes is {got:016x}, not {want:016x}"
                 raise _damaged_at(str(path), at, lsn, reason)
-            data[at : at + len(piece)] = piece
     dim, num_state, at = table.spec.dim, table.num_state, _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     if at + file.rows * (8 + 4 * (dim + num_state)) != len(data):
         raise _damaged_at(str(path), at, lsn, f"{file.rows} rows do not take {len(data) - at} bytes")

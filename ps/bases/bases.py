@@ -9,13 +9,14 @@ A table may have two frozen readers, so a job's snapshot never waits for a base,
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from embershard.proto.clock import SYSTEM_CLOCK, ClockThread, SystemClock
-from embershard.proto.errors import LogLocked
+from embershard.proto.errors import LogLocked, LogTooLong
 from embershard.ps.bases.base import ShardBase, range_of, write_base
 from embershard.ps.journal.folder import LogFolder, remove_base
 from embershard.ps.journal.journal import Journal
@@ -25,7 +26,10 @@ from embershard.ps.table.frozen import FrozenTable
 from embershard.ps.table.table import Table
 
 TAIL_BYTES = 64 * 2**20  # of records behind a base, below which none is taken
-TAIL_SHARE = 0.5  # of the state: a recovery reads at most so much beside it, and bases write at most twice the log
+TAIL_SHARE = 0.5  # of the state: bases write at most twice the log
+MOST_TAIL = 1.5  # times the tail with which a base is taken: pushes that are faster than the base are slowed down then
+SLOWED_BYTES = 16 * 2**20  # a second that pass nevertheless: none waits long where a base takes minutes
+SMALL_BYTES = 2**16  # events that are never slowed down: heartbeats, joins
 MOST_INCREMENTS = 8  # of an image, and of at most half of its bytes in all: then another image is taken
 BASES_READER = "bases"  # of changed rows (Table.mark)
 _RETRY_SECONDS = 5.0  # after a base that could not be taken
@@ -69,6 +73,8 @@ class Bases:
         self._writer: BaseWriter | None = None
         self._thread: ClockThread | None = None
         self._retry_at = 0.0
+        self._most_tail_bytes = 2**62
+        self._next_large_at = 0.0  # when the next large event may come, while the tail is too long
         self._limit_segments()
 
     @property
@@ -95,7 +101,21 @@ class Bases:
         enough = max(self._smallest_tail_bytes, int(self._tail_share * state_bytes))
         if segments.limit_bytes is not None:  # before pushes have to wait for it
             enough = min(enough, segments.limit_bytes // 2)
+        self._most_tail_bytes = int(MOST_TAIL * enough)
         return tail > enough or segments.at_limit
+
+    def check_tail(self, num_bytes: int, now: float) -> None:
+        """Slow large events down while a base is written and a recovery would read too much: LogTooLong.
+
+        Databases do the same while a checkpoint is late (InnoDB's sync flush, RocksDB's delayed writes).
+        """
+        tail = self.tail_bytes
+        if self._writer is None or num_bytes < SMALL_BYTES or tail + num_bytes <= self._most_tail_bytes:
+            return
+        if now < self._next_large_at:
+            wait_ms = math.ceil(1000 * (self._next_large_at - now))
+            raise LogTooLong(tail_bytes=tail, retry_after_ms=wait_ms)
+        self._next_large_at = now + num_bytes / SLOWED_BYTES
 
     def take(self, now: float, tables: Sequence[Table], control: dict[str, Any]) -> None:
         """Freeze these tables, and have their image written; `control` is the rest of the state, of this moment."""

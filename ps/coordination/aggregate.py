@@ -86,7 +86,8 @@ class PendingUpdates:
         self._count(parts, 1)
         skipped = [_count_non_finite(part.gradients) for part in parts]
         for part, count in zip(parts, skipped, strict=True):
-            part.table.count_pushed(Applied(len(part.ids) - count, count))
+            part.table.pushed_rows += len(part.ids) - count
+            part.table.skipped_rows += count
         return Applied(sum(len(part.ids) for part in parts) - sum(skipped), sum(skipped))
 
     def events(self) -> list[int]:

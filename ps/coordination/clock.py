@@ -115,10 +115,10 @@ class Clock:
         self.expired = 0
         self.updates = Updates()
         self.failed: UpdateFailed | None = None  # the first update of this job that was not applied in full
-        self.job = 0  # counts the jobs that this shard has served
+        self.job = 0  # counts the jobs that this shard has served; 0: no worker has joined yet
         self.run = 0  # the highest that was named
         self.generation = 0  # grows with whatever may let a request be answered that had to wait
-        self._pushes = PendingUpdates(MemoryBudget() if budget is None else budget)
+        self.pending = PendingUpdates(MemoryBudget() if budget is None else budget)  # that wait for other workers'
         self._left: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
@@ -175,7 +175,7 @@ class Clock:
             return LeaveAck()
         if request.pause:
             member.paused = True
-            self._pushes.drop(member.sender)
+            self.pending.drop(member.sender)
             self.generation += 1
         else:
             self._remove(member)
@@ -232,26 +232,21 @@ class Clock:
             )
         if not 0 <= request.weight < math.inf:
             raise InvalidRequest(reason=f"the weight of a push must be finite and >= 0, got {request.weight}")
-        if self._pushes.nbytes > GATHER_BYTES and request.clock > self.open:
+        if self.pending.nbytes > GATHER_BYTES and request.clock > self.open:
             raise self.ahead(request.clock)
 
     def gathers(self, member: Member, request: Push) -> bool:
         """Whether a member's push has to wait for those of other workers; else it is applied at once."""
         if self.staleness != 0:
             return False
-        closes = request.last and request.weight > 0 and not self._pushes and self.started
+        closes = request.last and request.weight > 0 and not self.pending and self.started
         return not closes or any(
             other.clock <= request.clock and other is not member and not other.paused for other in self.members.values()
         )
 
-    @property
-    def pending(self) -> PendingUpdates:
-        """The gradients that wait for those of other workers."""
-        return self._pushes
-
     def gather(self, sender: Sender, request: Push, parts: list[CheckedGradients], event: int) -> Applied:
         """Keep a push, which is event number `event`, until its clock closes."""
-        return self._pushes.add(sender, request, parts, event)
+        return self.pending.add(sender, request, parts, event)
 
     def pushed(self, member: Member, clock: int) -> None:
         """Note that a member has pushed a clock to the end, and close the clocks that waited for it."""
@@ -290,7 +285,7 @@ class Clock:
             "left": [list(dataclasses.astuple(member)) for member in self._left.values()],
             "epochs": [list(pair) for pair in self._epochs.items()],
             "joined": sorted(self._joined),
-            "pending": self._pushes.events(),
+            "pending": self.pending.events(),
         }
 
     def restore(self, control: Plain) -> None:
@@ -337,7 +332,7 @@ class Clock:
     def _remove(self, member: Member, *, lost: bool = False) -> None:
         member.lost = lost
         self._left[member.worker] = self.members.pop(member.worker)
-        self._pushes.drop(member.sender)
+        self.pending.drop(member.sender)
         self.generation += 1
 
     def _close(self, done: int = 0) -> None:
@@ -348,12 +343,12 @@ class Clock:
         if self.members and not self.started:
             return
         active = [member.clock for member in self.members.values() if not member.paused]
-        end = min(active) if active else max(self._pushes.end, done)
+        end = min(active) if active else max(self.pending.end, done)
         if end <= self.open:
             return
         self.open = end
         self.generation += 1
-        for clock, pushes in self._pushes.take(before=end):
+        for clock, pushes in self.pending.take(before=end):
             try:
                 apply_clock(pushes)
             except Exception as error:  # not for the request that closes the clock: it has a reply of its own

@@ -19,13 +19,13 @@ class Leases:
     """The leases of a clock's members. A member that is not known here yet is given a whole one."""
 
     def __init__(self, clock: Clock) -> None:
-        self.now = -math.inf
+        self.now = -math.inf  # as its owner knows it
+        self.next_end = -math.inf  # no lease ends before
         self.closed_at = -math.inf  # when the last clock was closed
         # when anything of a worker's incarnation arrived last, a part of a request included
         self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
         self._clock = clock
         self._last_seen: dict[int, float] = {}  # by the member's serial number: when a request of it arrived last
-        self._next_end = -math.inf  # no lease ends before
         self._began = 0.0  # when the job did
         self._seen_open, self._seen_job = clock.open, clock.job
 
@@ -40,7 +40,7 @@ class Leases:
         """A worker has joined, perhaps again, perhaps with another lease; forget the members that are gone."""
         member = self.renew(worker, epoch, now)
         if member is not None:
-            self._next_end = min(self._next_end, self._end(member))
+            self.next_end = min(self.next_end, self._end(member))
         if len(self._last_seen) > 2 * len(self._clock.members):
             here = {member.serial for member in self._clock.members.values()}
             self._last_seen = {serial: seen for serial, seen in self._last_seen.items() if serial in here}
@@ -48,18 +48,15 @@ class Leases:
     def clock_moved(self) -> None:
         """Note the time of what an event did to the clock; to be called after each."""
         if self._clock.job != self._seen_job:
-            self._seen_job, self._began, self._next_end = self._clock.job, self.now, -math.inf
+            self._seen_job, self._began, self.next_end = self._clock.job, self.now, -math.inf
         elif self._clock.open != self._seen_open:
             self.closed_at = self.now
         self._seen_open = self._clock.open
 
-    def ended(self, now: float) -> list[Member]:
-        """The members without a request within their lease."""
-        self.now = max(self.now, now)
-        if self.now <= self._next_end:
-            return []
+    def ended(self) -> list[Member]:
+        """The members without a request within their lease, of whom there are none until `next_end`."""
         ended = [member for member in self._clock.members.values() if self._has_ended(member)]
-        self._next_end = min(map(self._end, self._clock.members.values()), default=math.inf)
+        self.next_end = min(map(self._end, self._clock.members.values()), default=math.inf)
         return ended
 
     def extend(self, seconds: float) -> None:

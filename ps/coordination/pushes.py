@@ -39,7 +39,8 @@ class Pushes:
 
         StaleWorker, MemoryLost, InvalidRequest. A load that was sent again must not undo the pushes that came since.
         """
-        self._clock.fence(token.worker, token.epoch)
+        if self._clock.job:
+            self._clock.fence(token.worker, token.epoch)
         return self.dedup.find(token)
 
     def take(self, request: Push, known_ids: Sequence[Ids | None] = (), event: int = 0) -> Outcome:
@@ -50,7 +51,7 @@ class Pushes:
         The reply says what became of this push alone: an update of its clock that fails is the clock's error.
         """
         token = request.token
-        member = self._clock.find_member(token.worker, token.epoch)
+        member = self._clock.find_member(token.worker, token.epoch) if self._clock.job else None
         if member is not None:
             self._clock.check_push(member, request)
         gathers = member is not None and self._clock.gathers(member, request)

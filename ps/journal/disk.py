@@ -8,10 +8,11 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _MAX_PIECES = 1024  # IOV_MAX of Linux: what one pwritev takes
+_BATCH_BYTES = 4 * 2**20  # that one thread hands to another at a time, so that small records cost no switch each
+_BATCH_ITEMS = 1024
+
+_Item = TypeVar("_Item")
 
 
 class DiskFile(Protocol):
@@ -32,6 +37,10 @@ class DiskFile(Protocol):
         """The bytes at an offset; fewer only at the end of the file."""
         ...
 
+    def pread_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with the bytes at an offset; what lies behind the end of the file is left as it was."""
+        ...
+
     def pwritev(self, pieces: Sequence[ReadableBuffer], offset: int) -> None:
         """Write all pieces, one behind the other. After an error, any part of them may be written."""
         ...
@@ -42,6 +51,10 @@ class DiskFile(Protocol):
 
     def truncate(self, num_bytes: int) -> None:
         """Set its size; new bytes are 0."""
+        ...
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have the disk give a new file room for so many bytes, which are 0. OSError where it has not that much."""
         ...
 
     def close(self) -> None:
@@ -104,6 +117,14 @@ class Disk(Protocol):
         """A number that the machine gets anew with each start; 0 where it is not known."""
         ...
 
+    def read_ahead(self, items: Iterator[_Item], num_bytes: Callable[[_Item], int]) -> Iterator[_Item]:
+        """The items of an iterator that reads files, made while the caller handles those before.
+
+        At most two batches of items are alive: the one that is handled, and the next. `num_bytes` is an item's size. An
+        error of the iterator may come before the last items that it made.
+        """
+        ...
+
 
 class LocalDisk:
     """The file systems of this machine."""
@@ -156,6 +177,26 @@ class LocalDisk:
             return xxh3_64_intdigest(Path("/proc/sys/kernel/random/boot_id").read_bytes())
         return 0
 
+    def read_ahead(self, items: Iterator[_Item], num_bytes: Callable[[_Item], int]) -> Iterator[_Item]:
+        """The items of an iterator that reads files, made by a thread while the caller handles those before."""
+
+        def next_batch() -> list[_Item]:
+            batch: list[_Item] = []
+            left = _BATCH_BYTES
+            while left > 0 and len(batch) < _BATCH_ITEMS:
+                item = next(items, None)
+                if item is None:
+                    break
+                batch.append(item)
+                left -= num_bytes(item)
+            return batch
+
+        with ThreadPoolExecutor(1, "read-ahead") as thread:
+            future = thread.submit(next_batch)
+            while batch := future.result():
+                future = thread.submit(next_batch)
+                yield from batch
+
 
 class _LocalFile:
     """A file descriptor; `path` is what errors of reads name."""
@@ -174,6 +215,17 @@ class _LocalFile:
         if len(data) == num_bytes or not data:
             return data
         return data + self.pread(num_bytes - len(data), offset + len(data))  # a signal, or 2 GiB: Linux's limit
+
+    def pread_into(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror} at byte {offset + done}", str(self._path)) from None
+            if not count:
+                return
+            done += count
 
     def pwritev(self, pieces: Sequence[ReadableBuffer], offset: int) -> None:
         for start in range(0, len(pieces), _MAX_PIECES):
@@ -194,6 +246,9 @@ class _LocalFile:
 
     def truncate(self, num_bytes: int) -> None:
         os.ftruncate(self._descriptor, num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        os.posix_fallocate(self._descriptor, 0, num_bytes)
 
     def close(self) -> None:
         os.close(self._descriptor)

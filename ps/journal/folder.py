@@ -164,7 +164,8 @@ class LogFolder:
     def records(self, from_lsn: int = 0) -> Iterator[LoggedRecord]:
         """The records from an LSN on. LogDamaged."""
         with named_errors(self.folder):
-            yield from self.reader.records(from_lsn)
+            records = self.reader.records(from_lsn)
+            yield from self.disk.read_ahead(records, lambda record: record.header.num_bytes)
 
     def begin(
         self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES, clock: SystemClock = SYSTEM_CLOCK

@@ -24,6 +24,11 @@ POLL_SECONDS = 5.0  # between looks at access.yaml: a token whose line is gone i
 _MOST_SEEN = 10_000  # connections that are remembered, so that a login is noted once
 _MOST_TABLES = 4096  # of which it is remembered whether they match: names are of the peer's choice
 
+_UNKNOWN_TOKEN = (
+    "it shows a token that the shard does not have: it was revoked, or is another shard's; name the file of one that "
+    "the shard's access.yaml has (--token-file, EMBERSHARD_TOKEN_FILE, es.connect(token_file=...))"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -55,6 +60,14 @@ class Principal:
     def is_limited(self) -> bool:
         """Whether what it asks for has to be looked into."""
         return self.entry.tables is not None
+
+    def revocation(self) -> NotAuthenticated:
+        """The error of its requests, once it is `revoked`."""
+        return NotAuthenticated(
+            who=self.name,
+            why="its token or certificate was removed from access.yaml; start the client again with a token "
+            "(--token-file) or a certificate (--tls) that the file has now",
+        )
 
     def owns(self, table: str) -> bool:
         """Whether a table is among those that its entry gives it."""
@@ -147,9 +160,7 @@ class Access:
             principal = self._by_token.get(digest) or self._own.get(digest)
             # the lookup has compared hashes of what the peer chose; this one takes the same time for any of them
             if principal is None or not hmac.compare_digest(digest, principal.entry.token_sha256 or b""):
-                raise NotAuthenticated(
-                    who=peer.address, why="it knows no such token; was it revoked, or is it another shard's?"
-                )
+                raise NotAuthenticated(who=peer.address, why=_UNKNOWN_TOKEN)
             return principal
         for name in certificate:
             if (found := self._by_certificate.get(name)) is not None:
@@ -158,14 +169,26 @@ class Access:
             return self._user(peer.uid)
         raise NotAuthenticated(who=peer.address, why=_remedy(certificate))
 
+    def known_again(self, principal: Principal) -> Principal:
+        """Who somebody is by the file of now; the same, which is `revoked`, where their token or certificate is gone.
+
+        Of an entry with both it is not known which of them was shown: it has to have both still.
+        """
+        old = principal.entry
+        for new, found in self._entries.items():
+            if (new.token_sha256, new.certificate) == (old.token_sha256, old.certificate):
+                return found
+        return principal
+
     def check(self, principal: Principal | None, kind: type[Request]) -> None:
         """NotAllowed, or NotAuthenticated, where a principal may not make requests of this kind at all.
 
         Asked before a request is decoded, whatever transport brought it.
         """
-        if principal is None or principal.revoked:
-            why = "it has not said who it is" if principal is None else "its entry of access.yaml has changed"
-            raise NotAuthenticated(who="the peer" if principal is None else principal.name, why=why)
+        if principal is None:
+            raise NotAuthenticated(who="the peer", why="it has not said who it is")
+        if principal.revoked:
+            raise principal.revocation()
         if kind not in principal.allowed:
             raise NotAllowed(
                 who=principal.name,

@@ -29,11 +29,11 @@ class Usage:
         """Whether there is anything to count for each request."""
         return self._quotas.rows_per_second is not None or self._quotas.bytes_in_flight is not None
 
-    def connect(self) -> None:
-        """Count a connection; QuotaExceeded where it is one too many."""
+    def connect(self, *, is_new: bool = True) -> None:
+        """Count a connection; QuotaExceeded where it is new, and one too many."""
         with self._lock:
             limit = self._quotas.connections
-            if limit is not None and self._connections >= limit:
+            if is_new and limit is not None and self._connections >= limit:
                 raise self._exceeded("connections", limit, self._connections + 1)
             self._connections += 1
 

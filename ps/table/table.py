@@ -108,11 +108,6 @@ class Table:
         """The number of rows that exist."""
         return int(self._counters[NUM_ROWS])
 
-    def count_pushed(self, applied: Applied) -> None:
-        """Count the gradient rows of a push, for whoever watches."""
-        self.pushed_rows += applied.rows
-        self.skipped_rows += applied.skipped
-
     @property
     def num_slots(self) -> int:
         """The number of rows that there is memory for: those that exist, and the places of removed ones."""

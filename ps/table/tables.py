@@ -340,7 +340,8 @@ def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float =
         raise
     if count:
         for (part, _), applied in zip(parts, done, strict=True):
-            part.table.count_pushed(applied)
+            part.table.pushed_rows += applied.rows
+            part.table.skipped_rows += applied.skipped
     return Applied(sum(one.rows for one in done), sum(one.skipped for one in done))
 
 

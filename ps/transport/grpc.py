@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import EmbershardError, NotAllowed, WrongVersion
+from embershard.proto.errors import EmbershardError, NotAllowed, UntrustedCertificate, WrongVersion
 from embershard.proto.messages import METHODS, OTHER_SERVICES, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.wire import OLDEST_VERSION, VERSION
@@ -95,6 +95,8 @@ class ShardService:
                 reply = await asyncio.wrap_future(answer)
             except EmbershardError as error:
                 counters.answered(kind, time.monotonic() - arrived, error)
+                if isinstance(error, UntrustedCertificate):  # revoked, which gRPC's handshake does not look at
+                    self._dispatch.counters.rejected["tls"] += 1
                 await _abort(context, error)
             except asyncio.CancelledError:
                 counters.expired(kind)

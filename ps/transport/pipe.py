@@ -9,13 +9,15 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 from embershard.ps.security.peers import Peer
 
 TLS_RECORD = 0x16  # the first byte of a connection that begins with TLS
-_TLS_ALERT = 0x15
+_TLS_ALERT, _TLS_ENCRYPTED = 0x15, 0x17
+_ENCRYPTED_ALERT_BYTES = 2 + 1 + 16  # level and description, the kind of the record, the tag of each cipher of TLS 1.3
+_RECORD_HEADER_BYTES = 5
 _TLS13 = 0x0304
 _FLUSH_SECONDS = 30.0  # for what one end had not yet read when the other one left
 
@@ -42,11 +44,12 @@ def pipe_to(
     peer: Peer,
     ended: Callable[[], None] = lambda: None,
     *,
-    tls13: bool = False,
+    handshake_ended: Callable[[bool], None] | None = None,
 ) -> None:
     """Pipe `transport`, of `peer`, to a server, which first gets `received`; call `ended` at the end.
 
-    With `tls13` the connection ends where the server there answers with an earlier version of TLS.
+    With `handshake_ended` the two speak TLS: it is told once whether their handshake failed, and the connection ends
+    where the server answers with a version before 1.3.
     """
     name = _pipe_name(server.path)
     known_as = f"unix-abstract:{name[1:]}" if name.startswith("\0") else f"unix:{name}"
@@ -56,12 +59,16 @@ def pipe_to(
         server.peers.pop(known_as, None)
         ended()
 
-    near = _End(end)
+    if handshake_ended is None:
+        near, far = _End(end), _End()
+    else:
+        handshake = _Handshake(handshake_ended)
+        handshake.client_sent(received)
+        near, far = _TLSClientEnd(handshake, end), _TLSServerEnd(handshake)
     near.transport = transport
     transport.pause_reading()
     transport.set_protocol(near)
     transport.set_write_buffer_limits()  # the usual ones: what is read there waits for what is read here
-    far: _End = _TLSEnd() if tls13 else _End()
     task = asyncio.get_running_loop().create_task(_connect(server.path, name, near, far, received))
     _connecting.add(task)
     task.add_done_callback(_connecting.discard)
@@ -136,11 +143,90 @@ class _End(asyncio.Protocol):
             asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.other.transport.abort)
 
 
-class _TLSEnd(_End):
-    """The end at a server that speaks TLS: gRPC's takes 1.2 too, and cannot be told otherwise from Python."""
+class _Records:
+    """One direction of a TLS connection, of which the headers of the records are read."""
 
     def __init__(self) -> None:
+        self._start = b""  # of a header
+        self._left = 0  # bytes of the last record that are still to come
+
+    def begun(self, data: bytes) -> Iterator[tuple[int, int]]:
+        """The kind and the size of each record whose header ends in `data`, the next bytes."""
+        data, at = self._start + data, self._left
+        while at + _RECORD_HEADER_BYTES <= len(data):
+            size = int.from_bytes(data[at + 3 : at + _RECORD_HEADER_BYTES])
+            yield data[at], size
+            at += _RECORD_HEADER_BYTES + size
+        self._start, self._left = data[at:], max(0, at - len(data))
+
+
+class _Handshake:
+    """Finds out whether a handshake of TLS 1.3 succeeds, which gRPC does not say; nothing of it can be decrypted.
+
+    A server that accepts what the client sent last, its encrypted Finished, goes on with HTTP/2's settings or a ticket.
+    One that does not sends an alert, which its size tells, or nothing.
+    """
+
+    def __init__(self, ended: Callable[[bool], None]) -> None:
+        self.is_over = False
+        self._ended = ended
+        self._of_client, self._of_server = _Records(), _Records()
+        self._server_spoke = self._client_answered = False
+
+    def client_sent(self, data: bytes) -> None:
+        """Follow bytes of the client."""
+        for kind, _ in self._of_client.begun(data):
+            if self._server_spoke and kind in (_TLS_ALERT, _TLS_ENCRYPTED):
+                self._client_answered = True
+
+    def server_sent(self, data: bytes) -> None:
+        """Follow bytes of the server."""
+        for kind, size in self._of_server.begun(data):
+            if kind == _TLS_ENCRYPTED and self._client_answered and size != _ENCRYPTED_ALERT_BYTES:
+                self._end(failed=False)
+            self._server_spoke = self._server_spoke or kind == _TLS_ENCRYPTED
+
+    def client_left(self) -> None:
+        """The client ended the connection: it refuses the server, or, where it had not answered it, just left."""
+        self._end(failed=self._client_answered)
+
+    def server_left(self) -> None:
+        """The server ended the connection."""
+        self._end(failed=True)
+
+    def _end(self, *, failed: bool) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._ended(failed)
+
+
+class _TLSClientEnd(_End):
+    """The end at a client that speaks TLS."""
+
+    def __init__(self, handshake: _Handshake, closed: Callable[[], None]) -> None:
+        super().__init__(closed)
+        self._handshake = handshake
+
+    def data_received(self, data: bytes) -> None:
+        if not self._handshake.is_over:
+            self._handshake.client_sent(data)
+        super().data_received(data)
+
+    def eof_received(self) -> bool:
+        self._handshake.client_left()
+        return super().eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._handshake.client_left()
+        super().connection_lost(error)
+
+
+class _TLSServerEnd(_End):
+    """The end at a server that speaks TLS: gRPC's takes 1.2 too, and cannot be told otherwise from Python."""
+
+    def __init__(self, handshake: _Handshake) -> None:
         super().__init__()
+        self._handshake = handshake
         self._start: bytes | None = b""  # of what the server says, until its hello is there
 
     def data_received(self, data: bytes) -> None:
@@ -149,11 +235,20 @@ class _TLSEnd(_End):
             if (version := _negotiated_version(self._start)) is None:
                 return
             if version != _TLS13:
-                _log.warning("dropping a connection to gRPC: its client speaks no TLS 1.3")
                 self.transport.abort()
                 return
             data, self._start = self._start, None
+        if not self._handshake.is_over:
+            self._handshake.server_sent(data)
         super().data_received(data)
+
+    def eof_received(self) -> bool:
+        self._handshake.server_left()
+        return super().eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._handshake.server_left()
+        super().connection_lost(error)
 
 
 def _negotiated_version(data: bytes) -> int | None:

@@ -22,7 +22,6 @@ from embershard.proto.errors import (
     InternalError,
     InvalidRequest,
     NotAllowed,
-    NotAuthenticated,
     QuotaExceeded,
     ShardBusy,
     ShuttingDown,
@@ -302,8 +301,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._server.rejected["hello"] += 1
                 self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
             return
-        if self._principal is not None and self._principal.revoked:
-            self._fail(NotAuthenticated(who=self._principal.name, why="its entry of access.yaml has changed"))
+        if (principal := self._known_principal()) is not None and principal.revoked:
+            self._fail(principal.revocation())
             return
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
@@ -394,13 +393,30 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
 
+    def _known_principal(self) -> Principal | None:
+        """Who the peer is, by access.yaml as it is now."""
+        before, access = self._principal, self._server.dispatch.access
+        if before is not None and before.revoked and access is not None:
+            now = access.known_again(before)
+            if now is not before:
+                now.usage.connect(is_new=False)
+                before.usage.disconnect()
+                self._principal = now
+        return self._principal
+
     def _begin_tls(self) -> None:
         assert self._tls is not None
         self._filled = 0  # a second hello comes, and only that one counts
-        if self._tls.is_full():
-            self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
+        if self._too_many_handshakes(self._tls):
             return
         self._tls.begin(self._handshake())
+
+    def _too_many_handshakes(self, tls: TLSPort) -> bool:
+        """Whether no further handshake may begin; the connection is dropped then."""
+        if tls.is_full():
+            self._server.rejected["handshakes"] += 1
+            self.drop(f"{tls.handshakes} other TLS handshakes are under way" * self._server.may_log_refusal())
+        return tls.is_full()
 
     async def _handshake(self) -> None:
         outer, tls = self._transport, self._tls
@@ -430,22 +446,41 @@ class Connection(asyncio.BufferedProtocol):
         target, is_tls = None if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
         if self._tls is not None:
             target = self._tls.grpc if is_tls else self._tls.refusing_grpc
-            if is_tls and not self._tls.admit_grpc():
-                self.drop(f"{self._tls.handshakes} other TLS handshakes are under way")
+            if is_tls and self._too_many_handshakes(self._tls):
                 return
         elif is_tls and self._inside is None:
             self._transport.write(_HANDSHAKE_FAILURE)
-            _log.warning(
-                "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)",
-                self._peer.address,
-            )
+            self._server.rejected["tls"] += 1
+            if self._server.may_log_refusal():
+                _log.warning(
+                    "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)",
+                    self._peer.address,
+                )
             self._transport.close()
             return
         if target is None:
             self.drop("it speaks something else than this protocol")
             return
         self._count(self._server.passed_on)
-        pipe_to(target, self._transport, received, self._peer, self._end, tls13=is_tls)
+        ended = None
+        if self._tls is not None and is_tls:
+            self._tls.handshakes += 1
+            ended = self._end_grpc_handshake
+        elif self._tls is not None:
+            self._server.rejected["tls"] += 1  # told to use it
+        pipe_to(target, self._transport, received, self._peer, self._end, handshake_ended=ended)
+
+    def _end_grpc_handshake(self, failed: bool) -> None:
+        assert self._tls is not None
+        self._tls.handshakes -= 1
+        if failed:
+            self._server.rejected["tls"] += 1
+            if self._server.may_log_refusal():
+                _log.warning(
+                    "the TLS handshake of gRPC with %s failed: one side does not trust the other's certificate, or the "
+                    "client speaks no TLS 1.3 (the client's error says which)",
+                    self._peer.address,
+                )
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
@@ -457,7 +492,7 @@ class Connection(asyncio.BufferedProtocol):
             return None
         if server.dispatch.access is not None:
             try:
-                server.dispatch.access.check(self._principal, kind)
+                server.dispatch.access.check(self._known_principal(), kind)
             except EmbershardError as error:
                 server.dispatch.access.refused(self._principal, self._peer.address, METHODS[kind][0], error)
                 self._refuse(header, error)
@@ -509,7 +544,7 @@ class Connection(asyncio.BufferedProtocol):
             num_bytes=len(header.head) + sum(header.lengths),
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer.address,
-            principal=self._principal,
+            principal=self._known_principal(),
         )
         future.add_done_callback(self._sender(header, kind))
 

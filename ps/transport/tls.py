@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from cryptography import x509
 
 from embershard.proto.security.credentials import CertificateFolder, identity_of, read_certificate
-from embershard.proto.security.handshake import HANDSHAKE_SECONDS, start_tls
+from embershard.proto.security.handshake import start_tls
 from embershard.proto.security.problems import explain
 from embershard.ps.transport.pipe import PipedServer
 
@@ -45,18 +45,7 @@ class TLSPort:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._one_less()
-
-    def _one_less(self) -> None:
         self.handshakes -= 1
-
-    def admit_grpc(self) -> bool:
-        """Whether another handshake of gRPC's may begin; nobody says when it ends, so it counts for all of its time."""
-        if self.is_full():
-            return False
-        self.handshakes += 1
-        asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, self._one_less)
-        return True
 
     async def handshake(
         self, outer: asyncio.Transport, protocol: asyncio.BaseProtocol, peer: str

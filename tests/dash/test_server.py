@@ -40,7 +40,7 @@ def panel(shard):
     running = server.PanelServer(config)
     thread = threading.Thread(target=running.run, args=([sock],))
     thread.start()
-    eventually(lambda: running.started)
+    assert eventually(lambda: running.started)
     yield sock.getsockname()[1]
     running.should_exit = True
     thread.join(20)

@@ -157,4 +157,4 @@ def test_what_a_shards_module_started_ends_with_the_shard(tmp_path, monkeypatch,
         (first,) = started()
         os.kill(shards.pids[0], signal.SIGKILL)
         eventually(lambda: len(started()) == 2 and not alive([first]))
-    eventually(lambda: not alive(started()))  # once the system's first process has waited for them
+    assert eventually(lambda: not alive(started()))  # once the system's first process has waited for them

@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 SECTOR = 512
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -106,6 +109,9 @@ class SimulatedDisk:
 
     def boot_id(self) -> int:
         return self.boot
+
+    def read_ahead(self, items: Iterator[Item], num_bytes: Callable[[Item], int]) -> Iterator[Item]:
+        return items  # a simulation has one thread
 
     # what happens to it
 
@@ -202,6 +208,10 @@ class SimulatedFile:
         self._disk._do("pread", self._path)
         return bytes(self._inode.data[offset : offset + num_bytes])
 
+    def pread_into(self, target: memoryview, offset: int) -> None:
+        data = self.pread(len(target), offset)
+        target[: len(data)] = data
+
     def pwritev(self, pieces: list[bytes | memoryview], offset: int) -> None:
         self._disk._do("pwritev", self._path)
         data = b"".join(pieces)
@@ -212,6 +222,10 @@ class SimulatedFile:
             inode.data.extend(bytes(max(0, end - len(inode.data))))
             inode.data[start:end] = data[start - offset : end - offset]
             inode.unsynced.add(at // SECTOR)
+
+    def reserve(self, num_bytes: int) -> None:  # as file systems do that cannot reserve
+        for offset in range(0, num_bytes, 2**20):
+            self.pwritev([bytes(min(2**20, num_bytes - offset))], offset)
 
     def sync(self) -> None:
         self._disk._do("sync", self._path)

@@ -21,6 +21,7 @@ from embershard.ps.journal.record import encode_segment_header, read_segment_hea
 from embershard.ps.recovery import recover, sha256_of_modules
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from harness.raises import raises
 from harness.shards import gradients, push, table
 
 ROW_FUNCTION = """
@@ -185,6 +186,18 @@ def test_a_row_function_that_has_changed_since_the_log_was_written_is_refused(tm
     assert raised.value.fields["what"] == "module row_functions_of_mine with sha256"
     assert content(tmp_path / "shard-0") == before
     monkeypatch.delitem(sys.modules, "row_functions_of_mine")
+
+
+def test_a_module_beside_it_that_has_changed_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "row_functions_with_help.py").write_text("import helper_of_mine\n" + ROW_FUNCTION.format(factor=1))
+    (tmp_path / "helper_of_mine.py").write_text("FACTOR = 1\n")
+    log_of(tmp_path / "shard-0", imports=("row_functions_with_help",))
+    (tmp_path / "helper_of_mine.py").write_text("FACTOR = 2\n")
+    with raises(errors.LogMismatch, what="module helper_of_mine with sha256"):
+        start(tmp_path, imports=("row_functions_with_help",))
+    for name in ("row_functions_with_help", "helper_of_mine"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -32,6 +32,7 @@ from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
 from harness.logs import FOLDER, ids, open_log
+from harness.raises import raises
 from harness.random_job import RandomJob, state_of
 from harness.shards import gradients, push, rows, table
 from harness.simulated_disk import SimulatedDisk
@@ -510,6 +511,44 @@ def test_a_folder_at_its_limit_has_pushes_wait_until_a_base_frees_room_and_never
     assert one.bases.taken > 5
     assert largest <= limit
     assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
+
+
+def test_large_pushes_are_slowed_down_while_a_base_is_late_and_small_ones_are_not():
+    one = LoggedShard(SimulatedDisk(), segment_bytes=2**20, smallest_tail_bytes=10**6, tail_share=0.0).begun()
+    large = gradients(np.arange(10_000), np.ones((10_000, 3), np.float32))  # 200,000 bytes
+    small = gradients(np.arange(10), np.ones((10, 3), np.float32))
+
+    def handle(parts, seq):
+        one.shard.handle(push(parts, seq=seq, first=seq))
+        one.write()
+
+    for seq in range(1, 9):  # a base begins with the sixth; the eighth is the first of those that are slowed down
+        handle(large, seq)
+    assert one.works
+    with raises(errors.LogTooLong, tail_bytes=one.bases.tail_bytes):
+        for seq in range(9, 100):  # one each 200,000 bytes / 16 MiB/s = 12 ms
+            handle(large, seq)
+    handle(small, seq)
+    one.works.pop()()
+    for later in range(1, 6):
+        handle(large, seq + later)
+    assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
+
+
+def test_a_base_that_takes_minutes_lets_16_mib_pass_a_second():
+    one = LoggedShard(SimulatedDisk(), segment_bytes=2**20, smallest_tail_bytes=0, tail_share=0.0).begun()
+    one.push()
+    one.push()
+    assert one.works
+    passed, now = 0, 0.0
+    while now < 2.0:
+        try:
+            one.bases.check_tail(2**20, now)
+            passed += 2**20
+        except errors.LogTooLong as error:
+            now += error.fields["retry_after_ms"] / 1000
+    assert passed == pytest.approx(32 * 2**20, rel=0.05)
+    one.bases.check_tail(1000, now)
 
 
 def test_a_limit_below_what_the_log_needs_is_exceeded():

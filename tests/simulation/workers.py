@@ -195,6 +195,8 @@ class SimulatedWorker:
         self.is_done = True
         while not all(worker.is_done for worker in self.sim.workers):  # one that comes again must find the others
             clock.sleep(0.05)
+            if self.sim.has_lost:  # one that is idle learns by its next call that what it pushed is lost
+                self._ask(client)
         for worker in self.sim.workers:
             worker.is_training = False  # none is killed from here on
         self.is_finished = True
@@ -365,6 +367,14 @@ class SimulatedWorker:
                 return
             except ShardUnavailable:
                 self._pause(client)
+
+    def _ask(self, client: Client) -> None:
+        """Read a row of each shard."""
+        table = self.scenario.tables[0]
+        try:
+            client.pull([(table.name, make_route(np.arange(NUM_IDS), table.space_key, client.placement))])
+        except ShardUnavailable:
+            self._pause(client)
 
     def _flush(self, client: Client) -> None:
         """Send what is kept."""

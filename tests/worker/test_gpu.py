@@ -9,7 +9,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.device import to_device, to_host
+from embershard.worker.device import to_device
+from embershard.worker.session.gradients import to_host
 from embershard.worker.training.saver import RandomNumbers
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import click_data, click_job

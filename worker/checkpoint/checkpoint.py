@@ -97,7 +97,7 @@ class CheckpointFolderInUse(EmbershardError):
 class CheckpointManifest(BaseModel):
     """The contents of checkpoint.json: job, step and checksums."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     version: Literal[1] = 1
     job: dict[str, object]

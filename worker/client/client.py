@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, UnknownTable, WrongDim
 from embershard.proto.messages import Declare, GetStatus, Heartbeat, Load, Pull, Push, Pushed, Request, ShardStatus
-from embershard.proto.routing import Placement, Route
+from embershard.proto.routing import Placement, Route, regroup
 from embershard.proto.security.tls import TLS
 from embershard.proto.security.tokens import TokenFile
 from embershard.proto.spec import TableSpec
@@ -36,7 +36,6 @@ from embershard.worker.client.connections import (
 from embershard.worker.client.lineage import Lineage
 from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
-from embershard.worker.client.placement import Directory, placed
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, may_be_unhandled
 from embershard.worker.client.push import LrScale as LrScale
@@ -49,6 +48,26 @@ DEFAULT_TIMEOUT = timedelta(seconds=60)
 _FAREWELL = timedelta(seconds=5)
 
 _log = logging.getLogger(__name__)
+
+
+class Directory:
+    """The placement now. Any thread may read it; a route of an earlier placement is regrouped when it is used."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.current = placement
+        self._followers: list[Callable[[Placement], None]] = []
+
+    def subscribe(self, follow: Callable[[Placement], None]) -> None:
+        """Have `follow` called with each placement that takes the place of the one now."""
+        self._followers.append(follow)
+
+    def move(self, placement: Placement) -> None:
+        """Go by a newer placement; an older one, or the one now, changes nothing."""
+        if placement.epoch <= self.current.epoch:
+            return
+        self.current = placement
+        for follow in self._followers:
+            follow(placement)
 
 
 class Client:
@@ -225,7 +244,7 @@ class Client:
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         with self._push_lock:  # loads and pushes are numbered together
             self._deliver_waiting()
-            mine = placed(route, self.placement)
+            mine = _placed(route, self.placement)
             rows = _in_order(rows, route, mine)
             whole = Load(table, mine.epoch, mine.ids, rows, self.worker, last=last, keep_state=keep_state)
             loaded = load_rows(
@@ -271,7 +290,7 @@ class Client:
             return self._call_as_member(self.membership, pulls, into, clock)
 
         placement = self.placement
-        mine = [(table, placed(route, placement)) for table, route in reads]
+        mine = [(table, _placed(route, placement)) for table, route in reads]
         moved = [one is not route for (_, one), (_, route) in zip(mine, reads, strict=True)]
         into = [np.empty_like(rows) if other else rows for rows, other in zip(out, moved, strict=True)]
         keep = keep and not any(moved)  # a push makes another route of the same ids
@@ -291,7 +310,7 @@ class Client:
         if clock is None:
             return member.call_with_rejoin(lambda: self.connections.call(pulls, into))
         if member.required_clock(clock):
-            self._resend_pending(member)
+            self._resend_pending()
 
         def ask() -> dict[int, Outcome]:
             required = member.required_clock(clock)
@@ -300,7 +319,7 @@ class Client:
 
         return member.call_with_rejoin(ask)
 
-    def _resend_pending(self, member: Membership) -> None:
+    def _resend_pending(self) -> None:
         """Send a push again that got no answer: the clocks that a pull waits for may wait for it."""
         if self._push_lock.acquire(blocking=False):  # else another thread sends it
             try:
@@ -342,7 +361,7 @@ class Client:
             _check_rows(table, "gradients", rows, len(route.ids), self.spec(table).dim)
         with self._push_lock, span("push"):
             placement, member = self.placement, self.membership
-            routes = [placed(route, placement) for _, route, _ in gradients]
+            routes = [_placed(route, placement) for _, route, _ in gradients]
             update = Update(
                 gradients=[
                     (table, mine, _in_order(rows, route, mine))
@@ -383,7 +402,7 @@ class Client:
             raise_first(self.connections.call(asked, timeout=deadline.remaining, awaits_recovery=awaits_recovery))
 
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
-        if full := [shard for shard, push in pushes.items() if self._kept.is_full(shard, push)]:
+        if not self._kept.is_empty and (full := [s for s, push in pushes.items() if self._kept.is_full(s, push)]):
             self._await_safe(full, self.timeout)
         for shard, push in pushes.items():
             if push.early:
@@ -433,6 +452,11 @@ class Client:
     def ask_all(self, request: Request) -> list[Outcome]:
         """Send one request to every shard; the replies in the order of their ids. Raises the first error."""
         return self.connections.call_all(request)
+
+
+def _placed(route: Route, placement: Placement) -> Route:
+    """The route of the same ids under a placement; the route itself where it is of this one."""
+    return route if route.epoch == placement.epoch else regroup(route, placement)
 
 
 def _in_order(rows: Floats, route: Route, mine: Route) -> Floats:

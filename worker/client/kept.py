@@ -36,6 +36,7 @@ class KeptPushes:
     """The pushes of one client that are on their way or not safe yet, by shard and in order; any thread may use it."""
 
     def __init__(self, clock: SystemClock = SYSTEM_CLOCK) -> None:
+        self.is_empty = True  # no push is kept or refused, and no load is on its way
         self._lock = clock.lock()
         self._kept: defaultdict[int, deque[_Kept]] = defaultdict(deque)
         self._bytes: defaultdict[int, int] = defaultdict(int)
@@ -48,6 +49,7 @@ class KeptPushes:
     def add(self, shard: int, push: Push) -> None:
         """Keep a push that is sent now, perhaps again: what a process has said to it before counts no more."""
         with self._lock:
+            self.is_empty = False
             kept = self._kept[shard]
             if not kept or kept[-1].push.token.seq < push.token.seq:
                 kept.append(_Kept(push, _num_bytes(push)))
@@ -77,6 +79,7 @@ class KeptPushes:
                     self._bytes[shard] -= one.num_bytes
                     kept.remove(one)
                     break
+            self._look()
         if isinstance(outcome, Pushed):
             self.acknowledge(shard, push.token.seq)
 
@@ -98,12 +101,14 @@ class KeptPushes:
     def load_begins(self, shard: int, seq: int) -> None:
         """Note that a load is sent, which is not known to be safe until `loads_end`."""
         with self._lock:
+            self.is_empty = False
             self._loading.setdefault(shard, seq)
 
     def loads_end(self, shard: int) -> None:
         """Note that a shard has answered all loads, or a push after them."""
         with self._lock:
             self._loading.pop(shard, None)
+            self._look()
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
@@ -153,12 +158,17 @@ class KeptPushes:
         """The pushes that a shard had answered, and its next process has refused: told of once."""
         with self._lock:
             refused, self._refused = self._refused, []
+            self._look()
         return refused
 
     def _drop(self, shard: int) -> None:
         kept, acknowledged = self._kept[shard], self._acknowledged[shard]
         while kept and kept[0].is_answered and kept[0].push.token.seq <= acknowledged:
             self._bytes[shard] -= kept.popleft().num_bytes
+        self._look()
+
+    def _look(self) -> None:
+        self.is_empty = not (self._refused or self._loading or any(self._kept.values()))
 
 
 def with_first_incomplete(request: Sent, first: int) -> Sent:

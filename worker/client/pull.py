@@ -12,7 +12,7 @@ from embershard.proto.arrays import Array, Floats
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
 from embershard.proto.messages import DELTA, Pull, Rows, TableIds
-from embershard.proto.monitoring.tracing import trace_bytes
+from embershard.proto.monitoring import tracing
 from embershard.proto.routing import Placement, Route
 from embershard.proto.timing import span
 from embershard.worker.client.connections import (
@@ -96,7 +96,7 @@ class Puller:
                     self._epoch,
                     clock,
                     self._connections.term(shard),
-                    trace_bytes(),
+                    tracing.step_trace,
                 )
                 for shard, chunks in batch.items()
             }

@@ -16,7 +16,7 @@ from embershard.proto.errors import (
     UnknownRoute,
 )
 from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients
-from embershard.proto.monitoring.tracing import trace_bytes
+from embershard.proto.monitoring import tracing
 from embershard.proto.routing import Placement, Route
 from embershard.worker.client.connections import (
     MESSAGE_OVERHEAD,
@@ -131,7 +131,10 @@ class PushQueue:
         waiting, seq = self._waiting[shard], self._next_seq[shard]
         self._next_seq[shard] += 1
         first = waiting[0].token.seq if waiting else seq  # pushes leave in order
-        return PushToken(self._worker, self._epoch, seq, self._kept.first_incomplete(shard, first))
+        return PushToken(self._worker, self._epoch, seq, self._first_incomplete(shard, first))
+
+    def _first_incomplete(self, shard: int, seq: int) -> int:
+        return seq if self._kept.is_empty else self._kept.first_incomplete(shard, seq)
 
     def next_load_token(self, shard: int) -> PushToken:
         """The token of the next load, which is answered, or given up, before the push after it: see `loaded`."""
@@ -167,7 +170,7 @@ class PushQueue:
                 difference=update.difference,
                 early=term > 0,
                 term=term,
-                trace=trace_bytes(),
+                trace=tracing.step_trace,
             )
         )
 
@@ -182,7 +185,7 @@ class PushQueue:
         gathers = member is not None and member.terms.staleness == 0
         applied = skipped = 0
         duplicate = False
-        for shard, push, error in self._kept.take_refused():
+        for shard, push, error in [] if self._kept.is_empty else self._kept.take_refused():
             self._settle(shard, push, error, gathers=gathers)
             if not _is_late(push, error, member) and not isinstance(error, LeaseLost):
                 self._refused = self._refused or error
@@ -215,8 +218,9 @@ class PushQueue:
     def _head(self, shard: int) -> Push:
         """The next push to a shard. It says that those before it were answered, also of the same update."""
         push = self._waiting[shard][0]
-        first = self._kept.first_incomplete(shard, push.token.seq)
-        push = self._waiting[shard][0] = with_first_incomplete(push, first)
+        first = self._first_incomplete(shard, push.token.seq)
+        if first > push.token.first_incomplete:
+            push = self._waiting[shard][0] = with_first_incomplete(push, first)
         return push
 
     def _with_ids(self, push: Push) -> Push:
@@ -231,7 +235,8 @@ class PushQueue:
 
     def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
         """Give back what a shard will not apply, now that it has answered."""
-        self._kept.loads_end(shard)
+        if not self._kept.is_empty:
+            self._kept.loads_end(shard)
         if gathers and not push.weight:
             return  # nobody would have applied it
         refused, unconfirmed = isinstance(outcome, EmbershardError), self._unconfirmed[shard]

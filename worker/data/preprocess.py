@@ -251,7 +251,7 @@ class Preprocessor:
             return _Values(array, column)
         if not feature.is_many:
             if is_list(array.type):
-                raise BadFeature(name, f"column {column!r} is a list ({array.type}): {_declare(name, array)}")
+                raise BadFeature(name, f"column {column!r} is a list ({array.type}): {_declare(name)}")
             return _Values(array, column)
         if pa.types.is_null(array.type):  # no row has any
             array = array.cast(pa.list_(pa.string()))
@@ -574,7 +574,7 @@ def _is_number(value: object) -> bool:
     return True
 
 
-def _declare(name: str, array: pa.Array) -> str:
+def _declare(name: str) -> str:
     return f"declare it, {name}: {{type: list}}, or as a sequence, {name}: {{type: sequence, max_length: 50}}"
 
 
@@ -590,7 +590,7 @@ def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.Chunk
     if feature.type is not None or feature.separator is not None:
         return
     if is_list(array.type):
-        raise BadFeature(name, f"column {feature.column or name!r} is a list ({array.type}): {_declare(name, array)}")
+        raise BadFeature(name, f"column {feature.column or name!r} is a list ({array.type}): {_declare(name)}")
     if shown := looks_separated(array):
         reason = f"values of column {feature.column or name!r} look like several in one, as {shown!r}"
         declare = f"{'write them as a|b and ' if shown.startswith('[') else ''}declare {name}: "

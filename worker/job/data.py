@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.files import is_delimiter
 from embershard.worker.job.data_section import LOWER_IS_BETTER as LOWER_IS_BETTER
 from embershard.worker.job.data_section import METRICS as METRICS
 from embershard.worker.job.data_section import DataSection, Evaluation
 from embershard.worker.job.sections import CUSTOM, Count
-from embershard.worker.job.tabular import TabularSection
+from embershard.worker.job.tabular import Delimiter, TabularSection
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
     from embershard.worker.data.batch import Dataset
@@ -21,12 +20,6 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is im
 
 Negatives = Annotated[int, Field(ge=0)]
 DrawnBy = Literal["uniform", "popularity"]  # each item as often as another, or as often as it was taken
-
-
-def _delimiter(value: str) -> str:
-    if not is_delimiter(value):
-        raise ValueError(f"must be one ASCII character, no quote or line end, got {value!r}")
-    return value
 
 
 def _as_list(value: object) -> object:
@@ -130,7 +123,7 @@ class SequencesSection(DataSection):
     """Those of training; candidates are drawn uniformly."""
     candidates: Count = 100
     users: Annotated[int, Field(ge=0)] = 10_000
-    delimiter: Annotated[str, AfterValidator(_delimiter)] = " "
+    delimiter: Delimiter = " "
     sequences = True
 
     @property
@@ -225,7 +218,7 @@ class CtrCsvSection(_ColumnsSection):
     train: Path
     valid: Path | None = None
     test: Path | None = None
-    delimiter: Annotated[str, AfterValidator(_delimiter)] = ","
+    delimiter: Delimiter = ","
     halve_valid_by: str | None = None
     stream: bool = False
 

@@ -52,6 +52,12 @@ def _with_defaults(value: object) -> object:
     return {k: _or_default(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+def _number_of_shards(value: object) -> object:
+    if isinstance(value, dict):
+        raise ValueError("is a number; what else is said of shards stands beside it: `shards: 2` and `durability: log`")
+    return value
+
+
 class Job(Section):
     """A training job.
 
@@ -80,7 +86,7 @@ class Job(Section):
     compression: AnyCompression = None
     network: NetworkSection = NetworkSection()
     workers: Count = 1
-    shards: Count = 2
+    shards: Annotated[Count, BeforeValidator(_number_of_shards, json_schema_input_type=Count)] = 2
     durability: Literal["memory", "log", "fsync"] = "memory"  # of shards started by `train`: docs/durability.md
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
     output: Path | None = None

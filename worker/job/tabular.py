@@ -50,6 +50,9 @@ def _delimiter(value: str) -> str:
     return value
 
 
+Delimiter = Annotated[str, AfterValidator(_delimiter)]
+
+
 def _texts_of_labels(value: object) -> object:
     """YAML's numbers and truth values as the texts that files have."""
     if isinstance(value, list | tuple):
@@ -185,7 +188,7 @@ class TabularSection(DataSection):
     test: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
     format: Literal["parquet", "csv", "tsv", "jsonl"] | None = None
     """That of the files' names by default."""
-    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+    delimiter: Delimiter | None = None
     encoding: Annotated[str, AfterValidator(_encoding)] = "utf-8"
     decimal: Literal[".", ","] = "."
     """Between the whole part of a number and its fraction, in CSV."""

@@ -134,7 +134,7 @@ def result_table(result: RunResult) -> Table:
     table.add_column()
     for split, figures in result.figures.items():
         for name, value in figures.items():
-            table.add_row(f"{split} {_label(name)}", _number(name, value) + _of_best(name, value, split, result))
+            table.add_row(f"{split} {_label(name)}", _number(name, value) + _of_best(name, split, result))
     for name, text in (*_how_trained(result.mode), *_how_chosen(result)):
         table.add_row(name, text)
     table.add_row("samples", f"{result.samples:,}")
@@ -214,7 +214,7 @@ def _missed(seen: Sequence[int]) -> str:
     return f"median {median}, p99 {p99}, at most {largest}{or_more} updates"
 
 
-def _of_best(name: str, value: float, split: str, result: RunResult) -> str:
+def _of_best(name: str, split: str, result: RunResult) -> str:
     best = result.reachable.get(split, {}).get(name)
     if name not in ("auc", "logloss") or best is None:
         return ""

@@ -23,8 +23,8 @@ from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec, name_key
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
-from embershard.worker.device import host_rows, to_host
-from embershard.worker.session.gradients import RowGradients
+from embershard.worker.device import host_rows
+from embershard.worker.session.gradients import RowGradients, to_host
 
 F = TypeVar("F", bound=Callable[..., Any])
 

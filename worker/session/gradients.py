@@ -11,7 +11,6 @@ import torch
 from embershard.proto.arrays import Floats
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
-from embershard.worker.device import to_host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +40,23 @@ def to_arrays(merged: Sequence[RowGradients]) -> list[tuple[str, Route, Floats]]
     """(table, route, (U, dim) gradients) of every part, on the host."""
     arrays = to_host([part.gradients for part in merged])
     return [(part.spec.name, part.route, array) for part, array in zip(merged, arrays, strict=True)]
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:
+    """Every tensor as a float32 array: all copies start before any is waited for."""
+    copies: list[torch.Tensor] = []
+    devices: set[torch.device] = set()
+    for tensor in tensors:
+        tensor = tensor.detach().to(torch.float32)
+        if tensor.is_cuda:
+            target = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
+            copies.append(target.copy_(tensor, non_blocking=True))
+            devices.add(tensor.device)
+        else:
+            copies.append(tensor.cpu().contiguous())
+    for device in devices:  # which need not be the current one
+        torch.cuda.current_stream(device).synchronize()
+    return [copy.numpy() for copy in copies]
 
 
 def _without_padding(part: RowGradients) -> RowGradients:

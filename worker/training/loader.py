@@ -28,7 +28,7 @@ from typing import IO, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from embershard.proto.arrays import Bytes
 from embershard.proto.errors import EmbershardError, from_wire, to_wire
@@ -58,6 +58,8 @@ class LoaderLost(EmbershardError):
 
 class DataShare(BaseModel):
     """The data of one worker: a reader, and this worker's share of its train split."""
+
+    model_config = ConfigDict(defer_build=True)  # most runs have no loader process
 
     data: AnyData
     folder: Path  # where the section's relative paths start

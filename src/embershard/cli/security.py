@@ -11,8 +11,6 @@ import typer
 
 from embershard.proto.errors import PlaceNotAllowed
 from embershard.proto.transport.addresses import use_token_file
-from embershard.ps.security.access_file import read_access_file
-from embershard.ps.security.places import SnapshotPlaces
 
 SnapshotsOption = Annotated[
     list[str] | None,
@@ -83,12 +81,17 @@ def checked_access(file: Path | None) -> Path | None:
     """The file's whole path, where it has no mistakes; BadAccessFile with all that it has."""
     if file is None:
         return None
+    # imported here: every command that takes --ps has this module's options, and most start no shard
+    from embershard.ps.security.access_file import read_access_file
+
     read_access_file(file)
     return file.absolute()
 
 
 def checked_snapshots(places: Sequence[str] | None) -> tuple[str, ...]:
     """The places, folders by their whole path."""
+    from embershard.ps.security.places import SnapshotPlaces
+
     roots = tuple(place if ":" in place else os.path.abspath(place) for place in places or ())
     try:
         SnapshotPlaces(roots)

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from embershard.cli.up import DEFAULT_PORT
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus
 from embershard.proto.transport.addresses import parse_addresses, transport_for
 from embershard.proto.transport.transport import Unreachable
 
 ENVIRONMENT = "EMBERSHARD_PS"
+DEFAULT_PORT = 7700  # of the first shard of `embershard up`
 FIRST_OF_UP = f"127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT = timedelta(seconds=2)
 

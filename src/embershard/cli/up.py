@@ -27,12 +27,12 @@ from embershard.cli.security import (
     checked_access,
     checked_snapshots,
 )
+from embershard.cli.shards import DEFAULT_PORT
 from embershard.cli.tls import TLSOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto.monitoring.exporter import check_addresses
 from embershard.proto.monitoring.logs import log_as_json
 
-DEFAULT_PORT = 7700
 _WATCH = timedelta(seconds=0.5)
 
 

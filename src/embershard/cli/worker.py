@@ -51,7 +51,6 @@ from embershard.worker.reporting.log import JsonLog, RunEvents, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
 from embershard.worker.reporting.prometheus import StepCounters
 from embershard.worker.reporting.records import Observer
-from embershard.worker.reporting.terminal import Terminal
 from embershard.worker.session.connect import connect
 from embershard.worker.session.session import Session
 from embershard.worker.training.budget import Position
@@ -361,7 +360,13 @@ def _observers(job: Job, folder: Path | None) -> list[Observer]:
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
     # after the logs: what is shown is in them, whatever becomes of this process
-    observers.append(RunEvents() if logs_json() else Terminal())
+    if logs_json():
+        observers.append(RunEvents())
+    else:
+        # imported here: one worker of a job reports, and the others need no rich
+        from embershard.worker.reporting.terminal import Terminal
+
+        observers.append(Terminal())
     return [*observers, *(Callback(callback.code, callback.args) for callback in job.callbacks)]
 
 

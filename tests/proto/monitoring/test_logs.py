@@ -11,8 +11,9 @@ import pytest
 
 from embershard.proto.errors import InternalError
 from embershard.proto.messages import Declare, Pull, TableIds
+from embershard.proto.monitoring import tracing
 from embershard.proto.monitoring.logs import JsonFormatter, log_as_json, logs_json
-from embershard.proto.monitoring.tracing import Context, RequestTracer, StepTracer, trace_bytes
+from embershard.proto.monitoring.tracing import Context, RequestTracer, StepTracer
 from embershard.proto.transport.stream import StreamTransport
 from harness.served import ServedShard
 from harness.shards import ids_of, table
@@ -72,7 +73,7 @@ def test_what_is_logged_in_a_traced_step_has_its_trace_and_its_span_and_other_li
     thread = threading.Thread(target=log.info, args=("a thread of the step",))
     thread.start()
     thread.join()
-    trace = trace_bytes()
+    trace = tracing.step_trace
     tracer.end(spans)
     assert [line["event"] for line in lines() if "trace_id" in line or "span_id" in line] == ["a thread of the step"]
     (line,) = (line for line in lines() if "trace_id" in line)

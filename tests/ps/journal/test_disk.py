@@ -2,11 +2,14 @@
 
 import errno
 import os
+import threading
 from contextlib import closing
 
 import pytest
 
+from embershard.proto.errors import LogLocked
 from embershard.ps.journal.disk import LocalDisk
+from harness.eventually import eventually
 
 PIECES = [bytes([n % 251]) * (n % 5) for n in range(2500)]  # more than one pwritev takes
 pread, pwrite = os.pread, os.pwrite
@@ -52,6 +55,14 @@ def test_a_file_that_is_created_is_new_and_one_that_is_opened_is_there(file, tmp
     assert disk.boot_id() == LocalDisk().boot_id()
 
 
+def test_a_file_that_is_given_room_has_it_on_the_disk_and_reads_as_zeros(file, tmp_path):
+    file.reserve(2**20)
+    assert file.pread(2**21, 0) == bytes(2**20)
+    assert 512 * (tmp_path / "file").stat().st_blocks >= 2**20
+    with pytest.raises(OSError, match=r"large|space"):
+        file.reserve(2**62)
+
+
 def test_a_read_that_fails_names_file_and_byte(file, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -60,3 +71,43 @@ def test_a_read_that_fails_names_file_and_byte(file, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="4096") as raised:
         file.pread(10, 4096)
     assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(tmp_path / "file"))
+
+
+def size_of_a_batch(_):
+    return 2**30
+
+
+class TestReadAhead:
+    def test_gives_all_items_in_order_whatever_their_sizes(self):
+        for size in (0, 1000, 3 * 2**20, 2**30):
+            assert list(LocalDisk().read_ahead(iter(range(3000)), lambda _, size=size: size)) == list(range(3000))
+
+    def test_makes_items_while_others_are_handled_and_at_most_one_batch_ahead(self):
+        made = []
+
+        def numbers():
+            for number in range(100):
+                made.append(number)
+                yield number
+
+        items = LocalDisk().read_ahead(numbers(), size_of_a_batch)
+        assert next(items) == 0
+        assert eventually(lambda: made == [0, 1])
+        assert next(items) == 1
+        assert eventually(lambda: made == [0, 1, 2])
+
+    def test_an_error_reaches_the_caller(self):
+        def items():
+            yield from range(5)
+            raise LogLocked(path="x", holder="y")
+
+        with pytest.raises(LogLocked):
+            for _ in LocalDisk().read_ahead(items(), size_of_a_batch):
+                pass
+
+    def test_its_thread_ends_with_a_caller_that_wants_no_more(self):
+        before = threading.active_count()
+        items = LocalDisk().read_ahead(iter(range(100)), size_of_a_batch)
+        next(items)
+        items.close()
+        assert threading.active_count() == before

@@ -209,9 +209,9 @@ def test_segments_below_a_base_become_spares_and_what_was_in_them_is_not_read_ag
     disk = SimulatedDisk()
     written = Written(disk, new_id=ids())
     written.write([5] * 12, num_bytes=300)
-    count = written.journal.segments.num_segments
+    count = len(written.journal.segments.names)
     written.log.recycle(written.journal, (LogBase("base-40", 40, 38),))
-    freed = count - written.journal.segments.num_segments
+    freed = count - len(written.journal.segments.names)
     assert sum(map(is_spare, disk.list(FOLDER))) == freed > NUM_SPARES
     written.write([4] * 4, num_bytes=300)  # over old records of the same size
     records, end = read_after(written), read(disk)[1]

@@ -59,7 +59,7 @@ def test_requests_are_counted_by_method_and_outcome(served):
     ask(transport, GetStatus())
     outcomes = shard.dispatch.counters.transports["stream"].outcomes
     assert outcomes[Pull, "UnknownTable"] == 1
-    eventually(lambda: outcomes[GetStatus, OK] == 1)
+    assert eventually(lambda: outcomes[GetStatus, OK] == 1)
 
 
 def test_a_request_that_nobody_waits_for_is_counted_as_expired(served):
@@ -71,7 +71,7 @@ def test_a_request_that_nobody_waits_for_is_counted_as_expired(served):
         late.result()
     held.result()
     outcomes = shard.dispatch.counters.transports["stream"].outcomes
-    eventually(lambda: outcomes[Declare, EXPIRED] == 1)
+    assert eventually(lambda: outcomes[Declare, EXPIRED] == 1)
 
 
 def test_what_is_turned_away_is_counted_by_its_reason(served):
@@ -91,7 +91,7 @@ def test_a_full_queue_is_counted():
         thread.submit(lambda: None, 1, time.monotonic() + 10)
     held.result()
     assert thread.counters.rejected["queue"] == 1
-    eventually(lambda: thread.counters.busy_seconds >= 0.2)
+    assert eventually(lambda: thread.counters.busy_seconds >= 0.2)
     thread.close()
     assert thread.join(10)
     assert thread.counters.draining

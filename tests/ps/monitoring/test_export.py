@@ -1,5 +1,6 @@
 """A live shard exports every metric that the table names, and no other."""
 
+import threading
 import time
 from datetime import timedelta
 
@@ -82,7 +83,7 @@ def test_the_values_are_those_of_the_shard(watched):
     assert samples["embershard_shard_members", own] == 1
     assert samples["embershard_shard_rejected_total", ("reason", "queue"), own] == 1
     pulls = ("method", "Pull"), own, ("transport", "stream")
-    eventually(lambda: shard.dispatch.status().pull_seconds.sum > 0)
+    assert eventually(lambda: shard.dispatch.status().pull_seconds.sum > 0)
     assert samples["embershard_shard_request_duration_seconds_count", *pulls] == 1
     assert samples["embershard_shard_requests_total", ("method", "Pull"), ("outcome", "ok"), own, pulls[2]] == 1
     assert samples["embershard_shard_ready", own] == 1
@@ -118,13 +119,15 @@ def test_there_is_no_end_of_a_certificate_without_tls(watched):
 
 def test_an_apply_thread_that_hangs_is_not_live_and_one_that_is_idle_is(watched, monkeypatch):
     shard, _, server = watched
-    monkeypatch.setattr("embershard.proto.monitoring.exporter.STUCK_SECONDS", 0.5)
-    time.sleep(0.8)
+    monkeypatch.setattr("embershard.proto.monitoring.exporter.STUCK_SECONDS", 0.2)
+    time.sleep(0.4)
     assert server.monitored.not_live() == ""
-    held = shard.apply.submit(lambda: time.sleep(1.5), 0, time.monotonic() + 10)
-    eventually(lambda: "apply thread" in server.monitored.not_live())
+    release = threading.Event()
+    held = shard.apply.submit(lambda: release.wait(60), 0, time.monotonic() + 60)
+    assert eventually(lambda: "apply thread" in server.monitored.not_live())
+    release.set()
     held.result()
-    eventually(lambda: server.monitored.not_live() == "")
+    assert eventually(lambda: server.monitored.not_live() == "")
 
 
 def test_a_shard_is_ready_once_its_first_values_are_loaded_and_until_it_drains(watched):

@@ -166,6 +166,24 @@ class TestReload:
         assert before.revoked
         assert access.identify(FAR, TOKENS["train"]).entry.tables == ("x",)
 
+    def test_who_has_the_same_token_in_a_changed_entry_is_known_again(self, access, tmp_path):
+        before = {role: access.identify(FAR, TOKENS[role]) for role in ("read", "train")}
+        written(tmp_path / "access.yaml", train=["tables: [x]"])
+        assert access.reload()
+        assert access.known_again(before["train"]) is access.identify(FAR, TOKENS["train"])
+        assert access.known_again(before["read"]) is before["read"]  # nothing has changed
+
+    def test_who_had_a_certificate_and_a_token_has_to_have_both_still(self, access, tmp_path):
+        """Else who has shown the certificate that was removed would stay."""
+        path = tmp_path / "access.yaml"
+        written(path, train=["certificate: spiffe://lab/trainer"])
+        assert access.reload()
+        before = access.identify(FAR, None, ["spiffe://lab/trainer"])
+        written(path)
+        assert access.reload()
+        assert access.known_again(before) is before
+        assert before.revoked
+
     @pytest.mark.parametrize("text", ["", "- nonsense", None])
     def test_a_file_with_mistakes_leaves_things_as_they_are(self, access, tmp_path, text, caplog):
         path = tmp_path / "access.yaml"

@@ -199,6 +199,7 @@ def test_a_restore_is_held_to_the_quota_before_anything_is_replaced(tmp_path, li
     served.stop()
 
 
+@pytest.mark.integration
 def test_a_quota_outlives_the_shard_and_is_another_with_another_file(tmp_path):
     token, file = new_token(), tmp_path / "access.yaml"
     write_private(file, entry(token, "tables: {'it*': {rows_held: 3}}"))

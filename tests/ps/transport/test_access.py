@@ -148,6 +148,16 @@ def test_a_token_whose_entry_is_gone_is_of_no_use_from_then_on(connected, access
     ask(other, GetStatus())
 
 
+def test_who_has_the_same_token_in_a_changed_entry_goes_on_with_what_it_allows(connected, access, path):
+    transport = connected(TOKENS["train"])
+    ask(transport, Hello())
+    path.write_text(path.read_text().replace("role: train", "role: read"))
+    assert access.reload()
+    assert isinstance(ask(transport, Hello()), Greeting)
+    with raises(NotAllowed, who="trainer", what="Join"):
+        ask(transport, Join(worker=1, epoch=1, workers=1, lease_ms=60_000))
+
+
 def test_a_token_file_that_others_can_read_is_named_before_anything_is_sent(connected, tmp_path):
     transport = connected(TOKENS["read"])
     (tmp_path / "token-0").chmod(0o644)

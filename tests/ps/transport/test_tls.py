@@ -270,7 +270,80 @@ def test_handshakes_are_bounded_in_number_and_time(serve, worker, monkeypatch):
         for sock in idle:
             sock.close()
     assert eventually(lambda: shard.stream.tls.handshakes == 0)
+    assert shard.stream.rejected["handshakes"] == 1
     assert isinstance(ask(shard.tcp, worker), ShardStatus)
+
+
+def test_handshakes_of_grpc_count_among_those_that_are_bounded(serve, worker):
+    shard = serve()
+    shard.stream.tls.max_handshakes = 0
+    assert shake_grpc(shard, grpc_context(worker.path)) == b""
+    assert shard.stream.rejected["handshakes"] == 1
+
+
+def grpc_context(folder, trusts=None):
+    """That of a client of gRPC's, with the certificate of a folder."""
+    context = ssl.create_default_context(cafile=(trusts or folder) / "ca.crt")
+    if folder is not None:
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def shake_grpc(shard, context):
+    """The first byte that gRPC's server says to a client whose part of the handshake is done; none where it refuses."""
+    with connected(shard.tcp) as sock:
+        sock.settimeout(10)
+        with suppress(OSError), context.wrap_socket(sock, server_hostname="localhost") as inner:
+            return inner.recv(1)
+    return b""
+
+
+def counted(shard):
+    """Connections refused for their TLS, once no handshake is under way."""
+    assert eventually(lambda: shard.stream.tls.handshakes == 0)
+    return shard.stream.rejected["tls"]
+
+
+def test_handshakes_with_grpc_that_fail_are_counted_and_logged(serve, tmp_path, worker, caplog):
+    shard = serve()
+    foreign = issue(tmp_path / "foreign", authority=Authority.create("another"))
+    old = grpc_context(worker.path)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    failing = {
+        "a certificate of another authority": grpc_context(foreign.path, trusts=worker.path),
+        "no certificate": grpc_context(None, trusts=worker.path),
+        "a client that does not trust the shard": grpc_context(worker.path, trusts=foreign.path),
+        "TLS 1.2": old,
+    }
+    for number, (case, context) in enumerate(failing.items(), 1):
+        assert shake_grpc(shard, context) == b"", case
+        assert eventually(lambda number=number: counted(shard) == number), case
+    assert caplog.text.count("the TLS handshake of gRPC") == len(failing)
+
+
+def test_handshakes_with_grpc_that_succeed_or_are_given_up_are_not_counted(serve, worker):
+    shard = serve()
+    assert shake_grpc(shard, grpc_context(worker.path))
+    with closing(transport_for(shard.grpc, tls=worker)) as transport:
+        transport.submit(GetStatus(), SECONDS).result()
+        assert counted(shard) == 0  # while the connection is open
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        grpc_context(worker.path).wrap_bio(incoming, outgoing, server_hostname="localhost").do_handshake()
+    with connected(shard.tcp) as sock:
+        sock.settimeout(10)
+        for byte in outgoing.read():
+            sock.sendall(bytes([byte]))
+        assert sock.recv(1) == b"\x16"
+        assert shard.stream.tls.handshakes == 1
+    assert counted(shard) == 0
+
+
+def test_a_client_of_grpc_that_is_told_to_use_tls_is_counted(serve):
+    shard = serve()
+    assert isinstance(refused("grpc", shard, None), TLSRequired)
+    assert shard.stream.rejected["tls"] == 1
 
 
 @BOTH
@@ -285,6 +358,7 @@ def test_a_revoked_client_is_refused_and_one_that_is_connected_is_dropped(serve,
             transport.submit(GetStatus(), SECONDS).result()
         assert isinstance(caught.value, UntrustedCertificate)
         assert caught.value.fields["problem"] == "revoked"
+        assert shard.stream.rejected["tls"] > 0
 
 
 @BOTH

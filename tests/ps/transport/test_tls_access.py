@@ -91,7 +91,7 @@ def test_a_token_that_nobody_knows_is_refused_whatever_the_certificate(shard, se
 
 def test_a_client_that_was_refused_is_gone_soon(shard, nobody):
     assert isinstance(refused(shard, "tcp", GetStatus(), nobody), NotAuthenticated)
-    eventually(lambda: not shard.stream.connections and not shard.stream.open_connections)
+    assert eventually(lambda: not shard.stream.connections and not shard.stream.open_connections)
 
 
 def test_connections_without_a_trusted_certificate_are_counted(shard, tmp_path, serving):

@@ -18,6 +18,7 @@ from embershard.ps.recovery import recover
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client import kept as kept_module
+from embershard.worker.client import membership as membership_module
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import ShardConnection, ShardConnections
 from embershard.worker.client.kept import KeptPushes
@@ -295,8 +296,9 @@ def test_what_one_shard_has_answered_of_a_load_counts_although_another_shard_did
 
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["told", "silent"])
-def test_a_worker_that_waits_for_a_clock_which_was_lost_with_the_power_is_told(is_silent):
+def test_a_worker_that_waits_for_a_clock_which_was_lost_with_the_power_is_told(is_silent, monkeypatch):
     """Its push was written, and acknowledged; the kernel had not given it to the disk."""
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.2))  # until the first call ends
     machine = Machine("log")
     client = machine.client(staleness=0)
     on_disk = machine.disk.copy()

@@ -82,6 +82,7 @@ def test_who_waits_for_other_workers_is_refused_while_it_waits(shard, token, tmp
     client.close()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("scheme", ["tcp://", "grpc://"])
 @pytest.mark.parametrize("is_revoked", [True, False])
 def test_a_shard_that_is_away_is_waited_for_and_its_refusal_ends_the_wait(tmp_path, token, scheme, is_revoked):
@@ -94,7 +95,7 @@ def test_a_shard_that_is_away_is_waited_for_and_its_refusal_ends_the_wait(tmp_pa
         if is_revoked:
             revoke(tmp_path)
         waits = pool.submit(status, client)
-        time.sleep(2.0)
+        time.sleep(0.5)
         assert not waits.done()  # nobody is there to refuse it
         with shard_process(*options, listen=first.address):
             if is_revoked:

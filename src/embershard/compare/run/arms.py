@@ -45,9 +45,7 @@ def find_arms(
     base = load_job(path, overrides, data)
     arms = [arm for text in groups for arm in _parse(text, base)]
     if any(arm.is_codec and arm.label != "none" for arm in arms) and all(arm.label != FP16_BASELINE for arm in arms):
-        arms.insert(
-            1, _codec_arm(FP16_BASELINE, _uniform(FP16_BASELINE, base), base).model_copy(update={"added": True})
-        )
+        arms.insert(1, _codec_arm(FP16_BASELINE, _uniform(FP16_BASELINE), base).model_copy(update={"added": True}))
     found: dict[str, tuple[Arm, Job]] = {}
     for arm in arms:
         try:
@@ -77,7 +75,7 @@ def _parse(text: str, base: Job) -> Iterator[Arm]:
             if field:
                 yield _assigned(f"{field}={word}", [(field, word)], base)
             else:
-                yield _codec_arm(word, _uniform(word, base), base)
+                yield _codec_arm(word, _uniform(word), base)
             continue
         field = pairs[0][0] if len(pairs) == 1 else ""
         yield _assigned(word, [(key, value) for key, _, value in pairs], base)
@@ -113,7 +111,7 @@ def _codec(arm: str, text: str) -> CodecName:
         raise BadArm(arm=arm, reason=str(error)) from None
 
 
-def _uniform(text: str, base: Job) -> dict[str, CodecName] | None:
+def _uniform(text: str) -> dict[str, CodecName] | None:
     """Expand a codec's name to its codec in each direction; None for `auto`.
 
     A codec of values serves rows and dense weights, both ways. One that selects serves what is pushed: of both; dgc,
