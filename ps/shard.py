@@ -23,7 +23,6 @@ from embershard.proto.errors import (
     InvalidRequest,
     LeaseLost,
     LogStalled,
-    MemoryLost,
     OtherTerm,
     ShardBusy,
     StaleRun,
@@ -144,7 +143,7 @@ class Shard:
         self._log = log
         self._bases: Bases | None = None
         self._lsn = self._awaited = 0  # of the last event in the log; of the one that the last answer waits for
-        self._recovered: dict[int, tuple[int, int]] = {}  # worker -> epoch and seq of its last push in the log
+        self._recovered: dict[int, int] = {}  # worker -> its incarnation, as the log had it
         self._early = EarlyAnswers()
         self._is_early = False  # whether the last answer may leave before its event is safe
         self._leases = Leases(core.clock)
@@ -207,7 +206,7 @@ class Shard:
         """
         self.advance(self.system.now())
         self._log, self._lsn = log, self.core.lsn
-        self._recovered = self.core.pushes.dedup.last_settled()
+        self._recovered = self.core.pushes.dedup.epochs()
         self._record(Term(term))
         self.greeting = replace(self.greeting, lineage=self.core.lineage, term=term)
 
@@ -483,11 +482,13 @@ class Shard:
             raise
 
     def _check_recovered(self, token: PushToken) -> None:
-        """MemoryLost where a worker's first push after a recovery says that more was acknowledged than the log has."""
-        epoch, settled = self._recovered.get(token.worker, (0, 0))
-        if epoch == token.epoch and token.first_incomplete > settled + 1:
-            raise MemoryLost(worker=token.worker, first_incomplete=token.first_incomplete)
-        self._recovered.pop(token.worker, None)
+        """MemoryLost where a worker of before the recovery says that more was acknowledged than is known.
+
+        It may say so later than with its first push: one that is sent again comes before its sender has read the answer
+        to a load, which is lost.
+        """
+        if self._recovered.get(token.worker) == token.epoch:
+            self.core.pushes.dedup.check_known(token.worker, token.epoch, token.first_incomplete)
 
     def _settle(self, token: PushToken, seq: int) -> None:
         if not self.core.pushes.dedup.knows(token.worker, token.epoch, seq):

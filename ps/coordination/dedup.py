@@ -110,9 +110,9 @@ class Dedup:
             for worker, window in self._windows.items()
         )
 
-    def last_settled(self) -> dict[int, tuple[int, int]]:
-        """Worker -> its incarnation, and the highest seq of it that was applied or refused."""
-        return {worker: (window.epoch, window.settled) for worker, window in self._windows.items()}
+    def epochs(self) -> dict[int, int]:
+        """Worker -> its incarnation that is known."""
+        return {worker: window.epoch for worker, window in self._windows.items()}
 
     def fence(self, worker: int, epoch: int) -> None:
         """StaleWorker for an earlier incarnation of a worker than the one that pushed last."""

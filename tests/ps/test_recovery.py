@@ -293,6 +293,8 @@ def test_a_log_that_lost_acknowledged_pushes_of_a_known_worker_is_noticed():
     with raises(errors.MemoryLost, worker=0):
         shard.handle(push(gradients([1]), seq=5, first=5))
     shard.handle(push(gradients([1]), seq=2, first=2))
+    with raises(errors.MemoryLost, worker=0):  # of push 3, whose answer its sender read after it had sent push 2 again
+        shard.handle(push(gradients([1]), seq=4, first=4))
 
 
 @pytest.mark.parametrize("optimizer", [SGD(lr=1.0), Adam(lr=0.1)])

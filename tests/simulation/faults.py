@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from embershard.proto.messages import Declare, Leave, Push
-from embershard.ps.events import Event, PushEvent
+from embershard.proto.messages import Declare, Leave, Load, Push
+from embershard.ps.events import Event, PushEvent, Settled, Term
 
 from .machinery.network import SimulatedCall
 from .machines import WAITS
@@ -21,6 +21,8 @@ DISK = {"write": ["disk full", "eio", "slow disk"], "sync": ["failed sync", "slo
 KINDS = [*LINK, *PROCESS, "disk full", "eio", "failed sync", "slow disk"]
 STATES = ["serving", "recovering", "write", "sync", "base", "gathered", "push", "pull", "load", "declare", "join",
           "leave", "heartbeat", "hello", "rendezvous", "split"]  # fmt: skip
+# how often a short loss begins with an event, where it is not 0.2: of pushes and terms there are many
+_LOSSES = {PushEvent: 0.12, Term: 0.05, Declare: 0.8, Leave: 0.5, Load: 0.5}
 IMPOSSIBLE = {("flip", "recovering")}  # what a kind does not come in: a flip is made in a log that was read
 
 
@@ -35,8 +37,9 @@ class Faults:
 
     - "short losses": a machine of mode `log` loses power soon after its kernel has written what it had, so that it
       loses the last events and no others;
-    - "partitions": links are cut for longer than calls last, and workers stopped for longer than their leases;
-    - "syncs of bases": a sync for a base of mode `log` fails, and the machine of the next process loses power.
+    - "partitions": workers are cut off from all shards for longer than their leases, and links for longer than calls;
+    - "syncs": in mode `log` a sync for a base fails, and the machine of the next process loses power; in mode `fsync` a
+      write or sync takes long, and the machine loses power meanwhile.
     """
 
     def __init__(self, simulation: Simulation, count: int) -> None:
@@ -48,9 +51,11 @@ class Faults:
             self._weights["kill worker"] = 0
         self.focus = simulation.scenario.focus
         self._cut_seconds = [0.05, 0.5, 2.0]
+        self._others = 1.0  # how frequent faults are that do not follow each other
         self._awaits: type | None = None  # the event before which no fault comes
         if self.focus == "short losses":
             self._weights |= {"power loss": 0, "flip": 0}  # a flip has the disk written
+            self._others = 0.25
             if simulation.scenario.is_member and self.random.random() < 0.3:
                 self._awaits = Leave
         elif self.focus == "partitions":
@@ -58,6 +63,7 @@ class Faults:
             self._awaits = PushEvent
             self._cut_seconds = [2.0, 5.0, 8.0]
         self._losing: dict[int, int] = {}  # shards whose machine will lose power -> events before
+        self._refused: set[int] = set()  # shards of which the last event is that a push was refused or put off
         self._distrusted: set[int] = set()  # shards of which a sync for a base has failed
         self.counts: Counter[str] = Counter()
         self.states: Counter[tuple[str, str]] = Counter()
@@ -79,7 +85,7 @@ class Faults:
         """What becomes of a message; it may also be the moment at which a process fails."""
         if self.focus == "partitions" and call.kind is Push and direction == "request" and self._wanted(0.1):
             return self._isolate(call)
-        if not self._wanted(0.12):
+        if not self._wanted(0.12 * self._others):
             return ""
         if self.random.random() < 0.5:
             seconds = self.random.choice([0.0, 2e-4, 1e-3]) * self.random.random()
@@ -100,9 +106,11 @@ class Faults:
 
     def operation(self, shard: int, kind: str, name: str, seconds: float) -> None:
         """A disk begins to write or to sync."""
-        if self.focus == "syncs of bases" and self._fails_base(shard, kind, name):
-            return
-        if not self._wanted(0.10 if self.sim.network.open_calls(shard) else 0.02):
+        if self.focus == "syncs":
+            focused = self._is_slow if self.sim.scenario.durability == "fsync" else self._fails_base
+            if focused(shard, kind, name):
+                return
+        if not self._wanted((0.10 if self.sim.network.open_calls(shard) else 0.02) * self._others):
             return
         machine = self.sim.machines[shard]
         if self.random.random() < 0.4:
@@ -128,28 +136,45 @@ class Faults:
         tables = self.sim.machines[shard].oracle.model.tables
         if self.focus != "short losses" or len(tables) <= isinstance(event, Declare):
             return  # who loses the first table loses all, and training ends
-        if shard not in self._losing:
-            # of pushes there are more than of all others together, and each worker pauses once
-            probability = 0.1 if isinstance(event, PushEvent) else 0.8 if isinstance(event, Declare | Leave) else 0.3
-            if self._wanted(probability):
-                self._begin_loss(shard, [1, 1, 2] if isinstance(event, Leave) else [1, 1, 2, 3, 5])
-            return
-        self._losing[shard] -= 1
-        if self._losing[shard] == 0:
+        is_after_refusal = isinstance(event, PushEvent) and shard in self._refused
+        (self._refused.add if isinstance(event, Settled) else self._refused.discard)(shard)
+        if shard in self._losing:
+            self._losing[shard] -= 1
+        elif self._wanted(0.8 if is_after_refusal else _LOSSES.get(type(event), 0.2)):
+            self._begin_loss(shard, event, is_after_refusal)
+        if self._losing.get(shard) == 0:
             worker = self.random.randrange(self.sim.scenario.workers)
             if self.random.random() < 0.3:  # others wait for it, and hear what of theirs is safe
                 self.sim.world.at(1e-3, lambda: self.process("stop worker", shard, worker))
-            self.sim.world.at(self.random.choice([1e-3, 2e-3, 5e-3, 0.5]), lambda: self._lose(shard, worker))
+            self.sim.world.at(self.random.choice([1e-3, 2e-3, 5e-3, 0.02, 0.5]), lambda: self._lose(shard, worker))
 
-    def _begin_loss(self, shard: int, events: list[int]) -> None:
+    def _begin_loss(self, shard: int, event: Event, is_after_refusal: bool) -> None:
         """From here on a machine's kernel writes nothing to the disk, until it loses power some events later."""
-        self.sim.machines[shard].disk.write_back()
-        self.sim.world.note("write back", shard)
-        self._losing[shard] = self.random.choice(events)
+        sim = self.sim
+        sim.machines[shard].disk.write_back()
+        sim.world.note("write back", shard)
+        events = [0, 0, 1, 2] if isinstance(event, Load | Leave) else [1, 1, 2, 3, 5]
+        if isinstance(event, Declare):  # with pushes of its table
+            events = [1, 2, 3, 4, 5, 6]
+        self._losing[shard] = 1 if is_after_refusal else self.random.choice(events)  # what comes later shows the loss
+        other = self.random.randrange(sim.scenario.shards)
+        if isinstance(event, Load) and other != shard:  # which gives no answer until the call is given up
+            sim.network.cuts[event.worker, other, "reply"] = sim.world.now + 1.2 * sim.scenario.timeout
 
     def _lose(self, shard: int, worker: int) -> None:
         self._losing.pop(shard, None)
         self.process("power loss", shard, worker)
+
+    def _is_slow(self, shard: int, kind: str, name: str) -> bool:
+        """Whether a write or sync of a log takes long, and its machine loses power meanwhile."""
+        log, machine = self.sim.machines[shard].log, self.sim.machines[shard]
+        is_base = log is not None and log.bases.writing
+        if not name.startswith("log-") or not self._wanted(0.4 if is_base else 0.1):
+            return False
+        self._count("slow disk", machine.states | {kind})
+        machine.disk.failing[kind] = "slow"
+        self.sim.world.at(self.random.choice([2e-3, 0.02, 0.05, 0.1]), lambda: self.process("power loss", shard, 0))
+        return True
 
     def _fails_base(self, shard: int, kind: str, name: str) -> bool:
         """Whether a sync fails that a base needs, or a machine loses power after the next process has taken one."""

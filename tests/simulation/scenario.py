@@ -14,7 +14,7 @@ PUSH_CODECS = ["none"] * 5 + ["int8", "topk:0.4", "rows:0.5", "fp16s"]
 PULL_CODECS = ["none"] * 4 + ["delta", "delta", "fp16s", "int8"]
 
 # What half of the seeds prefer, of what several faults in a row have to come for; "" is none
-FOCUSES = ["", "", "", "", "short losses", "short losses", "partitions", "syncs of bases"]
+FOCUSES = ["", "", "", "", "short losses", "short losses", "partitions", "syncs"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Scenario:
     compresses: bool  # somebody changes the codecs that the shards tell
     log_segments: int | None  # that the folder of a log may have beside its images
     focus: str = ""  # which faults it prefers, see faults.py
+    compute: float = 0.0  # seconds at most between a pull and its push
     more_steps: tuple[int, ...] = ()  # of each worker: who has fewer pauses while the others go on
 
     @classmethod
@@ -105,16 +106,29 @@ class Scenario:
             compresses=r.random() < 0.2,
             log_segments=r.choice([None, None, None, 6]),
         )
-        other = random.Random(f"focus {seed}")  # of its own: the other numbers of a seed are as without it
-        chosen = other.choice(FOCUSES)
-        focus = chosen if focus is None else focus
-        assert focus in FOCUSES, f"a focus is one of {FOCUSES}, not {focus}"
-        if focus == "short losses":
-            workers = 1 if not is_sync and other.random() < 0.4 else scenario.workers
-            more_steps = tuple(other.choice([0, 0, 4, 8]) for _ in range(workers))
-            return replace(scenario, focus=focus, durability="log", workers=workers, more_steps=more_steps)
-        if focus == "partitions":
-            return replace(scenario, focus=focus, lease=other.choice([1.0, 2.0]), shards=max(2, scenario.shards))
-        if focus == "syncs of bases":
-            return replace(scenario, focus=focus, durability="log", base_tail=0)
-        return scenario
+        return _focused(scenario, focus)
+
+
+def _focused(scenario: Scenario, focus: str | None) -> Scenario:
+    """A scenario with a focus, by default its seed's, and with what its faults can hit."""
+    r = random.Random(f"focus {scenario.seed}")  # of its own: the other numbers of a seed are as without it
+    chosen = r.choice(FOCUSES)
+    focus = chosen if focus is None else focus
+    assert focus in FOCUSES, f"a focus is one of {FOCUSES}, not {focus}"
+    scenario = replace(scenario, focus=focus)
+    if focus == "short losses":
+        workers = 1 if scenario.staleness != 0 and r.random() < 0.4 else scenario.workers
+        more_steps = tuple(r.choice([0, 0, 4, 8]) for _ in range(workers))
+        if scenario.splits:  # one that paused with a part of the data would be waited for: no program does
+            more_steps = ()
+        tables = scenario.tables
+        if len(tables) == 1:  # so that one may be lost and not the other
+            tables = (*tables, replace(tables[0], name="b"))
+        compute = r.choice([0.0, 2e-3, 0.02])
+        scenario = replace(scenario, workers=workers, more_steps=more_steps, tables=tables, compute=compute)
+        return replace(scenario, durability="log")
+    if focus == "partitions":
+        return replace(scenario, lease=r.choice([1.0, 2.0]), shards=max(2, scenario.shards))
+    if focus == "syncs":
+        return replace(scenario, durability=r.choice(["log", "fsync"]), base_tail=0)
+    return scenario

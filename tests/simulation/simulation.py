@@ -20,9 +20,8 @@ from .machinery.world import World
 from .machines import ShardMachine
 from .oracles.oracle import plain_rows
 from .scenario import Scenario
-from .workers import NUM_IDS, SimulatedWorker
+from .workers import NUM_IDS, QUIET_SECONDS, SimulatedWorker
 
-QUIET_SECONDS = 60.0  # within which all workers finish once nothing fails any more
 LOST_SECONDS = 300.0  # the same after a loss of power in mode `log`: some waits end by their wait_timeout only
 LONGEST_SECONDS = 400.0  # with faults
 
@@ -57,6 +56,7 @@ class Simulation:
         self.machines = [ShardMachine(self, number) for number in range(scenario.shards)]
         self.workers = [SimulatedWorker(self, number) for number in range(scenario.workers)]
         self.is_given_up = False  # a shard's rows are lost with its machine's power, and workers were told
+        self.calm_at = LONGEST_SECONDS  # since when nothing fails any more
         self.meetings: dict[str, tuple[int, ...]] = {}
         self.holders: dict[int, int] = {}  # split -> worker that has it
         self.finished_splits: Counter[int] = Counter()
@@ -83,7 +83,7 @@ class Simulation:
             over = lambda: self.is_given_up or all(worker.is_finished for worker in self.workers)  # noqa: E731
             if not world.run(lambda: over() or self.faults.left <= 0, LONGEST_SECONDS) and not world.wrong:
                 self.faults.left = 0
-            self.faults.left = 0
+            self.faults.left, self.calm_at = 0, world.now
             seconds = LOST_SECONDS if self.has_lost else QUIET_SECONDS
             if not over() and not world.wrong and not world.run(over, world.now + seconds) and not world.wrong:
                 late = [worker.number for worker in self.workers if not worker.is_finished]

@@ -43,8 +43,10 @@ FOUND = {  # without a focus, of which seeds had none then
 }
 
 
-FOUND_BY_LOSSES = {
-    254: "a load that one shard had acknowledged was lost there, and counted as open since another had not answered",
+FOUND_BY_LOSSES = {  # by seeds with this focus, as short losses are now
+    284: "a load that one shard had acknowledged was lost there, and counted as open since another had not answered",
+    509: "a lost load was acknowledged to a sender that read the answer after it had sent a push before it again",
+    1210: "a worker whose join one shard had lost, and said so, waited at another shard for those who waited for it",
 }
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .simulation import Simulation
 
 NUM_IDS, NUM_DENSE = 24, 6
+QUIET_SECONDS = 60.0  # within which all workers finish once nothing fails any more
 EXPECTED = (ShardUnavailable, WorkerLost, ClientClosed, JobOver)
 
 
@@ -106,7 +107,8 @@ class SimulatedWorker:
             try:
                 self._train()
             except EXPECTED as error:
-                if isinstance(error, WorkerLost) and (self.sim.has_lost or self._was_left_behind()):
+                is_lost = isinstance(error, WorkerLost) and (self.sim.has_lost or self._was_left_behind())
+                if is_lost or self._waits_unheard():
                     # another one waits, or has finished, and what it had said is lost with the power: this one is told
                     if wrong := untold(self.sim, self):
                         self.sim.world.fail(wrong)
@@ -134,6 +136,15 @@ class SimulatedWorker:
                 connection.transport.close()
             if self.client.membership is not None:
                 self.client.membership._ended.set()
+
+    def _waits_unheard(self) -> bool:
+        """Whether a wait that WorkerLost would end ends as if no shard answered, and so would all that follow.
+
+        A shard says half a second before the end of a call that it waits for others, by its own clock, which may be
+        40 % slower than the caller's.
+        """
+        sim = self.sim
+        return sim.has_lost and sim.scenario.drift > 0 and sim.world.now > sim.calm_at + QUIET_SECONDS
 
     def _was_left_behind(self) -> bool:
         """Whether another worker has finished, and its lease has ended: this one, evicted before, began a new job."""
@@ -235,6 +246,8 @@ class SimulatedWorker:
         rows = []
         if reads:
             rows = self._pull(client, reads, clock, versions, keep=bool(rng.random() < 0.5))
+        if self.scenario.compute and self.process is not None:
+            self.process.clock.sleep(rng.random() * self.scenario.compute)
         gradients = []
         for (name, route), values in zip(reads, rows, strict=True):
             noise = rng.standard_normal(values.shape).astype(np.float32)
@@ -307,6 +320,8 @@ class SimulatedWorker:
     def _pause(self, client: Client) -> None:
         """A shard has not answered within the timeout of a call; the program tries on, or ends."""
         assert self.process is not None
+        if self._waits_unheard():
+            raise ShardUnavailable(shard="", seconds=0.0, reason="the program waits no longer", address="")
         if self.scenario.may_lose_workers and self.sim.faults.random.random() < 0.3 and self.sim.faults.left > 0:
             raise ShardUnavailable(shard="", seconds=0.0, reason="the program gives up", address="")
         self.process.clock.sleep(0.1)
@@ -333,8 +348,6 @@ class SimulatedWorker:
     def _meet(self, client: Client, name: str) -> None:
         assert client.membership is not None
         payload = bytes([self.number]) * self.scenario.payload_bytes
-        clock = client.connections.clock
-        give_up = clock.now() + 60.0
         while True:
             try:
                 # the others are past it where all leases ended, and this process began another job on the shards
@@ -353,9 +366,6 @@ class SimulatedWorker:
                     raise
                 return
             except ShardUnavailable:
-                if self.sim.has_lost and clock.now() > give_up:  # a slow shard says too late that others are waited for
-                    self.sim.is_given_up = True
-                    raise
                 self._pause(client)
 
     def _ask(self, client: Client) -> None:

@@ -315,7 +315,7 @@ class Client:
         def ask() -> dict[int, Outcome]:
             required = member.required_clock(clock)
             asked = {shard: replace(pull, required_clock=required) for shard, pull in pulls.items()}
-            return member.wait(asked, into)
+            return member.wait(asked, into, until_error=True)
 
         return member.call_with_rejoin(ask)
 

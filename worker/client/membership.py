@@ -183,8 +183,13 @@ class Membership:
         requests: Mapping[int, Request],
         into: Mapping[int, Sequence[Array]] | None = None,
         wait_timeout: timedelta | None = None,
+        *,
+        until_error: bool = False,
     ) -> dict[int, Outcome]:
-        """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait."""
+        """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait.
+
+        With `until_error` the first error of a shard, which comes first in the outcomes, ends the wait for the others.
+        """
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
         ahead: dict[int, ClockAhead] = {}
@@ -197,6 +202,9 @@ class Membership:
             answers = self._connections.call(waiting, into, timeout=min(left, _SAID_AFTER) if first else left)
             outcomes.update(answers)
             again = (ClockAhead, ShardUnavailable)
+            errors = [a for a in answers.values() if isinstance(a, EmbershardError) and not isinstance(a, again)]
+            if until_error and errors:  # the others may wait for this worker, which has to hear of it first
+                return dict(sorted(outcomes.items(), key=lambda one: not any(one[1] is error for error in errors)))
             waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
             ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}
             # one that is silent now may have said before for whom it waits

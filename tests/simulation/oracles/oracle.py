@@ -140,6 +140,8 @@ class ShardOracle:
         elif not isinstance(outcome, Exception):
             self.world.covered["duplicates answered"] += isinstance(outcome, Pushed) and outcome.duplicate
             self.world.covered["pushes answered early"] += isinstance(outcome, Pushed) and outcome.early
+            if sent.state == "refused" and isinstance(outcome, Pushed) and outcome.early:
+                return  # it is late: the push came again to the next process, which has refused it
             if not (isinstance(outcome, Pushed) and outcome.early):
                 sent.state = "acknowledged"
             elif sent.state != "acknowledged":

@@ -13,7 +13,7 @@ from torch import nn
 
 import embershard as es
 from embershard.proto import messages
-from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, ShardUnavailable, WorkerLost
+from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, ModeMismatch, ShardUnavailable, WorkerLost
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client import membership as membership_module
@@ -224,6 +224,16 @@ def test_wait_timeout_ends_a_wait_and_names_whom_it_was_for(make_pair, caplog, m
     with pytest.raises(WorkerLost, match="worker 1"):
         step(here, [1])
     assert [record.levelno for record in caplog.records if "worker 1" in record.message] == [logging.WARNING]
+
+
+def test_a_pull_that_one_shard_refuses_does_not_wait_for_others_at_another(make_pair, monkeypatch):
+    # a machine's power took the join there; the others may wait for this worker, which has to hear of it
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
+    job, here, _ = make_pair(staleness=0, wait_timeout=timedelta(seconds=5))
+    step(here, list(range(20)))
+    job.wires[1].handle(messages.Leave(worker=0, epoch=here.client.epoch))
+    with pytest.raises(InvalidRequest, match="it has to join first"):
+        step(here, list(range(20)))
 
 
 @pytest.mark.parametrize(("staleness", "may_rejoin"), [(0, False), (3, False), (None, True)])
