@@ -189,6 +189,7 @@ class SimulatedWorker:
         self._steps(client)
         self._flush(client)  # a clock does not wait for one that has paused
         if client.membership is not None:
+            self._await_safe(client)
             client.membership.pause()
             self._meet(client, "end")
         self._flush(client)
@@ -383,6 +384,15 @@ class SimulatedWorker:
                 client._deliver_waiting()
             except (InvalidRequest, BadOptimizer) as error:
                 self._check_refused(error)
+            except ShardUnavailable:
+                self._pause(client)
+
+    def _await_safe(self, client: Client) -> None:
+        """Wait until all pushes are safe, as a session does before it pauses: one that came again would be late."""
+        while True:
+            try:
+                client.flush()
+                return
             except ShardUnavailable:
                 self._pause(client)
 

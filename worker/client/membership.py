@@ -117,7 +117,10 @@ class Membership:
         return self.first
 
     def pause(self) -> None:
-        """Let the others' clock advance without this worker; a rendezvous still waits for it."""
+        """Let the others' clock advance without this worker; a rendezvous still waits for it.
+
+        Its pushes must be safe (`Client.flush`): one that is sent again after the pause is refused, as it is late.
+        """
         with self._lock:
             self.paused = True
             self._say_paused()
