@@ -104,11 +104,12 @@ class KeptPushes:
             self.is_empty = False
             self._loading.setdefault(shard, seq)
 
-    def loads_end(self, shard: int) -> None:
-        """Note that a shard has answered all loads, or a push after them."""
+    def loads_end(self, shard: int, seq: int) -> None:
+        """Note that a shard has answered the loads up to `seq`, or a push of this seq, which came after them."""
         with self._lock:
-            self._loading.pop(shard, None)
-            self._look()
+            if self._loading.get(shard, seq + 1) <= seq:  # a push before a load may be answered late
+                del self._loading[shard]
+                self._look()
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""

@@ -150,8 +150,10 @@ class PushQueue:
             outcome = outcomes[shard]
             if isinstance(outcome, EmbershardError) and may_be_unhandled(outcome):
                 continue
-            self._kept.loads_end(shard)
-            if isinstance(outcome, Loaded) and load.token is not None:
+            if load.token is None:
+                continue
+            self._kept.loads_end(shard, load.token.seq)
+            if isinstance(outcome, Loaded):
                 self._kept.acknowledge(shard, load.token.seq)
 
     def _append(
@@ -236,7 +238,7 @@ class PushQueue:
     def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
         """Give back what a shard will not apply, now that it has answered."""
         if not self._kept.is_empty:
-            self._kept.loads_end(shard)
+            self._kept.loads_end(shard, push.token.seq)
         if gathers and not push.weight:
             return  # nobody would have applied it
         refused, unconfirmed = isinstance(outcome, EmbershardError), self._unconfirmed[shard]

@@ -500,3 +500,16 @@ def test_what_is_known_to_be_safe_while_it_is_sent_again_says_nothing_of_pushes_
 
     assert kept.resend(0, 2, send) is None
     assert said == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_push_that_is_answered_late_says_nothing_of_a_load_behind_it():
+    """The load was given up without an answer, and the next push said that it was acknowledged."""
+    kept = KeptPushes()
+    kept.add(0, push(gradients([1]), seq=6, first=6))
+    kept.load_begins(0, 7)
+    kept.settle(0, push(gradients([1]), seq=6, first=6), errors.LeaseLost(worker=0, lease_ms=1000))
+    kept.loads_end(0, 6)
+    assert kept.first_incomplete(0, 8) == 7
+    kept.loads_end(0, 8)
+    assert kept.first_incomplete(0, 9) == 9
+    assert kept.is_empty
