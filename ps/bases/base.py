@@ -66,6 +66,11 @@ class TableImage:
     increment: bool = False
     removed: Ids = field(default_factory=lambda: np.empty(0, np.int64))
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of its files."""
+        return sum(file.rows for file in self.files)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardBase:
@@ -88,7 +93,7 @@ class ShardBase:
     @property
     def num_rows(self) -> int:
         """Rows of all tables."""
-        return sum(file.rows for table in self.tables for file in table.files)
+        return sum(table.num_rows for table in self.tables)
 
 
 def write_base(
@@ -205,8 +210,10 @@ def make_tables(
                 optimizer, want = image.spec.optimizer.name, table.num_state
                 raise OtherOptimizer(path=str(path), table=name, got=image.num_state, optimizer=optimizer, want=want)
             table.remove(image.removed)
-            for block in blocks_of(disk, path, base, image):
-                table.restore(*block)
+            # the rows of an increment may be there
+            with table.filling(0 if image.increment else image.num_rows):
+                for block in blocks_of(disk, path, base, image):
+                    table.restore(*block)
             tables[name] = table
     return list(tables.values())
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 # Linux's values on every architecture that numba knows; the mmap module names the first only from Python 3.13 on
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if hasattr(mmap, "MADV_HUGEPAGE") else 0)
 _REMAP_MAYMOVE, _REMAP_FIXED = 1, 2
+_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2 << 20
 
@@ -96,6 +97,15 @@ class Arena:
         if not self._huge and used_bytes > _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             _libc.madvise(self._mapping.address, self.nbytes, mmap.MADV_HUGEPAGE)  # an advice may be refused
             self._huge = True
+
+    def populate(self, first: int, nbytes: int) -> bool:
+        """Take the memory of so many bytes from byte `first` on now, not at their first use; False where it cannot be.
+
+        The call releases the GIL; other threads may use the array meanwhile.
+        """
+        first = first // mmap.PAGESIZE * mmap.PAGESIZE
+        nbytes = min(_pages(nbytes), self.nbytes - first)
+        return _can_move and _libc.madvise(self._mapping.address + first, nbytes, _POPULATE_WRITE) == 0
 
 
 def _os_error() -> OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -43,6 +43,8 @@ MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot
 # addresses, and a table of a TiB has moved seven times.
 _FIRST_BYTES = 1 << 28
 _SMALLEST_BYTES = 1 << 20  # where the system refuses more
+_FEW_BYTES = 1 << 26  # of rows to restore, whose memory costs less than a thread
+_POPULATED_BYTES = 1 << 21  # at once
 _GROWTH = 4
 _PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
 _PAGE_BYTES = PAGE_CELLS * 8 + 4
@@ -376,6 +378,36 @@ class Table:
                 self._grow(num_slots)
             except OSError as error:
                 raise self._no_address_space(new_rows, str(error)) from error
+
+    @contextmanager
+    def filling(self, new_rows: int) -> Iterator[None]:
+        """While so many new rows are restored in this context, take their memory in a thread, from the end of it on.
+
+        The first use of a page costs more than writing a row into it, where the machine has to find and to clear the
+        page first; two threads share that cost. Few rows are left alone. NoAddressSpace.
+        """
+        self.reserve(new_rows)
+        first, end = (rows * self._stride * 4 for rows in (self.num_slots, self.num_slots + new_rows))
+        if end - first < _FEW_BYTES:
+            yield
+            return
+        records, ended = self._records, threading.Event()
+
+        def populate() -> None:
+            for at in range(end - _POPULATED_BYTES, first, -_POPULATED_BYTES):
+                # the caller, which writes from the first row on, has come as far
+                if ended.is_set() or self.num_slots * self._stride * 4 >= at:
+                    return
+                if not records.populate(at, _POPULATED_BYTES):
+                    return
+
+        thread = threading.Thread(target=populate, name="populate", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _reserve_first(self) -> None:
         """Reserve address space for a new table: the usual, or what the system grants."""

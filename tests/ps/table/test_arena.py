@@ -86,3 +86,27 @@ def test_memory_stays_as_long_as_an_array_and_returns_when_the_last_one_goes():
     assert resident() - before > 60 * MB
     del array
     assert resident() - before < 16 * MB
+
+
+def test_memory_that_is_populated_is_taken_at_once_and_keeps_its_content():
+    arena = Arena(64 * MB)
+    array = arena.array(np.uint8)
+    array[16 * MB] = 7
+    before = resident()
+    if not arena.populate(16 * MB, 32 * MB):
+        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    assert 31 * MB < resident() - before < 40 * MB
+    assert array[16 * MB] == 7
+    assert not array[16 * MB + 1 : 48 * MB].any()
+
+
+def test_memory_is_populated_to_the_end_at_most():
+    arena = Arena(8 * MB)
+    if not arena.populate(6 * MB, 4 * MB):
+        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    assert arena.nbytes == 8 * MB
+
+
+def test_without_the_system_call_nothing_is_populated(monkeypatch):
+    monkeypatch.setattr(module, "_can_move", False)
+    assert not Arena(8 * MB).populate(0, 8 * MB)

@@ -1,5 +1,6 @@
 """The same claims over the compiled table and over its plain reference; test_optim compares what optimizers do."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -287,3 +288,29 @@ class TestMemory:
             push(table, np.arange(300, 9000))
         assert np.array_equal(table.gather(ids), before)
         assert table.num_rows == 300
+
+
+def test_rows_restored_while_a_thread_takes_their_memory_are_what_was_given(monkeypatch):
+    monkeypatch.setattr(module, "_FEW_BYTES", 0)
+    monkeypatch.setattr(module, "_POPULATED_BYTES", 1 << 16)
+    table, rng = compiled(4), np.random.default_rng(0)
+    ids, rows, states = (
+        np.arange(50_000),
+        rng.standard_normal((50_000, 4), np.float32),
+        np.ones((50_000, 4), np.float32),
+    )
+    push(table, np.array([-1]))
+    with table.filling(len(ids)):
+        for part in np.array_split(np.arange(len(ids)), 20):
+            table.restore(ids[part], rows[part], states[part])
+    assert np.array_equal(table.gather(ids), rows)
+    assert np.array_equal(table.records(ids)[1], states)
+    assert table.num_rows == len(ids) + 1
+    assert not any(thread.name == "populate" for thread in threading.enumerate())
+
+
+def test_an_error_while_rows_are_restored_ends_the_thread_that_takes_memory(monkeypatch):
+    monkeypatch.setattr(module, "_FEW_BYTES", 0)
+    with pytest.raises(KeyError), compiled(4).filling(10**6):
+        raise KeyError
+    assert not any(thread.name == "populate" for thread in threading.enumerate())
