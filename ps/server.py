@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.monitoring.logs import LogFormat, log_as_json
+from embershard.ps.monitoring.systemd import notify
 from embershard.ps.security.access_file import read_access_file
 from embershard.ps.security.audit import AuditLog
 from embershard.ps.security.gate import Gate
@@ -80,7 +81,8 @@ class ServerOptions:
     `snapshots` are the folders and URLs at or below which snapshots may lie; without one they may lie nowhere, or,
     where no other machine reaches the shard, anywhere. `access` is the file that says who may do what. On loopback the
     shard's own user needs no line in it, but for other users of the machine only `insecure_loopback` opens it. In the
-    folder `audit` it keeps a log of who came, and what they did.
+    folder `audit` it keeps a log of who came, and what they did. In the folder `announce` it tells clients its address,
+    which is the one that it listens to, or `advertise`, as HOST or HOST:PORT.
     """
 
     shard: int
@@ -106,6 +108,8 @@ class ServerOptions:
     access: Path | None = None
     insecure_loopback: bool = False
     audit: Path | None = None
+    announce: Path | None = None
+    advertise: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -160,6 +164,10 @@ def _check(options: ServerOptions, address: Address) -> None:
     """CannotListen where others than who may could reach the shard, and BadAccessFile, before anything takes long."""
     has_tls = options.tls is not None and not address.path
     address.check(options.insecure, encrypted=has_tls, asks=has_tls or options.access is not None)
+    if options.announce is not None or options.advertise:
+        from embershard.ps.transport.announce import check_advertise
+
+        check_advertise(options.advertise, options.listen, address.host, announces=options.announce is not None)
     if options.access is not None:
         read_access_file(options.access)
     if options.audit is not None and options.access is None and (has_tls or not address.is_local):
@@ -263,11 +271,15 @@ async def _serve(
     metrics: MetricsServer | None = None,
     tracer: RequestTracer | None = None,
 ) -> int:
+    from embershard.ps.transport.announce import advertised, announced
+
     sockets = address.listen()
     audit = None if options.audit is None else AuditLog(options.audit / f"shard-{options.shard}" / "audit.jsonl")
     gate = _gate(address, sockets[0], options, audit)  # before anybody is answered: a client reads the token then
+    bound = advertised(options.advertise, address.bound(sockets[0]))
     try:
-        return await _serve_at(sockets, gate.access, shard, address, options, certificates, metrics, tracer)
+        with announced(options.announce, shard.greeting, bound, options.tls):
+            return await _serve_at(sockets, bound, gate.access, shard, address, options, certificates, metrics, tracer)
     finally:
         gate.close()
 
@@ -283,6 +295,7 @@ def _gate(address: Address, main: socket.socket, options: ServerOptions, audit: 
 
 async def _serve_at(
     sockets: list[socket.socket],
+    bound: str,
     access: Access | None,
     shard: Shard,
     address: Address,
@@ -298,7 +311,6 @@ async def _serve_at(
 
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
-    bound = address.bound(sockets[0])
     apply = ApplyThread(max_bytes=options.queue_bytes, counters=Counters(options.restarts))
     progress = RecoveryProgress()
     dispatch = Dispatch(shard, apply, progress, access)
@@ -326,12 +338,14 @@ async def _serve_at(
         ready["metrics"] = metrics.address
     _settle()
     print(json.dumps(ready), flush=True)
+    notify(f"READY=1\nSTATUS=shard {options.shard} of {options.of} serves at {bound}")
     loop.run_in_executor(
         None, import_module, "embershard.proto.snapshot.storage"
     )  # the first snapshot need not wait for it
     _log.info("serving at %s (shard %d of %d, instance %s)", bound, options.shard, options.of, shard.greeting.instance)
 
     signum = await stop.received
+    notify("STOPPING=1")
     _log.info("%s: finishing %d queued bytes", signal.Signals(signum).name, apply.queued_bytes)
     await transports.health.enter_graceful_shutdown()
     apply.close()  # from here on, new requests are told that the shard is shutting down

@@ -39,6 +39,7 @@ from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.security.client_token import ClientToken
 from embershard.proto.security.tokens import pack_token
 from embershard.proto.timing import span
+from embershard.proto.transport.announcements import current_address, folder_of
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import connect_beside, io_loop, runs_here
 from embershard.proto.transport.transport import TransportClosed, Unreachable
@@ -126,7 +127,8 @@ class StreamTransport:
     """One connection to `address`, made at the first call and again when it must.
 
     "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
-    "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
+    "unix:/path" is a socket of the user's choice; "file:DIR#2" is where shard 2 is announced in a folder, looked up at
+    each connection. `checksum` has the arrays checked too, for a network that is not
     trusted to do it. `link` is the emulated one that it shares with the worker's other transports. With `tls`, nothing
     is sent over TCP that is not encrypted, to nobody but a shard whose certificate is trusted. `token` says what to
     show to shards that ask who it is.
@@ -251,14 +253,17 @@ class StreamTransport:
 
     async def _open(self) -> _Connection:
         protocol = lambda: _Connection(self)  # noqa: E731
-        if self.address.startswith("unix:"):
-            _, connection = await self._loop.create_unix_connection(protocol, self.address.removeprefix("unix:"))
+        address = self.address
+        if folder_of(address) is not None:  # in a thread: the folder may be on a slow network
+            address = await asyncio.to_thread(current_address, address)
+        if address.startswith("unix:"):
+            _, connection = await self._loop.create_unix_connection(protocol, address.removeprefix("unix:"))
             return connection
-        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
         host = host.strip("[]")
         # an emulated network has TCP's buffers: a Unix socket's hold less than the millisecond or two that a busy shard
         # takes to fill them again, and at 1 Gbit/s a tenth of the bandwidth was lost
-        tcp = self.address.startswith("tcp://") or self.link is not None
+        tcp = address.startswith("tcp://") or self.link is not None
         beside = None if tcp else await connect_beside(host, int(port))
         if beside is not None:
             _, connection = await self._loop.create_unix_connection(protocol, sock=beside)

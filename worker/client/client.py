@@ -19,7 +19,7 @@ from embershard.proto.security.tls import TLS
 from embershard.proto.security.tokens import TokenFile
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Deadline, span
-from embershard.proto.transport.addresses import transport_for
+from embershard.proto.transport.addresses import shard_addresses, transport_for
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.transport import Transport
@@ -114,7 +114,7 @@ class Client:
     @classmethod
     def connect(
         cls,
-        addresses: Sequence[str],
+        addresses: str | Sequence[str],
         *,
         worker: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -125,14 +125,15 @@ class Client:
     ) -> Client:
         """A client of the shards at `addresses` (docs/transports.md), in any order.
 
-        Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
+        Waits until all of them serve, and are announced where they announce themselves in a folder. BadAddress,
+        NotAnnounced, ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
         in bits per second, has it send and receive no faster, each way; BadAddress where a transport cannot. `tls`
         says by which certificates; BadCertificate where they cannot be used. `token` is shown to the shards.
         """
         link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
         transports: list[Transport] = []
         try:
-            transports += (transport_for(address, link, tls, token) for address in addresses)
+            transports += (transport_for(address, link, tls, token) for address in shard_addresses(addresses, timeout))
             return cls(transports, worker=worker, timeout=timeout, recovery_timeout=recovery_timeout)
         except BaseException:
             for transport in transports:

@@ -11,7 +11,6 @@ from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.security.tls import TLS
 from embershard.proto.security.tokens import TokenFile
-from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
 from embershard.worker.client.connections import RECOVERY_TIMEOUT
@@ -39,7 +38,7 @@ def connect(
     tls: TLS | None = None,
     token_file: str | os.PathLike[str] | None = None,
 ) -> Session:
-    """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
+    """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order, or at "file:DIR".
 
     Waits for shards that start later; every later call, too, ends by `timeout`. A shard that recovers its
     rows from its log is waited for up to `recovery_timeout`. BadAddress where an address cannot be one.
@@ -71,7 +70,7 @@ def connect(
         )
     bits, codecs = parse_bandwidth(bandwidth), CodecRegistry(imports)
     client = Client.connect(
-        parse_addresses(addresses),
+        addresses,
         worker=worker,
         timeout=timeout,
         recovery_timeout=recovery_timeout,

@@ -17,7 +17,7 @@ from embershard.benchmark.fleet import Fleet
 from embershard.benchmark.settings import Lap, Order, PullPush, TorchTrain, Train, TransportName
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import EmbershardError
-from embershard.proto.transport.addresses import parse_addresses
+from embershard.proto.transport.addresses import shard_addresses
 
 S = TypeVar("S", PullPush, Train)
 _SCHEME = {
@@ -122,7 +122,7 @@ def _serve(
     if settings.transport is TransportName.LOCAL:
         yield (), (), lambda: None
     elif settings.ps:
-        yield tuple(parse_addresses(settings.ps)), (), lambda: None
+        yield tuple(shard_addresses(settings.ps)), (), lambda: None
     else:
         rpc = settings.transport is TransportName.RPC
         with LocalShards(settings.shards, rpc=rpc, tls=Path(settings.tls) if settings.tls else None) as shards:

@@ -19,7 +19,7 @@ from embershard.cli.security import TokenFileOption
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import TLSOption
 from embershard.proto.spec import OPTIMIZERS
-from embershard.proto.transport.addresses import parse_addresses
+from embershard.proto.transport.addresses import shard_addresses
 from embershard.worker.reporting.log import make_folder
 
 M = TypeVar("M", bound=BaseModel)
@@ -159,7 +159,7 @@ def _shards(transport: TransportName | None, ps: str, shards: int | None) -> dic
         raise typer.BadParameter(
             "--ps names shards that run already, and their addresses the transport: leave out --shards and --transport"
         )
-    addresses = parse_addresses(ps)
+    addresses = shard_addresses(ps)
     return {"ps": tuple(addresses), "shards": len(addresses)}
 
 

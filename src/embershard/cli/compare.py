@@ -29,7 +29,7 @@ from embershard.compare.run.plan import MOST_SEEDS, ComparisonPlan, Experiment
 from embershard.compare.run.progress import Show, name_of
 from embershard.compare.run.runs import SAID, RunSetup
 from embershard.proto.errors import CannotWrite, EmbershardError
-from embershard.proto.transport.addresses import parse_addresses
+from embershard.proto.transport.addresses import shard_addresses
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
@@ -127,7 +127,7 @@ def compare(
         ps = None
     _check(margin, netns, ps)
     certificates = None if ps is None else tls_of(tls, tls_server_name)  # shards started here are on Unix sockets
-    shards = () if ps is None else tuple(parse_addresses(ps))
+    shards = () if ps is None else tuple(shard_addresses(ps))
     sets = tuple(overrides or ())
     base, found = load_job(job, sets, data), _arms(arms, job, sets, data)
     if shards:

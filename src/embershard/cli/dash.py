@@ -15,7 +15,7 @@ from embershard.cli.shards import ENVIRONMENT, find_shards
 from embershard.cli.signals import end_with_parent
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import EmbershardError
-from embershard.proto.transport.addresses import parse_addresses
+from embershard.proto.transport.addresses import shard_addresses
 
 if TYPE_CHECKING:
     from embershard.dash.sampler import Sampler
@@ -95,4 +95,4 @@ def dash(
 def _follow_stdin(sampler: Sampler) -> None:
     """Watch the shards of the last line of stdin: a job that is started again has others."""
     for line in sys.stdin:
-        sampler.connect(parse_addresses(line))
+        sampler.connect(shard_addresses(line))

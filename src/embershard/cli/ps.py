@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,9 +29,18 @@ from embershard.cli.sizes import memory_bytes
 from embershard.cli.tls import TLSOption, tls_of
 from embershard.ps.server import ServerOptions, serve
 
+INDEX_VARIABLES = ("EMBERSHARD_INDEX", "JOB_COMPLETION_INDEX", "SLURM_PROCID")  # the first that is set counts
+
 
 def ps(
-    shard: Annotated[int, typer.Option(help="Index of this shard, from 0.", min=0)],
+    shard: Annotated[
+        str,
+        typer.Option(
+            metavar="INDEX",
+            help="Index of this shard, from 0. auto: what the cluster's variables say (EMBERSHARD_INDEX, "
+            "JOB_COMPLETION_INDEX of Kubernetes, SLURM_PROCID).",
+        ),
+    ],
     of: Annotated[int, typer.Option(help="Number of shards; the same for every shard.", min=1, max=4096)],
     listen: Annotated[str, typer.Option(help="host:port (port 0: any free one) or unix:/path.")] = "127.0.0.1:7700",
     imports: Annotated[
@@ -39,6 +49,13 @@ def ps(
             "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
         ),
     ] = None,
+    announce: Annotated[
+        Path | None,
+        typer.Option(help="Folder in which to announce the address to clients, which name it as --ps file:FOLDER."),
+    ] = None,
+    advertise: Annotated[
+        str, typer.Option(metavar="HOST[:PORT]", help="Address to announce, where it is not the one of --listen.")
+    ] = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without protection.")
     ] = False,
@@ -76,12 +93,13 @@ def ps(
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
-    if shard >= of:
-        raise typer.BadParameter(f"shards count from 0, so --shard {shard} --of {of} does not exist")
+    index = _index(shard)
+    if index >= of:
+        raise typer.BadParameter(f"shards count from 0, so --shard {index} --of {of} does not exist")
     if imports:
         sys.path.append(os.getcwd())  # last: a module here must not hide an installed one
     options = ServerOptions(
-        shard=shard,
+        shard=index,
         of=of,
         listen=listen,
         imports=tuple(imports or ()),
@@ -104,5 +122,21 @@ def ps(
         access=checked_access(access),
         insecure_loopback=insecure_loopback,
         audit=None if audit is None else audit.absolute(),
+        announce=None if announce is None else Path(str(announce).removeprefix("file:")).absolute(),
+        advertise=advertise,
     )
     raise typer.Exit(serve(options))
+
+
+def _index(shard: str) -> int:
+    """The number of --shard, or that of the cluster's variables."""
+    if shard != "auto":
+        if not (shard.isascii() and shard.isdigit()):
+            raise typer.BadParameter(f"--shard is a number from 0, or auto, not {shard!r}")
+        return int(shard)
+    for name in INDEX_VARIABLES:
+        if (value := os.environ.get(name)) is not None:
+            if not (value.isascii() and value.isdigit()):
+                raise typer.BadParameter(f"--shard auto: {name} is {value!r}, which is no index")
+            return int(value)
+    raise typer.BadParameter(f"--shard auto: none of {', '.join(INDEX_VARIABLES)} is set; write the shard's index")

@@ -9,7 +9,7 @@ import typer
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus
-from embershard.proto.transport.addresses import parse_addresses, transport_for
+from embershard.proto.transport.addresses import shard_addresses, transport_for
 from embershard.proto.transport.transport import Unreachable
 
 ENVIRONMENT = "EMBERSHARD_PS"
@@ -24,13 +24,17 @@ RunningShards = Annotated[
         "--ps",
         metavar="ADDRESSES",
         envvar=ENVIRONMENT,
-        help="host:port of every shard, with commas between.  [default: the shards of `embershard up`, here]",
+        help="host:port of every shard, with commas between, or file:DIR, where they announce themselves.  "
+        "[default: the shards of `embershard up`, here]",
     ),
 ]
 NamedShards = Annotated[
     str | None,
     typer.Option(
-        "--ps", metavar="ADDRESSES", envvar=ENVIRONMENT, help="host:port of every shard, with commas between."
+        "--ps",
+        metavar="ADDRESSES",
+        envvar=ENVIRONMENT,
+        help="host:port of every shard, with commas between, or file:DIR, where they announce themselves.",
     ),
 ]
 
@@ -45,8 +49,11 @@ class NoShards(EmbershardError):
 
 
 def find_shards(ps: str | None) -> list[str]:
-    """Return the addresses of --ps; without it those of `embershard up` on this machine. BadAddress, NoShards."""
-    addresses = parse_addresses(ps) if ps is not None else shards_of_up()
+    """Return the addresses of --ps; without it those of `embershard up` on this machine.
+
+    BadAddress, NotAnnounced, NoShards.
+    """
+    addresses = shard_addresses(ps) if ps is not None else shards_of_up()
     if not addresses:
         raise NoShards(address=FIRST_OF_UP)
     return addresses

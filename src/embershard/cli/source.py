@@ -19,7 +19,6 @@ from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.routing import make_route
 from embershard.proto.security.tls import TLS
 from embershard.proto.snapshot.stored import StoredSnapshot
-from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, best_checkpoint, checkpoint_at
 from embershard.worker.checkpoint.snapshots import open_snapshot, restore_snapshot
 from embershard.worker.client.client import Client
@@ -66,7 +65,7 @@ def open_source(
     """
     if source is None:
         # not a worker whose loading it would end
-        client = Client.connect(parse_addresses(ps or ""), worker=READ_ONLY_WORKER, tls=tls)
+        client = Client.connect(ps or "", worker=READ_ONLY_WORKER, tls=tls)
         stack.callback(client.close)
         return Source(ReadOnlySession(client), None, None)
     if (Path(source) / "best").is_dir():  # a run's folder

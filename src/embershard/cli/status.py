@@ -24,7 +24,7 @@ from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Request, ShardStatus
-from embershard.proto.transport.addresses import parse_addresses, transport_for
+from embershard.proto.transport.addresses import shard_addresses, transport_for
 from embershard.proto.transport.transport import Transport, Unreachable
 from embershard.worker.client.lineage import shards_without_rows
 
@@ -67,7 +67,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show every shard, its tables, and the workers that train; exit code 1 if a shard does not serve."""
-    named = parse_addresses(ps) if ps is not None else shards_of_up() or [FIRST_OF_UP]
+    named = shard_addresses(ps) if ps is not None else shards_of_up() or [FIRST_OF_UP]
     certificates = tls_of(tls, tls_server_name)
     transports = [transport_for(address, tls=certificates) for address in named]
     try:

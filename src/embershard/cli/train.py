@@ -461,7 +461,7 @@ def _meet_shards(
     """
     from embershard.worker.client.client import Client
 
-    with contextlib.closing(Client.connect(parse_addresses(ps), timeout=timeout, tls=tls)) as client:
+    with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
         if checkpoint is not None and checkpoint.manifest.snapshot:
             from embershard.worker.checkpoint.checkpoint import SNAPSHOT
             from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot

@@ -58,6 +58,8 @@ from embershard.worker.training.loader import DataShare, LoaderProcess
 from embershard.worker.training.saver import check_restored, position_of
 from embershard.worker.training.trainer import Trainer
 
+RANK_VARIABLES = ["RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"]  # torchrun's, Slurm's, Kubernetes'; the first counts
+
 
 def worker(
     context: typer.Context,
@@ -67,7 +69,8 @@ def worker(
         typer.Option(
             metavar="ADDRESSES",
             envvar=ENVIRONMENT,
-            help="host:port of every shard, with commas between, for a strategy that has some. -: a line of stdin.",
+            help="host:port of every shard, with commas between, or file:DIR, for a strategy that has some. -: a line "
+            "of stdin.",
         ),
     ] = None,
     tls: TLSOption = None,
@@ -83,11 +86,15 @@ def worker(
     profile: Annotated[
         bool, typer.Option("--profile", help="Write profile.json and trace.json into --output, and print the split.")
     ] = False,
-    rank: Annotated[int, typer.Option(envvar="RANK", help="This worker's number.", min=0)] = 0,
-    world_size: Annotated[int, typer.Option(envvar="WORLD_SIZE", help="Number of workers.", min=1)] = 1,
+    rank: Annotated[int, typer.Option(envvar=RANK_VARIABLES, help="This worker's number.", min=0)] = 0,
+    world_size: Annotated[
+        int, typer.Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="Number of workers.", min=1)
+    ] = 1,
     local_rank: Annotated[
         int | None,
-        typer.Option(envvar="LOCAL_RANK", help="Its number on this machine.  [default: its rank]", min=0),
+        typer.Option(
+            envvar=["LOCAL_RANK", "SLURM_LOCALID"], help="Its number on this machine.  [default: its rank]", min=0
+        ),
     ] = None,
     local_world_size: Annotated[
         int, typer.Option(envvar="LOCAL_WORLD_SIZE", help="Workers on this machine, who share its cores.", min=0)

@@ -14,7 +14,9 @@ from embershard.doctor.run_record import RunRecord, read_run
 from embershard.proto.errors import BadAddress, EmbershardError, JobError
 from embershard.proto.messages import ShardStatus
 from embershard.proto.security.tls import TLS
-from embershard.proto.transport.addresses import parse_addresses
+from embershard.proto.transport.addresses import shard_addresses
+from embershard.proto.transport.announcements import NotAnnounced, current_address
+from embershard.proto.transport.transport import Unreachable
 
 if TYPE_CHECKING:
     from embershard.worker.job.job import Job
@@ -73,8 +75,9 @@ def open_case(
     found = None
     if addresses:
         try:
-            probes = probe_all(parse_addresses(addresses), tls=tls)
-        except BadAddress as error:
+            named = [current_address(one) for one in shard_addresses(addresses)]
+            probes = probe_all(named, tls=tls)
+        except (BadAddress, NotAnnounced, Unreachable) as error:
             address_mistake = str(error)
     if job is not None:
         from embershard.worker.job.load import load_job  # half a second that the others need not wait

@@ -23,10 +23,10 @@ _GREET_TIMEOUT = timedelta(seconds=2)
 @check(
     "addresses",
     asks="whether the text can be the addresses of shards, each named once",
-    remedy="write host:port,host:port with a port of 1..65535, or unix:/path; docs/transports.md",
+    remedy="write host:port,host:port with a port of 1..65535, or unix:/path, or file:DIR; docs/transports.md",
 )
 def addresses(case: Case) -> Finding | None:
-    """Check that parse_addresses accepts the addresses."""
+    """Check that shard_addresses accepts the addresses."""
     if case.address_mistake:
         return fail(case.address_mistake)
     return ok(f"{len(case.probes)} named") if case.probes else None

@@ -1,0 +1,159 @@
+"""Addresses that are ranges, and shards that announce themselves in a folder."""
+
+import json
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from embershard.proto.errors import BadAddress
+from embershard.proto.security.tls import TLS
+from embershard.proto.transport.addresses import parse_addresses, shard_addresses, transport_for
+from embershard.proto.transport.announcements import (
+    Announcement,
+    CannotAnnounce,
+    NotAnnounced,
+    announcements,
+    current_address,
+)
+from embershard.proto.transport.transport import Unreachable
+
+
+def shard(number, of=2, address="127.0.0.1:7", instance="a", started=1.0):
+    return Announcement(address, instance, number, of, started)
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("shard-[0-2].shards.ns.svc:7700", [f"shard-{i}.shards.ns.svc:7700" for i in range(3)]),
+        ("127.0.0.1:[7700-7702]", ["127.0.0.1:7700", "127.0.0.1:7701", "127.0.0.1:7702"]),
+        ("node[08-11]:7700", ["node08:7700", "node09:7700", "node10:7700", "node11:7700"]),
+        ("grpc://shard-[3-3]:7700", ["grpc://shard-3:7700"]),
+        ("[::1]:[7700-7701]", ["[::1]:7700", "[::1]:7701"]),
+        ("a:1,b-[0-1]:2", ["a:1", "b-0:2", "b-1:2"]),
+        ("unix:/run/shard-[0-1]", ["unix:/run/shard-0", "unix:/run/shard-1"]),
+        ("file:/run/[0-1]", ["file:/run/[0-1]"]),
+    ],
+)
+def test_a_range_stands_for_as_many_addresses(text, addresses):
+    assert parse_addresses(text) == addresses
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "shard-[2-1]:7700",
+        "shard-[0-4096]:7700",
+        "shard-[0-1]-[0-1]:7700",
+        "shard-[0-1],shard-[1-2]",
+        "shard-[0-1]:7700,shard-1:7700",
+        "127.0.0.1:[65535-65536]",
+        "shard-[a-b]:7700",
+        "file:",
+    ],
+)
+def test_a_range_that_names_no_addresses_is_refused(text):
+    with pytest.raises(BadAddress):
+        parse_addresses(text)
+
+
+def test_a_folder_stands_for_the_shards_that_it_announces(tmp_path):
+    for number in range(2):
+        shard(number, address=f"10.0.0.{number}:7700").write(tmp_path)
+    addresses = shard_addresses(f"file:{tmp_path}")
+    assert addresses == [f"file:{tmp_path}#0", f"file:{tmp_path}#1"]
+    assert [current_address(one) for one in addresses] == ["10.0.0.0:7700", "10.0.0.1:7700"]
+    assert shard_addresses(addresses) == addresses
+    shard(1, address="10.0.0.9:7700", instance="b").write(tmp_path)
+    assert current_address(addresses[1]) == "10.0.0.9:7700"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard-0.json", "shard-1.json"]
+
+
+def test_a_folder_is_named_alone(tmp_path):
+    shard(0, of=1).write(tmp_path)
+    with pytest.raises(BadAddress):
+        shard_addresses(f"127.0.0.1:7700,file:{tmp_path}")
+
+
+def test_shards_that_are_not_there_yet_are_waited_for(tmp_path):
+    folder = tmp_path / "later"
+
+    def announce():
+        for number in range(3):
+            time.sleep(0.1)
+            shard(number, of=3).write(folder)
+
+    thread = threading.Thread(target=announce)
+    thread.start()
+    assert len(shard_addresses(f"file:{folder}", timedelta(seconds=20))) == 3
+    thread.join()
+
+
+def not_written(folder):
+    pass
+
+
+def one_missing(folder):
+    shard(0).write(folder)
+
+
+def two_jobs(folder):
+    shard(0).write(folder)
+    shard(2, of=3).write(folder)
+
+
+def no_json(folder):
+    (folder / "shard-0.json").write_text("{")
+
+
+def other_fields(folder):
+    (folder / "shard-0.json").write_text(json.dumps({"address": "127.0.0.1:1"}))
+
+
+def other_index(folder):
+    shard(1).write(folder)
+    (folder / "shard-1.json").rename(folder / "shard-0.json")
+
+
+def of_itself(folder):
+    shard(0, of=1, address=f"file:{folder}#0").write(folder)
+
+
+@pytest.mark.parametrize("wrong", [not_written, one_missing, two_jobs, no_json, other_fields, other_index, of_itself])
+def test_a_folder_that_does_not_name_all_shards_of_one_job_is_an_error_that_names_it(wrong, tmp_path):
+    wrong(tmp_path)
+    with pytest.raises(NotAnnounced) as raised:
+        shard_addresses(f"file:{tmp_path}")
+    assert raised.value.fields["folder"] == str(tmp_path)
+
+
+def test_a_shard_whose_announcement_is_gone_is_one_to_wait_for(tmp_path):
+    for wrong in (not_written, no_json):
+        wrong(tmp_path)
+        with pytest.raises(Unreachable):
+            current_address(f"file:{tmp_path}#0")
+
+
+def test_an_announcement_that_another_process_has_replaced_stays(tmp_path):
+    first, second = shard(0, instance="a"), shard(0, instance="b")
+    first.write(tmp_path)
+    second.write(tmp_path)
+    first.remove(tmp_path)
+    assert announcements(tmp_path) == [second]
+    second.remove(tmp_path)
+    assert announcements(tmp_path) == []
+    second.remove(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotAnnounce) as raised:
+        shard(0).write(tmp_path / "file")
+    assert raised.value.fields["folder"] == str(tmp_path / "file")
+
+
+def test_with_tls_an_announced_shard_needs_the_name_of_its_certificate(tmp_path):
+    with pytest.raises(BadAddress, match="--tls-server-name"):
+        transport_for(f"file:{tmp_path}#0", tls=TLS(folder=tmp_path))
