@@ -27,7 +27,7 @@ from embershard.ps.table.table import Table
 
 TAIL_BYTES = 64 * 2**20  # of records behind a base, below which none is taken
 TAIL_SHARE = 0.5  # of the state: bases write at most twice the log
-MOST_TAIL = 1.5  # times the tail with which a base is taken: pushes that are faster than the base are slowed down then
+MOST_TAIL = 1.25  # times the tail with which a base is taken: pushes that are faster than the base are slowed down then
 SLOWED_BYTES = 16 * 2**20  # a second that pass nevertheless, or a hundredth of that tail: where a base takes minutes,
 # pushes of many workers must pass within their timeouts
 SMALL_BYTES = 2**16  # events that are never slowed down: heartbeats, joins

@@ -99,6 +99,7 @@ class SegmentWriter:
         self._sizes = {name: self._size_of(folder / str(name)) for name in segments}
         self._spares_lock = clock.lock()  # of what makes spares
         self._previous = previous
+        # The last that was freed is used first: the kernel still has its pages, and others need never be touched.
         self._spares: deque[Path] = deque()
         # At a time, by a base. So many more spares are kept: as many are needed before the next base, and to fill
         # others with zeros costs more than to write a record.
@@ -237,7 +238,7 @@ class SegmentWriter:
                 self._disk.remove(path)
             raise
         self.no_room = None
-        self._spares.append(path)
+        self._spares.appendleft(path)
         return len(self._spares) < NUM_SPARES
 
     def recycle(self, redo_lsn: int) -> None:
@@ -281,11 +282,11 @@ class SegmentWriter:
     def _open(self, path: Path, size: int) -> DiskFile:
         """A file of this size: a spare that gets the name, or a new one."""
         if self._spares and size == self._segment_bytes:
-            spare = self._spares.popleft()
+            spare = self._spares.pop()
             try:
                 self._disk.rename(spare, path)
             except OSError:
-                self._spares.appendleft(spare)
+                self._spares.append(spare)
                 raise
             return self._disk.open(path, write=True)
         file = self._disk.open(path, write=True, create=True)

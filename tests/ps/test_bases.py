@@ -536,11 +536,11 @@ def test_large_pushes_are_slowed_down_while_a_base_is_late_and_small_ones_are_no
         one.shard.handle(push(parts, seq=seq, first=seq))
         one.write()
 
-    for seq in range(1, 9):  # a base begins with the sixth; the eighth is the first of those that are slowed down
+    for seq in range(1, 8):  # a base begins with the sixth; the seventh is the first of those that are slowed down
         handle(large, seq)
     assert one.works
     with raises(errors.LogTooLong, tail_bytes=one.bases.tail_bytes):
-        for seq in range(9, 100):  # one each 200,000 bytes / 16 MiB/s = 12 ms
+        for seq in range(8, 100):  # one each 200,000 bytes / 16 MiB/s = 12 ms
             handle(large, seq)
     handle(small, seq)
     one.works.pop()()
