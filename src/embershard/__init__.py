@@ -16,7 +16,13 @@ def __getattr__(name: str) -> object:
     module = _modules().get(name)
     if module is None:
         raise AttributeError(f"module 'embershard' has no attribute {name!r}")
-    value = import_module(f"{module}.{name}") if module == __name__ else getattr(import_module(module), name)
+    try:
+        value = import_module(f"{module}.{name}") if module == __name__ else getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").partition(".")[0]) not in ("torch", "pyarrow"):
+            raise
+        reason = f"embershard.{name} needs {missing}, which is not installed: pip install 'embershard[train]'"
+        raise ModuleNotFoundError(reason, name=missing) from error
     globals()[name] = value
     return value
 

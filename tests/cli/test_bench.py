@@ -125,7 +125,7 @@ def test_train_compares_itself_with_torch(prefetch, tmp_path, monkeypatch):
 @pytest.mark.integration
 def test_a_worker_that_cannot_go_on_ends_the_bench_with_its_last_lines():
     order = Order(settings=PullPush(), addresses=(), rank=0)
-    with pytest.raises(BenchFailed, match=r"worker 0 of the bench ended with exit code 1.*\n(.*\n)*.*no shards"):
+    with pytest.raises(BenchFailed, match=r"worker 0 of the bench ended with exit code 1.*\n(.*\n)*.*name every shard"):
         Fleet([order]).__enter__()
 
 

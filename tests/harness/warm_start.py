@@ -243,6 +243,8 @@ def _exit(program: Callable[[], object]) -> NoReturn:
         program()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):  # as Python does
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

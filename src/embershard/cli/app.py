@@ -42,6 +42,7 @@ COMMANDS = {
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
+OF_TRAINING = ("torch", "pyarrow")  # packages of the extra `train`, without which shards serve
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -106,6 +107,10 @@ def run() -> None:
         app()
     except EmbershardError as error:
         fail(str(error))
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").partition(".")[0]) not in OF_TRAINING:
+            raise
+        fail(f"this command needs {missing}, which is not installed: pip install 'embershard[train]' (README.md)")
     except OSError as error:
         if error.errno not in _NOT_OURS:
             raise

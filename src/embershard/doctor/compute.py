@@ -8,6 +8,7 @@ import subprocess
 
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.installation import has_torch
 from embershard.doctor.machine import usable_cores
 
 _NVIDIA_SMI_SECONDS = 2.5
@@ -19,8 +20,10 @@ _NVIDIA_SMI_SECONDS = 2.5
     remedy="set OMP_NUM_THREADS (or train.threads) to cores / workers, less what shards and loaders need: threads "
     "beyond the cores wait for each other",
 )
-def threads(case: Case) -> Finding:
+def threads(case: Case) -> Finding | None:
     """torch's threads x workers on this machine, against the cores that it may use: a container's may be fewer."""
+    if not has_torch():
+        return None
     import torch
 
     cores, workers = usable_cores(), case.workers
@@ -40,8 +43,10 @@ def threads(case: Case) -> Finding:
     asks="whether torch sees the GPUs of this machine (none is needed)",
     remedy="install a driver that nvidia-smi works with, and a build of torch for its CUDA version",
 )
-def gpu(case: Case) -> Finding:
+def gpu(case: Case) -> Finding | None:
     """torch.cuda against nvidia-smi; without a GPU, training runs on the CPU."""
+    if not has_torch():
+        return None
     import torch
 
     needed = case.job is not None and case.job.train.device == "cuda"
@@ -63,8 +68,10 @@ def gpu(case: Case) -> Finding:
     asks="whether mixed precision in bfloat16 would be fast here",
     remedy="set train.amp to off, or to fp16 on a GPU without bfloat16",
 )
-def bf16(case: Case) -> Finding:
+def bf16(case: Case) -> Finding | None:
     """Instructions of the CPU, or the GPU's word, against what the job wants."""
+    if not has_torch():
+        return None
     import torch
 
     wanted = case.job is not None and case.job.train.amp == "bf16"
@@ -84,8 +91,10 @@ def bf16(case: Case) -> Finding:
     asks="whether the faster of MKL and oneDNN multiplies on this CPU",
     remedy="set train.linear to auto or onednn",
 )
-def matrix_products(case: Case) -> Finding:
+def matrix_products(case: Case) -> Finding | None:
     """worker/nn/onednn.py, against what the job says."""
+    if not has_torch():
+        return None
     from embershard.worker.nn.onednn import onednn_is_faster
 
     chosen = case.job.train.linear if case.job is not None else "auto"

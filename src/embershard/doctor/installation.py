@@ -36,17 +36,27 @@ def python(_: Case) -> Finding:
     return ok(f"Python {mine}")
 
 
+def has_torch() -> bool:
+    """Whether torch is installed: without the extra `train` it is not."""
+    try:
+        metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 @check(
     "packages",
     asks="whether every package that embershard needs is there, in a version that it works with",
     remedy="pip install --upgrade embershard (in this environment), which brings them",
 )
 def packages(_: Case) -> Finding:
-    """Installed versions against the package's own requirements."""
+    """Installed versions against the package's own requirements, with those of training where torch is there."""
     problems, found = [], []
+    of_training = '; extra == "train"'
     for requirement in metadata.requires(_PACKAGE) or ():
-        named = _AT_LEAST.match(requirement)
-        if named is None:  # one of an extra
+        named = _AT_LEAST.match(requirement.removesuffix(of_training) if has_torch() else requirement)
+        if named is None:  # one of another extra
             continue
         name, needed = named.groups()
         try:
@@ -66,8 +76,11 @@ def packages(_: Case) -> Finding:
     remedy="install torch again for this Python and this processor: https://pytorch.org/get-started",
     seconds=_IMPORT_SECONDS,
 )
-def torch(_: Case) -> Finding:
-    """Torch itself, before the checks that ask it something."""
+def torch(case: Case) -> Finding:
+    """Torch itself, before the checks that ask it something; a machine that only serves shards needs none."""
+    if not has_torch():
+        missing = fail if case.job is not None else ok
+        return missing("not installed: this machine serves shards; to train, pip install 'embershard[train]'")
     try:
         module = importlib.import_module("torch")
     except (ImportError, OSError) as error:
