@@ -28,6 +28,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(VENV)/.ray: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	touch $@
+
 $(VENV)/.outside: $(VENV)/.ready bench/wrap/packages.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[outside]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/wrap/packages.txt
@@ -223,6 +227,18 @@ bar-torn: setup  ## a shard's log cut at every byte of its last records, and 10^
 
 bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowledged push lost or doubled (half an hour; ARGS="--kills 50")
 	$(BIN)/python bench/bar_kill.py $(ARGS)
+
+bar-slurm: setup  ## a job on four Slurm nodes: the bits of this machine, a lost shard, worker and nodes (6 minutes; root; apt-get install slurm-wlm munge iproute2)
+	$(BIN)/python bench/bar_slurm.py $(ARGS)
+
+bar-ray: $(VENV)/.ray  ## a job on four Ray nodes: the bits of this machine, a lost shard, worker and node, Ctrl-C (5 minutes)
+	$(BIN)/python bench/bar_ray.py $(ARGS)
+
+bar-install: setup  ## both installs in empty environments: sizes, times, a shard without torch (3 minutes, 3 GB)
+	$(BIN)/python bench/bar_install.py
+
+check-manifests: setup  ## what `embershard manifests` prints, by the engines' own validators (systemd-analyze is not skipped)
+	$(BIN)/python bench/check_manifests.py
 
 bar-secure: setup  ## attack a shard: every method, role and transport, 100,000 hostile handshakes, paths and URLs, its audit log, without TLS and with it (10 minutes; ARGS="--handshakes 2000")
 	$(BIN)/python bench/bar_secure.py $(ARGS)

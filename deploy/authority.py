@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,10 +22,12 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from embershard.proto.errors import EmbershardError
-from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY
+from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY, TLS
 
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_LIFETIME = timedelta(days=3650)
+RUN_NAME = "shards.embershard"  # in place of their machines' names, which nobody knows beforehand
+RUN_LIFETIME = timedelta(days=365)  # longer than any run
 _EARLIER = timedelta(minutes=5)  # a certificate is valid from then on: clocks differ
 _LIST_LIFETIME = timedelta(days=3650)  # nobody renews that of a lab
 
@@ -112,6 +115,16 @@ class Authority:
             )
             builder = builder.add_revoked_certificate(entry)
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def issue_for_run(folder: Path) -> TLS:
+    """Make the certificate that all shards and workers of one run use, on whatever machines, and trust alone.
+
+    What an earlier start left in `folder` is replaced. The authority's key is kept nowhere.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    write_new(folder, Authority.create("embershard run").issue("embershard run", [RUN_NAME], RUN_LIFETIME))
+    return TLS(folder, RUN_NAME)
 
 
 def general_name(text: str) -> x509.GeneralName:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from embershard.deploy import sessions
+from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.proto.errors import ShardFailed
 
 MEMORY_PERCENT = 80  # of the machine, or its container, for the tables of all shards
@@ -42,7 +43,7 @@ class RestartPolicy:
 
     first_pause: timedelta = timedelta(seconds=0.5)
     longest_pause: timedelta = timedelta(seconds=15)
-    quick: timedelta = timedelta(seconds=10)
+    quick: timedelta = timedelta(seconds=5)
     max_quick_deaths: int = 5
 
     def pause(self, quick_deaths: int) -> timedelta:
@@ -59,7 +60,14 @@ class RestartPolicy:
 class _Process:
     """One run of a shard's process, and the threads that read what it says."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], forward: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        forward: Callable[[str], None],
+        exit_code: Callable[[int], int] = int,
+    ) -> None:
+        self._exit_code = exit_code
         self.tail: deque[str] = deque(maxlen=LOG_LINES)
         self.address = ""  # once it serves
         self.rpc_address = ""  # where it serves torch.distributed.rpc, if it was asked to
@@ -99,7 +107,7 @@ class _Process:
 
     def ended(self) -> str:
         """Describe how the process ended, for a message; waits until all that it printed is read."""
-        code = sessions.wait_for_end(self.popen)
+        code = self._exit_code(sessions.wait_for_end(self.popen))
         self._ended_at = time.monotonic()
         for reader in self._readers:
             reader.join(timeout=3.0)  # a grandchild may hold the pipe open
@@ -109,6 +117,12 @@ class _Process:
             return signal.Signals(-code).name
         except ValueError:
             return f"signal {-code}"
+
+    @property
+    def code(self) -> int:
+        """Its exit code, once it has ended."""
+        assert self.popen.returncode is not None
+        return self._exit_code(self.popen.returncode)
 
     def lived(self) -> float:
         """Seconds from serving to its end; 0 if it never served."""
@@ -153,7 +167,7 @@ def _serving(line: str) -> dict[str, object] | None:
 def _failed(what: str, process: _Process) -> ShardFailed:
     """The error of a shard that has ended: `served` is whether it ever did."""
     served = bool(process.address)
-    return ShardFailed(what=what, log=process.last_lines(), code=process.popen.returncode, served=served)
+    return ShardFailed(what=what, log=process.last_lines(), code=process.code, served=served)
 
 
 class LocalShards:
@@ -166,8 +180,9 @@ class LocalShards:
     certificates, which clients over TCP need then, too. With `rpc` they serve torch.distributed.rpc too, on loopback,
     which executes pickles and imports torch. `metrics` are the addresses at which they serve their metrics, by index;
     `log_format` is that of their logs, and `trace` where their traces go. `options` are further words of their command,
-    `embershard ps`. A shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a line for
-    people at every event, `forward` every line that a shard logs; both are called from threads.
+    `embershard ps`. Another `engine` than this machine has them on others, which need certificates (`tls`), or
+    --insecure among the options. A shard that logs nothing for `start_timeout` before it serves is killed. `report`
+    gets a line for people at every event, `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -186,6 +201,7 @@ class LocalShards:
         trace: str = "",
         tls: Path | None = None,
         options: Sequence[str] = (),
+        engine: ClusterEngine = LOCAL,
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -204,10 +220,14 @@ class LocalShards:
         self._metrics = tuple(metrics)
         self._log_format, self._trace = log_format, trace
         self._tls = tls
+        self._engine = engine
+        self._places = list(engine.shards(num_shards))
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
         self._forward = forward
-        self._listen = [f"127.0.0.1:{base_port + i if base_port else 0}" for i in range(num_shards)]
+        ports = [base_port + index if base_port else 0 for index in range(num_shards)]
+        # once they serve, where they do: a shard of this machine that is started again has its port
+        self._listen = [f"{place.host or '127.0.0.1'}:{port}" for place, port in zip(self._places, ports, strict=True)]
         self._processes: list[_Process] = []
         self._restarts = [0] * num_shards  # how often each was started again
         self._watchers: list[threading.Thread] = []
@@ -218,8 +238,8 @@ class LocalShards:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the shards serve ("127.0.0.1:port"), by index."""
-        return tuple(self._listen)
+        """Where the shards serve ("127.0.0.1:port"), by index; or the folder ("file:DIR") in which they say it."""
+        return tuple(self._listen) if self._engine.announce is None else (f"file:{self._engine.announce}",)
 
     @property
     def rpc_addresses(self) -> tuple[str, ...]:
@@ -294,8 +314,14 @@ class LocalShards:
             watcher.start()
 
     def _spawn(self, index: int) -> _Process:
-        command = [sys.executable, "-P", "-m", "embershard.cli", "ps"]
-        command += ["--shard", str(index), "--of", str(len(self._listen)), "--listen", self._listen[index]]
+        place, listen = self._places[index], self._listen[index]
+        command = [*place.prefix, sys.executable, "-P", "-m", "embershard.cli", "ps"]
+        command += ["--shard", str(index), "--of", str(len(self._listen))]
+        if not self._engine.is_local:  # a machine may know its own name as one of loopback
+            command += ["--listen", "0.0.0.0:0", "--announce", str(self._engine.announce)]
+            command += ["--advertise", place.host] if place.host else []
+        else:
+            command += ["--listen", listen]
         command += [word for module in self._imports for word in ("--import", module)]
         command += ["--rpc", "127.0.0.1:0", "--insecure-loopback"] if self._rpc else []
         if self._log_dir is not None:
@@ -307,11 +333,13 @@ class LocalShards:
         command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
         command += [] if self._tls is None else ["--tls", str(self._tls)]
         command += self._options
-        command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
-        command += ["--parent-pid", str(os.getpid())]
+        command += ["--memory", f"{MEMORY_PERCENT / place.of:.6f}%"]
+        command += ["--parent-pid", str(os.getpid())] if self._engine.is_local else []
         # what this process can import, its shards can: a notebook's folder, a test's, a script's
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        return _Process(command, environment, self._forward)
+        process = _Process(command, environment, self._forward, lambda code: self._engine.exit_code(code, place))
+        self._engine.watch(process.popen, place)
+        return process
 
     def _await_serving(self, index: int, process: _Process) -> None:
         if process.wait_until_serving(self._start_timeout):
@@ -354,6 +382,7 @@ class LocalShards:
             if self._stopping.is_set():
                 return False
             self._restarts[index] += 1
+            self._places[index] = self._engine.again(self._places[index])
             process = self._processes[index] = self._spawn(index)
         if process.wait_until_serving(self._start_timeout):
             self._report(f"shard {index} serves again at {process.address} (pid {process.popen.pid})")

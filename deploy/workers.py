@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from embershard.deploy import sessions
+from embershard.deploy.engine import LOCAL, ClusterEngine, meeting
 from embershard.proto.errors import EmbershardError, WorkerLost
 
 LAST_LINES = 12  # of a worker that died, shown with the report
@@ -41,7 +42,8 @@ class LocalWorkers:
     another: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends with an
     error of its own ends all of them: the others would come to it too.
 
-    `metrics` are the addresses at which they serve their metrics, by their numbers.
+    `metrics` are the addresses at which they serve their metrics, by their numbers. Another `engine` than this machine
+    has them on others, which see the same files.
 
     Each worker is a session of its own: what a user's code starts in it ends with the worker.
     """
@@ -55,8 +57,11 @@ class LocalWorkers:
         metrics: Sequence[str] = (),
         elastic: bool = False,
         restarts: int = 0,
+        engine: ClusterEngine = LOCAL,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
+        self._engine = engine
+        self._places = list(engine.workers(num_workers))
         self._num_workers = num_workers
         self._command = tuple(command)
         self._logs = logs
@@ -81,8 +86,8 @@ class LocalWorkers:
         """Start all workers."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._port = _reserve_port()
-        port = str(self._port.getsockname()[1])
-        self._meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        port = self._port.getsockname()[1]
+        self._meeting = meeting(self._places[0], port)
         try:
             for rank in range(self._num_workers):
                 file = (self._logs / f"worker-{rank}.log").open("ab")
@@ -148,14 +153,15 @@ class LocalWorkers:
 
     def _survives(self, rank: int, done: bool) -> bool:
         """Whether training goes on where this worker has ended; `done` by others."""
-        return self._elastic and (self._processes[rank].returncode < 0 or (done and rank in self._again))
+        return self._elastic and (self._code(rank) < 0 or (done and rank in self._again))
 
     def _lose(self, rank: int, *, restart: bool) -> None:
-        how = _how(self._processes[rank].returncode)
+        how = _how(self._code(rank))
         self.lost.setdefault(rank, []).append(how)
         if restart and self._restarts > 0:
             self._restarts -= 1
             self._again.add(rank)
+            self._places[rank] = self._engine.again(self._places[rank])
             self._processes[rank] = self._start(rank)
             self._say(f"worker {rank} ended ({how}) and was started again; training goes on with the others meanwhile")
             return
@@ -164,19 +170,21 @@ class LocalWorkers:
             self._say(f"worker {rank} ended ({how}); training goes on with the others")
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        place = self._places[rank]
         ranks = {
             "RANK": rank,
-            "LOCAL_RANK": rank,
+            "LOCAL_RANK": place.number,
             "WORLD_SIZE": self._num_workers,
-            "LOCAL_WORLD_SIZE": self._num_workers,
+            "LOCAL_WORLD_SIZE": place.of,
         }
         environment = {**os.environ, **self._meeting, **{key: str(value) for key, value in ranks.items()}}
         # what this process can import, its workers can
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        command = [sys.executable, "-P", "-m", "embershard.cli", "worker", *self._command]
+        command = [*place.prefix, sys.executable, "-P", "-m", "embershard.cli", "worker", *self._command]
+        command += ["--parent-pid", str(os.getpid())] if self._engine.is_local else []
         command += ["--metrics", self._metrics[rank]] if self._metrics else []
         process = subprocess.Popen(
-            [*command, "--parent-pid", str(os.getpid())],
+            command,
             stdin=subprocess.PIPE,
             stdout=None if rank == 0 or self._elastic else self._files[rank],
             stderr=self._files[rank],
@@ -184,6 +192,7 @@ class LocalWorkers:
             # Ctrl-C at the terminal reaches this process only, which then ends the workers and their sessions
             start_new_session=True,
         )
+        self._engine.watch(process, place)
         self._tell(process)
         return process
 
@@ -205,12 +214,18 @@ class LocalWorkers:
 
     def _lost_another(self, rank: int) -> bool:
         """Whether a worker ended since it had lost another one."""
-        return self._processes[rank].returncode > 0 and WorkerLost.words in self._tail(rank)
+        return self._code(rank) > 0 and WorkerLost.words in self._tail(rank)
+
+    def _code(self, rank: int) -> int:
+        """The exit code of a worker that has ended."""
+        code = self._processes[rank].returncode
+        assert code is not None
+        return self._engine.exit_code(code, self._places[rank])
 
     def _failure(self, failed: Collection[int]) -> WorkerFailed:
         # one death makes the others' connections fail: the first to be killed by a signal, or else to end, is the cause
-        rank = min(failed, key=lambda r: (self._processes[r].returncode >= 0, self._lost_another(r), r))
-        code = self._processes[rank].returncode
+        rank = min(failed, key=lambda r: (self._code(r) >= 0, self._lost_another(r), r))
+        code = self._code(rank)
         return WorkerFailed(
             worker=rank,
             how=_how(code),

@@ -30,7 +30,7 @@ FLOORS = (
     {"proto/protobuf"},
     {"proto/transport"},
     {"deploy"},
-    {"deploy/grafana"},
+    {"deploy/grafana", "deploy/manifests"},
 )
 FLOORS_OF_PS = (
     {"ps/memory", "ps/monitoring", "ps/journal", "ps/security"},

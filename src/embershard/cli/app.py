@@ -36,6 +36,7 @@ COMMANDS = {
     "snapshot": "Write all shards to a folder, or to remote storage, while they train.",
     "restore": "Read a snapshot into running shards, of any number.",
     "inspect": "Show what a snapshot holds; --verify checks every file.",
+    "manifests": "Print what Kubernetes, Slurm, compose or systemd needs to run shards and workers.",
     "keys": "Make certificates and tokens, and show who may do what.",
     "log": "Show what a shard's log holds, or cut it.",
     "audit": "Check an audit log of a shard.",

@@ -54,7 +54,12 @@ def ps(
         typer.Option(help="Folder in which to announce the address to clients, which name it as --ps file:FOLDER."),
     ] = None,
     advertise: Annotated[
-        str, typer.Option(metavar="HOST[:PORT]", help="Address to announce, where it is not the one of --listen.")
+        str,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            envvar="EMBERSHARD_ADVERTISE",
+            help="Address to announce, where it is not the one of --listen.",
+        ),
     ] = "",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without protection.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import shlex
 import shutil
@@ -37,7 +38,9 @@ from embershard.deploy.attempts import (
     ShardEnded,
     WorkerEnded,
 )
+from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.deploy.panel import LocalPanel
+from embershard.deploy.slurm import SlurmEngine
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
@@ -54,10 +57,19 @@ from embershard.worker.reporting.log import make_folder
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
 
+
 _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
 _LOGS = "shard-logs"
 _LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than the logs of a run take
+
+
+class EngineName(enum.Enum):
+    """The engines of --engine."""
+
+    LOCAL = "local"
+    SLURM = "slurm"
+    RAY = "ray"
 
 
 def train(
@@ -102,7 +114,7 @@ def train(
         str | None,
         typer.Option(
             help="Go on from a checkpoint: its folder, the newest of a folder, or `latest` or `best` of "
-            "checkpoint.folder."
+            "checkpoint.folder; auto: the latest, if there is one."
         ),
     ] = None,
     replace: Annotated[
@@ -121,6 +133,21 @@ def train(
     trace_every: TraceEveryOption = 1000,
     dash: Annotated[
         bool, typer.Option("--dash", help="Serve a page that shows the job, until it ends, and print its address.")
+    ] = False,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            help="Where shards and workers are started: on this machine, on the nodes of a Slurm job, or on those of a "
+            "Ray cluster (RAY_ADDRESS)."
+        ),
+    ] = EngineName.LOCAL,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="With another engine: no TLS between its machines.  [default: certificates that this run makes]",
+            show_default=False,
+        ),
     ] = False,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
@@ -154,10 +181,15 @@ def train(
     command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
+    place = _engine(engine, settings, ps, folder, tls=tls, insecure=insecure, metrics=metrics)
+    make_folder(folder)
     certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
+    if certificates is None and settings.has_shards and ps is None and not (place.is_local or insecure):
+        from embershard.deploy.authority import issue_for_run  # loads cryptography
+
+        certificates = issue_for_run(folder.absolute() / "keys")
     command += tls_words(certificates)
     command += [] if ps is None else token_words(context, token_file)
-    make_folder(folder)
     try_job(settings, job, sets, data, imports or (), say)
     for line in compression_advice(settings):
         say(f"advice: {line}")
@@ -166,6 +198,7 @@ def train(
         check_panel()
     try:
         with ended_by_signals(), contextlib.ExitStack() as stack:
+            stack.callback(place.close)
             started = _LocalJob(
                 job=settings,
                 command=command,
@@ -177,6 +210,8 @@ def train(
                 metrics=addresses,
                 trace=trace,
                 tls=certificates,
+                engine=place,
+                insecure=insecure,
                 panel=stack.enter_context(LocalPanel(folder, say, tls_words(certificates))) if dash else None,
             )
             started.train(checkpoint)
@@ -227,6 +262,28 @@ def _resume_command(words: Sequence[str]) -> str:
     return shlex.join(["embershard", *kept, "--resume", "latest"])
 
 
+def _engine(
+    name: EngineName, job: Job, ps: str | None, folder: Path, *, tls: Path | None, insecure: bool, metrics: str
+) -> ClusterEngine:
+    """The engine of --engine. BadParameter where it cannot run what else was asked for; NotInSlurm."""
+    if name is EngineName.LOCAL:
+        if insecure:
+            raise typer.BadParameter("--insecure has a meaning with another --engine: here shards are on loopback")
+        return LOCAL
+    if metrics:
+        raise typer.BadParameter("--metrics names ports of this machine: leave it out with another --engine")
+    if tls is not None and insecure:
+        raise typer.BadParameter("--tls and --insecure contradict each other")
+    announce, shards = folder.absolute() / "shards", job.shards if job.has_shards and ps is None else 0
+    if name is EngineName.RAY:
+        if job.all_reduces:
+            raise typer.BadParameter(f"strategy {job.strategy} all-reduces, which --engine ray does not set up")
+        from embershard.deploy.ray import RayEngine
+
+        return RayEngine(announce, name=folder.name, worker_cpus=max(1, job.train.threads or 1))
+    return SlurmEngine.of_allocation(announce, shards=shards)
+
+
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
     if not job.has_shards and (ps is not None or (imports and not job.has_user_code)):
         raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps and --import have no meaning with it")
@@ -252,8 +309,11 @@ def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     """The checkpoint to go on from; the folder of new ones is looked at too, before anything starts."""
     if resume is None and job.checkpoint.folder is None:
         return None
-    from embershard.worker.checkpoint.checkpoint import CheckpointFolder, find_checkpoint
+    from embershard.worker.checkpoint.checkpoint import LATEST, CheckpointFolder, checkpoint_at, find_checkpoint
 
+    if resume == "auto":
+        folder = job.checkpoint.folder
+        resume = LATEST if folder is None or checkpoint_at(folder) is not None else None
     checkpoint = None if resume is None else find_checkpoint(resume, job)
     if job.checkpoint.folder is not None:
         CheckpointFolder(job.checkpoint.folder).check(resumed=checkpoint is not None)
@@ -278,6 +338,8 @@ class _LocalJob:
     trace: str = ""
     panel: LocalPanel | None = None
     tls: TLS | None = None
+    engine: ClusterEngine = LOCAL
+    insecure: bool = False
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
@@ -333,6 +395,7 @@ class _LocalJob:
                 metrics=self.metrics[-job.workers :],
                 elastic=job.elastic(job.workers),
                 restarts=job.train.restart_workers,
+                engine=self.engine,
                 say=say,
             )
             stack.enter_context(running)
@@ -356,7 +419,7 @@ class _LocalJob:
 
     def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
-        job = self.job
+        job, options = self.job, self._shard_options
         if job.durability == "memory":
             return LocalShards(
                 job.shards,
@@ -364,6 +427,8 @@ class _LocalJob:
                 metrics=self._shard_metrics,
                 trace=self.trace,
                 tls=self._shard_certificates,
+                options=options,
+                engine=self.engine,
             )
         _remove_logs(self.folder)
         logs = self.folder / f"{_LOGS}-{time.time_ns()}"
@@ -377,8 +442,20 @@ class _LocalJob:
             metrics=self._shard_metrics,
             trace=self.trace,
             tls=self._shard_certificates,
+            options=options,
+            engine=self.engine,
             report=say,
         )
+
+    @property
+    def _shard_options(self) -> Sequence[str]:
+        """What shards need that other machines reach: leave for that, and the folders of the job's checkpoints."""
+        if self.engine.is_local:
+            return ()
+        words = ["--insecure"] if self.insecure else []
+        for folder in (str(self.folder / "best"), str(self.job.checkpoint.folder or "")):
+            words += ["--snapshots", folder if "://" in folder else str(Path(folder).absolute())] if folder else []
+        return words
 
     @property
     def _shard_certificates(self) -> Path | None:

@@ -1,0 +1,69 @@
+"""A compose file for the shards and workers of a job in containers of one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, Deployment
+
+USER = 10001  # of the image
+
+
+def compose_file(
+    deployment: Deployment, *, image: str, worker_image: str = "", job: str = "./job.yaml", keys: str = ""
+) -> dict[str, Any]:
+    """A service for each shard and worker, a network that nothing else reaches, and a volume for each shard's log.
+
+    `job` is the path of the job file, and `keys` the folder of a certificate that covers the name "shards", for all of
+    them; without it connections are not encrypted.
+    """
+    services: dict[str, Any] = {}
+    for shard in range(deployment.shards):
+        words = deployment.shard_words(shard=str(shard), listen=f"0.0.0.0:{PORT}")
+        words += ["--metrics", f"0.0.0.0:{METRICS_PORT}"]
+        volumes = []
+        if deployment.durability != "memory":
+            words += ["--log-dir", "/state"]
+            volumes.append(f"state-{shard}:/state")
+        words += ["--tls", "/keys"] if keys else ["--insecure"]
+        services[f"shard-{shard}"] = {
+            **_service(image, words, deployment.memory, deployment.cpus, keys, volumes),
+            "restart": "on-failure",
+            "stop_grace_period": "45s",  # a shard finishes what it has accepted, within 30 s
+        }
+    addresses = f"shard-[0-{deployment.shards - 1}]:{PORT}"
+    for worker in range(deployment.workers):
+        words = ["worker", "/job/job.yaml", "--ps", addresses, "--rank", str(worker)]
+        words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1"]
+        words += ["--output", "/run/embershard"] if worker == 0 else []
+        words += ["--tls", "/keys", "--tls-server-name", "shards"] if keys else []
+        volumes = [f"{job}:/job/job.yaml:ro", *(["run:/run/embershard"] if worker == 0 else [])]
+        services[f"worker-{worker}"] = {
+            **_service(worker_image or image, words, deployment.memory, deployment.worker_cpus, keys, volumes),
+            "depends_on": [f"shard-{shard}" for shard in range(deployment.shards)],
+            "restart": "no",
+        }
+    named = [f"state-{shard}" for shard in range(deployment.shards)] if deployment.durability != "memory" else []
+    volumes_of_all = [*named, *(["run"] if deployment.workers else [])]
+    return {
+        "name": deployment.name,
+        "services": services,
+        "networks": {"default": {"internal": True}},
+        "volumes": {name: {} for name in volumes_of_all},
+    }
+
+
+def _service(image: str, words: list[str], memory: int, cpus: int, keys: str, volumes: list[str]) -> dict[str, Any]:
+    mounts = [*volumes, *([f"{keys}:/keys:ro"] if keys else [])]
+    return {
+        "image": image,
+        "command": words,
+        "user": f"{USER}:{USER}",
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "tmpfs": ["/tmp"],  # in the container
+        "mem_limit": f"{memory}m",
+        "cpus": cpus,
+        **({"volumes": mounts} if mounts else {}),
+    }

@@ -1,0 +1,279 @@
+"""Objects of Kubernetes for the shards and workers of a job: a StatefulSet, an indexed Job and what they need.
+
+Plain objects, no operator and no templates: kubectl, kustomize, Argo and Flux take them as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment
+
+Object = dict[str, Any]
+
+USER = 10001  # of the image
+_STATE, _KEYS, _JOB, _ACCESS, _SCRATCH = "/state", "/keys", "/job", "/access", "/tmp"  # in the container
+_READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
+_LOST_EXIT_CODE, _FAILED_EXIT_CODE = 75, 1  # deploy/attempts.py
+
+
+def kubernetes_objects(
+    deployment: Deployment,
+    job: str,
+    *,
+    image: str,
+    worker_image: str = "",
+    namespace: str = "default",
+    issuer: str = "",
+    storage: str = "20Gi",
+    spread: bool = True,
+    data_claim: str = "",
+) -> list[Object]:
+    """The objects, in the order in which they can be applied; `job` is the text of the job file.
+
+    `issuer` is a cert-manager Issuer of the namespace, which issues the certificates of shards and workers; without one
+    connections are not encrypted, and the NetworkPolicy alone keeps strangers away. `storage` is the size of each
+    shard's volume for its log. Shards `spread` over nodes: two never share one. `data_claim` is a volume claim that
+    workers mount at /data. BadDeployment where a job would not survive what a cluster does.
+    """
+    if deployment.durability == "memory":
+        reason = "nobody here restores shards that have lost their rows to a checkpoint; choose log or fsync"
+        raise BadDeployment(what="durability memory", reason=reason)
+    if deployment.workers < 1:
+        raise BadDeployment(what="workers 0", reason="a job has at least one")
+    names = _Names(deployment, namespace, bool(issuer))
+    objects = [
+        _config_map(names, job),
+        _service(names),
+        _stateful_set(names, image, storage, spread),
+        _disruption_budget(names),
+        _network_policy(names),
+        _worker_job(names, worker_image or image, data_claim),
+    ]
+    if issuer:
+        objects[1:1] = [_certificate(names, "shard", issuer), _certificate(names, "worker", issuer)]
+    return objects
+
+
+class _Names:
+    """What the objects of a deployment are called, and how they find each other."""
+
+    def __init__(self, deployment: Deployment, namespace: str, tls: bool) -> None:
+        self.deployment, self.namespace, self.tls = deployment, namespace, tls
+        self.job = f"{deployment.name}-job"
+        self.service = f"{deployment.name}-shards"
+        self.shard = f"{deployment.name}-shard"
+        self.worker = f"{deployment.name}-worker"
+
+    @property
+    def addresses(self) -> str:
+        """Of all shards, as --ps takes them."""
+        last = self.deployment.shards - 1
+        return f"{self.shard}-[0-{last}].{self.service}.{self.namespace}.svc:{PORT}"
+
+    @property
+    def server_name(self) -> str:
+        """What the shards' certificates cover."""
+        return f"{self.service}.{self.namespace}.svc"
+
+    def identity(self, role: str) -> str:
+        """SPIFFE id of a role's certificate."""
+        return f"spiffe://embershard/{self.namespace}/{self.deployment.name}/{role}"
+
+    def labels(self, role: str = "") -> dict[str, str]:
+        """Of the objects, or of a role's pods."""
+        labels = {"app.kubernetes.io/name": "embershard", "app.kubernetes.io/instance": self.deployment.name}
+        return {**labels, "app.kubernetes.io/component": role} if role else labels
+
+    def object(self, version: str, kind: str, name: str, **rest: Any) -> Object:
+        """An object of this deployment."""
+        metadata = {"name": name, "namespace": self.namespace, "labels": self.labels()}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+
+
+def _config_map(names: _Names, job: str) -> Object:
+    data = {"job.yaml": job}
+    if names.tls:
+        data["access.yaml"] = f"- name: worker\n  role: train\n  certificate: {names.identity('worker')}\n"
+    return names.object("v1", "ConfigMap", names.job, data=data)
+
+
+def _certificate(names: _Names, role: str, issuer: str) -> Object:
+    spec: Object = {
+        "secretName": f"{names.deployment.name}-{role}-tls",
+        "issuerRef": {"name": issuer, "kind": "Issuer"},
+        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+        "usages": ["digital signature", "server auth", "client auth"],
+        "uris": [names.identity(role)],
+    }
+    if role == "shard":
+        spec["dnsNames"] = [names.server_name, f"*.{names.server_name}"]
+    return names.object("cert-manager.io/v1", "Certificate", f"{names.deployment.name}-{role}", spec=spec)
+
+
+def _service(names: _Names) -> Object:
+    ports = [{"name": "shard", "port": PORT}, {"name": "metrics", "port": METRICS_PORT}]
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # workers find a shard that recovers, and are told how far it is
+        "selector": names.labels("shard"),
+        "ports": ports,
+    }
+    return names.object("v1", "Service", names.service, spec=spec)
+
+
+def _stateful_set(names: _Names, image: str, storage: str, spread: bool) -> Object:
+    deployment = names.deployment
+    words = deployment.shard_words(shard="auto", listen=f"0.0.0.0:{PORT}")
+    words += ["--log-dir", _STATE, "--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
+    words += ["--tls", _KEYS, "--access", f"{_ACCESS}/access.yaml"] if names.tls else ["--insecure"]
+    mounts: list[Object] = [{"name": "state", "mountPath": _STATE}, {"name": "scratch", "mountPath": _SCRATCH}]
+    volumes: list[Object] = [{"name": "scratch", "emptyDir": {}}]
+    if names.tls:
+        mounts += [{"name": "keys", "mountPath": _KEYS, "readOnly": True}]
+        mounts += [{"name": "access", "mountPath": _ACCESS, "readOnly": True}]
+        volumes += [_secret(f"{deployment.name}-shard-tls")]
+        volumes += [{"name": "access", "configMap": {"name": names.job, "items": [_item("access.yaml")]}}]
+    container: Object = {
+        "name": "shard",
+        "image": image,
+        "args": words,
+        "env": [
+            {
+                "name": "EMBERSHARD_INDEX",
+                "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}},
+            }
+        ],
+        "ports": [{"name": "shard", "containerPort": PORT}, {"name": "metrics", "containerPort": METRICS_PORT}],
+        "resources": _resources(deployment.cpus, deployment.memory),
+        "startupProbe": _probe("/livez", failureThreshold=6 * _READY_MINUTES, periodSeconds=10),
+        "livenessProbe": _probe("/livez", failureThreshold=3, periodSeconds=10),
+        "readinessProbe": _probe("/readyz", failureThreshold=1, periodSeconds=5),
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": mounts,
+    }
+    pod: Object = {
+        "securityContext": {**_POD_SECURITY, "fsGroup": USER},
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 60,  # a shard finishes what it has accepted, within 30 s
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if spread:
+        apart = {"labelSelector": {"matchLabels": names.labels("shard")}, "topologyKey": "kubernetes.io/hostname"}
+        pod["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    claim = {
+        "metadata": {"name": "state"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": storage}}},
+    }
+    spec = {
+        "serviceName": names.service,
+        "replicas": deployment.shards,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": names.labels("shard")},
+        "template": {"metadata": {"labels": names.labels("shard")}, "spec": pod},
+        "volumeClaimTemplates": [claim],
+    }
+    return names.object("apps/v1", "StatefulSet", names.shard, spec=spec)
+
+
+def _worker_job(names: _Names, image: str, data_claim: str) -> Object:
+    deployment = names.deployment
+    words = ["worker", f"{_JOB}/job.yaml", "--ps", names.addresses, "--output", f"{_SCRATCH}/run"]
+    words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1"]
+    words += ["--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
+    words += ["--tls", _KEYS, "--tls-server-name", names.server_name] if names.tls else []
+    mounts = [{"name": "job", "mountPath": _JOB, "readOnly": True}, {"name": "scratch", "mountPath": _SCRATCH}]
+    volumes: list[Object] = [
+        {"name": "job", "configMap": {"name": names.job, "items": [_item("job.yaml")]}},
+        {"name": "scratch", "emptyDir": {}},
+    ]
+    if names.tls:
+        mounts += [{"name": "keys", "mountPath": _KEYS, "readOnly": True}]
+        volumes += [_secret(f"{deployment.name}-worker-tls")]
+    if data_claim:
+        words += ["--data", "/data"]
+        mounts += [{"name": "data", "mountPath": "/data", "readOnly": True}]
+        volumes += [{"name": "data", "persistentVolumeClaim": {"claimName": data_claim, "readOnly": True}}]
+    container = {
+        "name": "worker",
+        "image": image,
+        "args": words,
+        "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
+        "resources": _resources(deployment.worker_cpus, deployment.memory),
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": mounts,
+    }
+    lost = {"containerName": "worker", "operator": "In", "values": [_LOST_EXIT_CODE]}
+    own = {"containerName": "worker", "operator": "In", "values": [_FAILED_EXIT_CODE, 2]}
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": own},  # an error of the job itself: it would come again
+        {"action": "Count", "onExitCodes": lost},
+    ]
+    spec = {
+        "completionMode": "Indexed",
+        "completions": deployment.workers,
+        "parallelism": deployment.workers,
+        "backoffLimitPerIndex": 10,
+        "maxFailedIndexes": 0,
+        "podFailurePolicy": {"rules": rules},
+        "template": {
+            "metadata": {"labels": names.labels("worker")},
+            "spec": {
+                "restartPolicy": "Never",
+                "securityContext": _POD_SECURITY,
+                "automountServiceAccountToken": False,
+                "containers": [container],
+                "volumes": volumes,
+            },
+        },
+    }
+    return names.object("batch/v1", "Job", names.worker, spec=spec)
+
+
+def _disruption_budget(names: _Names) -> Object:
+    """One shard at a time may be moved: it comes back from its log, and workers wait for it."""
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": names.labels("shard")}}
+    return names.object("policy/v1", "PodDisruptionBudget", names.shard, spec=spec)
+
+
+def _network_policy(names: _Names) -> Object:
+    """Workers alone reach the shards; whoever collects metrics reaches their page."""
+    spec = {
+        "podSelector": {"matchLabels": names.labels("shard")},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {
+                "from": [{"podSelector": {"matchLabels": names.labels("worker")}}],
+                "ports": [{"port": PORT, "protocol": "TCP"}],
+            },
+            {"from": [{"namespaceSelector": {}}], "ports": [{"port": METRICS_PORT, "protocol": "TCP"}]},
+        ],
+    }
+    return names.object("networking.k8s.io/v1", "NetworkPolicy", names.shard, spec=spec)
+
+
+_POD_SECURITY: Object = {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}}
+_CONTAINER_SECURITY: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def _resources(cpus: int, memory: int) -> Object:
+    amount = {"cpu": str(cpus), "memory": f"{memory}Mi"}
+    return {"requests": amount, "limits": dict(amount)}
+
+
+def _probe(path: str, **times: int) -> Object:
+    return {"httpGet": {"path": path, "port": "metrics"}, "timeoutSeconds": 5, **times}
+
+
+def _secret(name: str) -> Object:
+    return {"name": "keys", "secret": {"secretName": name, "defaultMode": 0o440}}
+
+
+def _item(name: str) -> Object:
+    return {"key": name, "path": name}

@@ -1,0 +1,127 @@
+"""Units of systemd: a service for each shard of one machine, and a target that starts and stops them together.
+
+A service per shard, not a template of one: a template cannot compute the port of an instance.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from embershard.deploy.manifests.deployment import PORT, Deployment
+from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY
+
+# What `systemd-analyze security` asks for and a shard can do without. Not MemoryDenyWriteExecute and ProcSubset: Numba
+# loads compiled code, and a shard reads /proc for the memory of the machine.
+_SANDBOX = """\
+DynamicUser=yes
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+PrivateDevices=yes
+PrivateTmp=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHome=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectProc=invisible
+ProtectSystem=strict
+RemoveIPC=yes
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged
+SystemCallErrorNumber=EPERM
+UMask=0077
+"""
+
+
+def systemd_units(
+    deployment: Deployment,
+    *,
+    host: str = "127.0.0.1",
+    executable: str = "/usr/local/bin/embershard",
+    first: int = 0,
+    count: int | None = None,
+    keys: PurePosixPath | None = None,
+    access: PurePosixPath | None = None,
+) -> dict[str, str]:
+    """The text of each unit, by its file's name, for `count` shards of one machine from shard `first` on.
+
+    They listen at `host`, from port 7700 on. `keys` is the folder of their certificates (docs/security.md), `access`
+    the file that says who may do what; systemd hands both to them as credentials.
+    """
+    shards = range(first, deployment.shards if count is None else first + count)
+    target = f"embershard-{deployment.name}.target"
+    units = {
+        f"embershard-{deployment.name}-{shard}.service": _service(
+            deployment, shard, f"{host}:{PORT + shard - first}", executable, target, keys, access
+        )
+        for shard in shards
+    }
+    wanted = " ".join(units)
+    units[target] = (
+        f"[Unit]\nDescription=Shards of {deployment.name}\nWants={wanted}\n\n[Install]\nWantedBy=multi-user.target\n"
+    )
+    return units
+
+
+def _service(
+    deployment: Deployment,
+    shard: int,
+    listen: str,
+    executable: str,
+    target: str,
+    keys: PurePosixPath | None,
+    access: PurePosixPath | None,
+) -> str:
+    words = list(map(_escaped, [executable, *deployment.shard_words(shard=str(shard), listen=listen)]))
+    credentials = []
+    if deployment.durability != "memory":
+        words += ["--log-dir", f"%S/embershard/{deployment.name}/{shard}"]
+    if keys is not None:
+        credentials += [f"LoadCredential={name}:{keys / name}" for name in (CERTIFICATE, KEY, AUTHORITIES)]
+        words += ["--tls", "%d"]
+    if access is not None:
+        credentials.append(f"LoadCredential=access.yaml:{access}")
+        words += ["--access", "%d/access.yaml"]
+    lines = [
+        "[Unit]",
+        f"Description=Shard {shard} of {deployment.shards} of {deployment.name}",
+        "Wants=network-online.target",
+        "After=network-online.target",
+        f"PartOf={target}",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        "Type=notify",
+        "# a recovery from the log takes as long as it takes",
+        "TimeoutStartSec=infinity",
+        f"ExecStart={' '.join(words)}",
+        *credentials,
+        "Environment=PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=%C/embershard",
+        f"StateDirectory=embershard/{deployment.name}/{shard}",
+        "CacheDirectory=embershard",
+        "Restart=always",
+        "RestartSec=1",
+        "# a shard finishes what it has accepted, within 30 s",
+        "TimeoutStopSec=45",
+        f"MemoryMax={deployment.memory}M",
+        "LimitNOFILE=65536",
+        "OOMPolicy=stop",
+    ]
+    return "\n".join(lines) + "\n" + _SANDBOX + f"\n[Install]\nWantedBy={target}\n"
+
+
+def _escaped(word: str) -> str:
+    """A word as a line of ExecStart has it: no specifier, no variable, one word."""
+    word = word.replace("%", "%%").replace("$", "$$")
+    if any(c in word for c in " \t\"'\\;"):
+        return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return word

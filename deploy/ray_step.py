@@ -1,0 +1,156 @@
+"""Run a command in a Ray actor as if it were a child here, as srun does for Slurm: `-m embershard.deploy.ray_step`.
+
+The actor owns the process: it passes on what that reads and writes, its signals and its exit code. Where this process
+ends, Ray ends the actor, and the command ends with it. So shards and workers stay free of Ray, and of its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+LOST_EXIT_CODE = 128 + signal.SIGKILL  # the actor, or its node, is gone
+NAMESPACE = "embershard"
+_PASSED_ON = (
+    "EMBERSHARD_", "GLOO_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NUMBA_", "OMP_", "PYTHONPATH", "RANK", "TORCH_",
+    "WORLD_SIZE",
+)  # fmt: skip  # beginnings of variables that the command gets from here; all others are those of its machine
+_LOOK_SECONDS = 1.0
+
+
+class RemoteProcess:
+    """The actor: one process on its node."""
+
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._said: queue.Queue[tuple[int, bytes]] = queue.Queue()
+        self._process = subprocess.Popen(
+            [sys.executable, *words, "--parent-pid", str(os.getpid())],
+            cwd=folder,
+            env={**os.environ, **variables, "EMBERSHARD_ADVERTISE": host},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        streams = (1, self._process.stdout), (2, self._process.stderr)
+        self._readers = [threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams]
+        for reader in self._readers:
+            reader.start()
+
+    def said(self) -> tuple[list[tuple[int, bytes]], int | None]:
+        """What the process has written since the last call, by descriptor, and its exit code once it has ended.
+
+        Waits a second for something to tell.
+        """
+        found: list[tuple[int, bytes]] = []
+        code = self._process.poll()
+        if code is not None:
+            for reader in self._readers:
+                reader.join(_LOOK_SECONDS)
+        try:
+            found.append(self._said.get(timeout=_LOOK_SECONDS if code is None else 0))
+            while True:
+                found.append(self._said.get_nowait())
+        except queue.Empty:
+            return found, None if found else code
+
+    def tell(self, data: bytes) -> None:
+        """Write to the process's stdin; nothing ends it."""
+        assert self._process.stdin is not None
+        try:
+            if data:
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+            else:
+                self._process.stdin.close()
+        except OSError:
+            pass  # it has ended, which `said` tells
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
+
+    def _read(self, descriptor: int, stream: Any) -> None:
+        for line in stream:
+            self._said.put((descriptor, line))
+
+
+def main() -> int:
+    """Run the command; its exit code, or 128 and the number of the signal that ended it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--address", required=True, help="of the cluster")
+    parser.add_argument("--group", required=True, help="id of the placement group")
+    parser.add_argument("--bundle", type=int, required=True, help="of the group")
+    parser.add_argument("--name", required=True, help="of the actor")
+    parser.add_argument("--resources", type=float, default=1.0, help="cores")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="behind --: python, and its arguments")
+    args = parser.parse_args()
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    return _run(args, words[1:])  # the actor's own Python
+
+
+def _run(args: argparse.Namespace, words: Sequence[str]) -> int:
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.placement_group import PlacementGroup, PlacementGroupID
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    signals: queue.Queue[int] = queue.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: signals.put(number))
+    ray.init(address=args.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    group = PlacementGroup(PlacementGroupID(bytes.fromhex(args.group)))
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=args.bundle)
+    actor = (
+        ray.remote(RemoteProcess)
+        .options(name=args.name, num_cpus=args.resources, max_concurrency=4, scheduling_strategy=strategy)
+        .remote(list(words), variables, os.getcwd())
+    )
+
+    def pass_on() -> None:
+        with suppress(RayError):  # the actor is gone, which the other thread tells
+            write_all()
+
+    def write_all() -> None:
+        while data := sys.stdin.buffer.readline():
+            ray.get(actor.tell.remote(data))  # one after the other: the actor's calls run side by side
+        ray.get(actor.tell.remote(b""))
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    try:
+        while True:
+            said = actor.said.remote()
+            while not ray.wait([said], timeout=0.2)[0]:
+                _send(actor, signals)
+            lines, code = ray.get(said)
+            for descriptor, line in lines:
+                stream = sys.stdout.buffer if descriptor == 1 else sys.stderr.buffer
+                stream.write(line)
+                stream.flush()
+            _send(actor, signals)
+            if code is not None:
+                return int(code) if code >= 0 else 128 - int(code)
+    except RayError as error:
+        print(f"the actor {args.name} is lost: {type(error).__name__}", file=sys.stderr, flush=True)
+    return LOST_EXIT_CODE
+
+
+def _send(actor: Any, signals: queue.Queue[int]) -> None:
+    while not signals.empty():
+        actor.signal.remote(signals.get())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

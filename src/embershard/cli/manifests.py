@@ -1,0 +1,210 @@
+"""`embershard manifests`: what a cluster's own tools need to run a job's shards and workers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import typer
+
+from embershard.deploy.manifests.compose import compose_file
+from embershard.deploy.manifests.deployment import BadDeployment, Deployment, Durability
+from embershard.deploy.manifests.kubernetes import kubernetes_objects
+from embershard.deploy.manifests.slurm import batch_script
+from embershard.deploy.manifests.systemd import systemd_units
+from embershard.proto.errors import CannotWrite
+
+manifests = typer.Typer(no_args_is_help=True, help="Print what a cluster needs to run the shards and workers of a job.")
+
+NameOption = Annotated[str, typer.Option(help="Name of the job, of a-z, 0-9 and -.")]
+ShardsOption = Annotated[int, typer.Option(help="Number of shards.", min=1, max=4096)]
+WorkersOption = Annotated[int, typer.Option(help="Number of workers.", min=1)]
+MemoryOption = Annotated[int, typer.Option(metavar="MIB", help="Memory of each shard, in MiB.", min=256)]
+CpusOption = Annotated[int, typer.Option(help="Cores of each shard.", min=1)]
+WorkerCpusOption = Annotated[int, typer.Option(help="Cores of each worker.", min=1)]
+DurabilityOption = Annotated[Durability, typer.Option(help="What a shard's rows survive (docs/durability.md).")]
+SnapshotsOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Folder or URL at or below which checkpoints may lie; may be repeated."),
+]
+
+
+@manifests.command("systemd")
+def systemd(
+    name: NameOption,
+    shards: ShardsOption,
+    host: Annotated[str, typer.Option(help="Address to listen to, from port 7700 on.")] = "127.0.0.1",
+    first: Annotated[int, typer.Option(help="Index of the first shard of this machine.", min=0)] = 0,
+    count: Annotated[int | None, typer.Option(help="Shards of this machine.  [default: all]", min=1)] = None,
+    memory: MemoryOption = 4096,
+    durability: DurabilityOption = "log",
+    snapshots: SnapshotsOption = None,
+    keys: Annotated[Path | None, typer.Option("--tls", metavar="DIR", help="Folder of the certificates.")] = None,
+    access: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may do what (docs/security.md).")] = None,
+    executable: Annotated[str, typer.Option(help="Path of the command.")] = "/usr/local/bin/embershard",
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the units there, as /etc/systemd/system.")
+    ] = None,
+) -> None:
+    """Print the units of the shards of a machine: a service for each, and a target for all of them."""
+    if first + (count or 1) > shards:
+        raise BadDeployment(what=f"--first {first} --count {count or 1}", reason=f"there are {shards} shards")
+    deployment = Deployment(
+        name=name, shards=shards, memory=memory, durability=durability, snapshots=tuple(snapshots or ())
+    )
+    units = systemd_units(
+        deployment,
+        host=host,
+        executable=executable,
+        first=first,
+        count=count if count is not None else shards - first,
+        keys=None if keys is None else PurePosixPath(keys.absolute()),
+        access=None if access is None else PurePosixPath(access.absolute()),
+    )
+    _give(units, output)
+
+
+@manifests.command("kubernetes")
+def kubernetes(
+    name: NameOption,
+    job: Annotated[Path, typer.Option(help="The job file.")],
+    image: Annotated[str, typer.Option(help="Image of the shards (docs/cluster.md).")],
+    worker_image: Annotated[str, typer.Option(help="Image of the workers.  [default: that of the shards]")] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace of all objects.")] = "default",
+    issuer: Annotated[
+        str, typer.Option(help="cert-manager Issuer of the certificates.  [default: connections are not encrypted]")
+    ] = "",
+    shards: ShardsOption = 2,
+    workers: WorkersOption = 2,
+    cpus: CpusOption = 2,
+    worker_cpus: WorkerCpusOption = 2,
+    memory: MemoryOption = 4096,
+    storage: Annotated[str, typer.Option(help="Volume of each shard for its log.")] = "20Gi",
+    durability: DurabilityOption = "log",
+    snapshots: SnapshotsOption = None,
+    data_claim: Annotated[str, typer.Option(help="Volume claim that workers mount at /data.")] = "",
+    pack: Annotated[bool, typer.Option("--pack", help="Let shards share a node.")] = False,
+) -> None:
+    """Print the objects for kubectl apply: shards as a StatefulSet, workers as an indexed Job, and what they need."""
+    deployment = Deployment(
+        name=name,
+        shards=shards,
+        workers=workers,
+        cpus=cpus,
+        worker_cpus=worker_cpus,
+        memory=memory,
+        durability=durability,
+        snapshots=tuple(snapshots or ()),
+    )
+    objects = kubernetes_objects(
+        deployment,
+        _text_of(job),
+        image=image,
+        worker_image=worker_image,
+        namespace=namespace,
+        issuer=issuer,
+        storage=storage,
+        spread=not pack,
+        data_claim=data_claim,
+    )
+    typer.echo("---\n".join(map(_yaml, objects)), nl=False)
+
+
+@manifests.command("compose")
+def compose(
+    name: NameOption,
+    image: Annotated[str, typer.Option(help="Image of the shards (docs/cluster.md).")],
+    worker_image: Annotated[str, typer.Option(help="Image of the workers.  [default: that of the shards]")] = "",
+    job: Annotated[str, typer.Option(help="Path of the job file, as the compose file sees it.")] = "./job.yaml",
+    keys: Annotated[
+        str, typer.Option("--tls", metavar="DIR", help="Folder of a certificate for the name `shards`.")
+    ] = "",
+    shards: ShardsOption = 2,
+    workers: WorkersOption = 2,
+    cpus: CpusOption = 1,
+    worker_cpus: WorkerCpusOption = 1,
+    memory: MemoryOption = 4096,
+    durability: DurabilityOption = "log",
+) -> None:
+    """Print a compose file: shards and workers in containers of one machine."""
+    deployment = Deployment(
+        name=name,
+        shards=shards,
+        workers=workers,
+        cpus=cpus,
+        worker_cpus=worker_cpus,
+        memory=memory,
+        durability=durability,
+    )
+    typer.echo(_yaml(compose_file(deployment, image=image, worker_image=worker_image, job=job, keys=keys)), nl=False)
+
+
+@manifests.command("slurm")
+def slurm(
+    name: NameOption,
+    job: Annotated[Path, typer.Option(help="The job file, as the nodes see it.")],
+    shards: ShardsOption = 2,
+    workers: WorkersOption = 2,
+    nodes: Annotated[int | None, typer.Option(help="Nodes.  [default: one per shard and worker]", min=1)] = None,
+    cpus: CpusOption = 2,
+    worker_cpus: WorkerCpusOption = 2,
+    durability: DurabilityOption = "log",
+    checkpoints: Annotated[
+        str,
+        typer.Option(metavar="FOLDER", help="Where checkpoints go.  [default: the run's folder]", show_default=False),
+    ] = "",
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS between the nodes.")] = False,
+    executable: Annotated[str, typer.Option(help="The command, as the nodes run it.")] = "embershard",
+) -> None:
+    """Print a batch script for sbatch, which trains a job on the nodes of its allocation."""
+    deployment = Deployment(
+        name=name, shards=shards, workers=workers, cpus=cpus, worker_cpus=worker_cpus, durability=durability
+    )
+    text = batch_script(
+        deployment,
+        PurePosixPath(job),
+        nodes=nodes,
+        checkpoints=checkpoints,
+        executable=executable,
+        insecure=insecure,
+    )
+    typer.echo(text, nl=False)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadDeployment(what=f"--job {path}", reason=getattr(error, "strerror", None) or str(error)) from None
+
+
+def _yaml(found: object) -> str:
+    from ruamel.yaml import YAML
+
+    yaml, text = YAML(), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.width = 120
+    yaml.representer.add_representer(str, _represented)
+    yaml.representer.ignore_aliases = lambda _: True
+    yaml.dump(found, text)
+    return text.getvalue()
+
+
+def _represented(representer: Any, text: str) -> Any:
+    """Several lines as they are."""
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+def _give(files: dict[str, str], output: Path | None) -> None:
+    """Write files to a folder, or print them one after another."""
+    if output is None:
+        typer.echo("\n".join(f"# {name}\n{text}" for name, text in files.items()), nl=False)
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (output / name).write_text(text)
+    except OSError as error:
+        raise CannotWrite(path=str(error.filename or output), reason=error.strerror or str(error)) from None
+    typer.echo(f"{output}: {', '.join(files)}")

@@ -1,0 +1,95 @@
+"""Train a job on a Ray cluster from a Ray driver.
+
+import embershard.ray
+result = embershard.ray.run("job.yaml", shards=4, workers=8, output="/shared/runs/one")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embershard.proto.errors import EmbershardError
+
+__all__ = ["Result", "RunFailed", "run"]
+
+
+class RunFailed(EmbershardError):
+    """A job ended without a result."""
+
+    template = "the job ended with exit code {code}; see {folder}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a job came to: the last record of its log (metrics, samples, seconds), and its folder."""
+
+    folder: Path
+    record: dict[str, Any]
+
+
+def run(
+    job: str | os.PathLike[str],
+    *,
+    shards: int | None = None,
+    workers: int | None = None,
+    output: str | os.PathLike[str] | None = None,
+    settings: Sequence[str] = (),
+    imports: Sequence[str] = (),
+    resume: str | None = None,
+    insecure: bool = False,
+    address: str | None = None,
+) -> Result:
+    """Train the job of a file on the Ray cluster that this process is connected to, and wait for its end.
+
+    Every shard and worker is a process of its own, which an actor owns; progress and the final table are printed here.
+    `shards` and `workers` stand in for those of the job, `settings` are further ones ("train.epochs=2"), `imports`
+    modules with row optimizers or codecs. All nodes have to see the folder `output` and what the job reads. Connections
+    are encrypted unless `insecure`. `resume` is that of `embershard train`; "auto" goes on from the latest checkpoint,
+    if there is one. `address` is that of another cluster. RunFailed where the job ends with an error. Ctrl-C ends all
+    of its processes.
+    """
+    folder = Path(output or Path("runs") / f"{Path(job).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    command = [
+        sys.executable,
+        "-m",
+        "embershard.cli",
+        "train",
+        os.fspath(job),
+        "--engine",
+        "ray",
+        "--output",
+        str(folder),
+    ]
+    for option, value in (("--shards", shards), ("--workers", workers), ("--resume", resume)):
+        command += [] if value is None else [option, str(value)]
+    command += [word for setting in settings for word in ("--set", setting)]
+    command += [word for module in imports for word in ("--import", module)]
+    command += ["--insecure"] if insecure else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    if (cluster := address or _own_cluster()) is not None:
+        environment["RAY_ADDRESS"] = cluster
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # it ends what it has started
+            raise
+    if code:
+        raise RunFailed(code=code, folder=str(folder))
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return Result(folder, json.loads(lines[-1]))
+
+
+def _own_cluster() -> str | None:
+    """The address of the cluster that this process is connected to; None where it is to none."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None

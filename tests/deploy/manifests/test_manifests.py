@@ -1,0 +1,207 @@
+"""What `embershard manifests` prints: valid to the engines' own validators, and words that our own commands take."""
+
+import shlex
+
+import kubernetes_validate
+import pytest
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from embershard.cli import app as cli
+from embershard.cli.manifests import manifests
+from embershard.cli.ps import ps
+from embershard.cli.worker import worker
+from embershard.deploy.manifests.deployment import BadDeployment, Deployment
+from embershard.proto.errors import CannotWrite
+from embershard.proto.transport.addresses import parse_addresses
+
+JOB = "model: {name: lr}\ndata: {reader: clicks}\n"
+VERSIONS = ["1.31", "1.33", "1.36"]
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    return str(tmp_path / "job.yaml")
+
+
+def run(*words):
+    result = CliRunner().invoke(manifests, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def kubernetes(job, *words):
+    text = run("kubernetes", "--name", "ads", "--job", job, "--image", "reg/embershard:1", *words)
+    return {(one["kind"], one["metadata"]["name"]): one for one in YAML(typ="safe").load_all(text)}
+
+
+def options_of(command):
+    """The words that a command of ours takes."""
+    import typer
+
+    app = typer.Typer()
+    app.command("x")(command)
+    return {option for param in typer.main.get_command(app).params for option in param.opts}
+
+
+def check_words(words):
+    """Every option of a command line of ours is one that the command has."""
+    command = {"ps": ps, "worker": worker}[words[0]]
+    assert {word for word in words if word.startswith("--")} <= options_of(command)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("words", [(), ("--issuer", "ca"), ("--pack", "--data-claim", "d", "--snapshots", "s3://b/x")])
+def test_objects_of_kubernetes_are_valid_to_the_letter(words, version, job):
+    objects = kubernetes(job, *words)
+    own = [one for one in objects.values() if not one["apiVersion"].startswith("cert-manager.io")]
+    assert {one["kind"] for one in own} == {
+        "ConfigMap", "Service", "StatefulSet", "PodDisruptionBudget", "NetworkPolicy", "Job",
+    }  # fmt: skip
+    for one in own:
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_the_validator_finds_a_misspelt_field(job):
+    shards = kubernetes(job)["StatefulSet", "ads-shard"]
+    shards["spec"]["template"]["spec"]["containers"][0]["startupProb"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(shards, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("issuer", [(), ("--issuer", "ca")])
+def test_pods_run_our_commands_and_find_each_other(issuer, job):
+    objects = kubernetes(job, "--shards", "3", "--namespace", "ml", *issuer)
+    shard = objects["StatefulSet", "ads-shard"]["spec"]
+    workers = objects["Job", "ads-worker"]["spec"]
+    words = workers["template"]["spec"]["containers"][0]["args"]
+    check_words(shard["template"]["spec"]["containers"][0]["args"])
+    check_words(words)
+    hosts = [address.rpartition(":")[0] for address in parse_addresses(words[words.index("--ps") + 1])]
+    assert hosts == [f"ads-shard-{shard}.ads-shards.ml.svc" for shard in range(3)]
+    assert shard["serviceName"] == objects["Service", "ads-shards"]["metadata"]["name"]
+    assert objects["ConfigMap", "ads-job"]["data"]["job.yaml"] == JOB
+    if issuer:
+        covered = objects["Certificate", "ads-shard"]["spec"]["dnsNames"]
+        assert words[words.index("--tls-server-name") + 1] in covered
+        access = YAML(typ="safe").load(objects["ConfigMap", "ads-job"]["data"]["access.yaml"])
+        assert access[0]["certificate"] in objects["Certificate", "ads-worker"]["spec"]["uris"]
+    else:
+        assert "--insecure" in shard["template"]["spec"]["containers"][0]["args"]
+
+
+def test_each_volume_that_is_mounted_exists_and_each_selector_finds_its_pods(job):
+    objects = kubernetes(job, "--issuer", "ca", "--data-claim", "data")
+    for kind, name in (("StatefulSet", "ads-shard"), ("Job", "ads-worker")):
+        spec = objects[kind, name]["spec"]
+        pod = spec["template"]["spec"]
+        claims = {claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", ())}
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == claims | {volume["name"] for volume in pod["volumes"]}
+    labels = objects["StatefulSet", "ads-shard"]["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        objects["StatefulSet", "ads-shard"]["spec"]["selector"]["matchLabels"],
+        objects["Service", "ads-shards"]["spec"]["selector"],
+        objects["PodDisruptionBudget", "ads-shard"]["spec"]["selector"]["matchLabels"],
+        objects["NetworkPolicy", "ads-shard"]["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+
+
+@pytest.mark.parametrize("tls", [(), ("--tls", "./keys")])
+@pytest.mark.parametrize("durability", ["memory", "log"])
+def test_a_compose_file_has_a_service_for_each_shard_and_worker(durability, tls):
+    text = run("compose", "--name", "ads", "--image", "e:1", "--shards", "3", "--durability", durability, *tls)
+    found = YAML(typ="safe").load(text)
+    services = found["services"]
+    assert set(services) == {"shard-0", "shard-1", "shard-2", "worker-0", "worker-1"}
+    for name, service in services.items():
+        check_words(service["command"])
+        named = {volume.partition(":")[0] for volume in service.get("volumes", ()) if not volume.startswith(".")}
+        assert named <= set(found["volumes"]), name
+    words = services["worker-1"]["command"]
+    assert [one.rpartition(":")[0] for one in parse_addresses(words[words.index("--ps") + 1])] == [
+        "shard-0", "shard-1", "shard-2",
+    ]  # fmt: skip
+
+
+def test_units_of_systemd_have_their_shards_ports_and_credentials(tmp_path):
+    words = [
+        "--name",
+        "ads",
+        "--shards",
+        "4",
+        "--first",
+        "2",
+        "--count",
+        "2",
+        "--host",
+        "10.0.0.2",
+        "--tls",
+        "/etc/keys",
+    ]
+    run("systemd", *words, "--snapshots", "/mnt/a b", "--output", str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "embershard-ads-2.service", "embershard-ads-3.service", "embershard-ads.target",
+    ]  # fmt: skip
+    unit = (tmp_path / "embershard-ads-3.service").read_text()
+    (command,) = (line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart="))
+    words = shlex.split(command)[1:]
+    check_words(words)
+    assert words[words.index("--listen") + 1] == "10.0.0.2:7701"
+    assert words[words.index("--shard") + 1] == "3"
+    assert words[words.index("--snapshots") + 1] == "/mnt/a b"
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        assert f"LoadCredential={name}:/etc/keys/{name}\n" in unit
+
+
+def test_what_a_user_writes_is_no_specifier_or_variable_of_systemd(tmp_path):
+    text = run("systemd", "--name", "ads", "--shards", "1", "--snapshots", '/a%i$HOME"')
+    assert '--snapshots "/a%%i$$HOME\\""' in text
+
+
+def test_a_batch_script_trains_the_job_on_its_nodes():
+    text = run("slurm", "--name", "ads", "--job", "my job.yaml", "--shards", "2", "--workers", "3", "--cpus", "4")
+    assert "#SBATCH --nodes=5\n" in text
+    assert "#SBATCH --cpus-per-task=4\n" in text
+    words = shlex.split(text.splitlines()[-1])
+    assert words[:6] == ["exec", "embershard", "train", "my job.yaml", "--engine", "slurm"]
+    assert f"checkpoint.folder={'$run'}/checkpoints" in words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("kubernetes", "--name", "Ads", "--image", "e"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--durability", "memory"),
+        ("kubernetes", "--name", "a" * 41, "--image", "e"),
+        ("systemd", "--name", "ads", "--shards", "2", "--first", "2"),
+        ("systemd", "--name", "ads", "--shards", "2", "--first", "1", "--count", "2"),
+        ("compose", "--name", "-ads", "--image", "e"),
+    ],
+)
+def test_what_no_engine_could_start_is_an_error_that_says_why(words, job):
+    extra = ("--job", job) if words[0] == "kubernetes" else ()
+    with pytest.raises(BadDeployment):
+        run(*words, *extra)
+
+
+def test_a_job_file_that_is_missing_and_a_folder_that_cannot_be_written_are_named(tmp_path):
+    with pytest.raises(BadDeployment):
+        kubernetes(str(tmp_path / "none.yaml"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite):
+        run("systemd", "--name", "ads", "--shards", "1", "--output", str(tmp_path / "file"))
+
+
+def test_a_shard_leaves_memory_to_what_is_no_table():
+    assert Deployment(name="a", shards=1, memory=6000).memory_of_tables == 5000
+    with pytest.raises(BadDeployment):
+        Deployment(name="a", shards=1, memory=1)
+
+
+def test_the_command_is_found():
+    assert "manifests" in CliRunner().invoke(cli.app, ["--help"]).stdout
