@@ -228,6 +228,9 @@ bar-torn: setup  ## a shard's log cut at every byte of its last records, and 10^
 bar-kill: setup  ## kill -9 of shards with a log, a thousand times: no acknowledged push lost or doubled (half an hour; ARGS="--kills 50")
 	$(BIN)/python bench/bar_kill.py $(ARGS)
 
+bar-recover: setup  ## a shard killed at 20 random moments, with a log and without: what is lost, and how long it takes (10 minutes)
+	$(BIN)/python bench/bar_recover.py $(ARGS)
+
 bar-slurm: setup  ## a job on four Slurm nodes: the bits of this machine, a lost shard, worker and nodes (6 minutes; root; apt-get install slurm-wlm munge iproute2)
 	$(BIN)/python bench/bar_slurm.py $(ARGS)
 
