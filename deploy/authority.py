@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -120,9 +119,8 @@ class Authority:
 def issue_for_run(folder: Path) -> TLS:
     """Make the certificate that all shards and workers of one run use, on whatever machines, and trust alone.
 
-    What an earlier start left in `folder` is replaced. The authority's key is kept nowhere.
+    `folder` is a new one. The authority's key is kept nowhere.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     write_new(folder, Authority.create("embershard run").issue("embershard run", [RUN_NAME], RUN_LIFETIME))
     return TLS(folder, RUN_NAME)
 

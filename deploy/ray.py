@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from embershard.deploy.engine import Place
 from embershard.deploy.ray_step import NAMESPACE
 from embershard.proto.errors import EmbershardError, Status
 
+_REACHED_SECONDS = 10.0
 _PLACED_SECONDS = 120  # for a cluster to find room; one that grows by itself needs a while
 _SIGNALLED = 128  # exit code of ray_step.py for a process that a signal ended is this and its number
 
@@ -48,21 +50,20 @@ class RayEngine:
         self,
         announce: Path,
         *,
-        name: str,
         address: str = "",
         cpus: float = 1,
         worker_cpus: float = 1,
         pack: bool = False,
     ) -> None:
         self.announce: Path | None = announce
-        self._name = name
         self._cpus, self._worker_cpus, self._pack = cpus, worker_cpus, pack
-        self._groups: list[Any] = []
+        self._groups: dict[str, Any] = {}  # of shards, and of workers; those of the present attempt
         try:
             import ray
         except ModuleNotFoundError:
             raise NoRay(reason="Ray is not installed: pip install 'embershard[ray]'") from None
         address = address or os.environ.get("RAY_ADDRESS", "auto")
+        _check_reachable(address)
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -96,17 +97,18 @@ class RayEngine:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for group in self._groups:
+        for group in self._groups.values():
             remove_placement_group(group)
         self._groups.clear()
         ray.shutdown()
 
     def _placed(self, what: str, count: int, cpus: float, strategy: str) -> Sequence[Place]:
         import ray
-        from ray.util.placement_group import placement_group, placement_group_table
+        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-        group = placement_group([{"CPU": cpus}] * count, strategy=strategy, name=f"{self._name}/{what}s")
-        self._groups.append(group)
+        if (before := self._groups.pop(what, None)) is not None:  # an attempt that has ended
+            remove_placement_group(before)
+        group = self._groups[what] = placement_group([{"CPU": cpus}] * count, strategy=strategy)
         if not group.wait(_PLACED_SECONDS):
             total, free = ray.cluster_resources().get("CPU", 0.0), ray.available_resources().get("CPU", 0.0)
             nodes = sum(bool(node["Alive"]) for node in ray.nodes())
@@ -117,15 +119,27 @@ class RayEngine:
         nodes_of = [at[number] for number in range(count)]
         return [
             Place(
-                (*self._step(f"{self._name}/{what}-{number}", group, number, cpus), "--"),
+                (*self._step(group, number, cpus), "--"),
                 number=nodes_of[:number].count(node),
                 of=nodes_of.count(node),
             )
             for number, node in enumerate(nodes_of)
         ]
 
-    def _step(self, name: str, group: Any, bundle: int, cpus: float) -> tuple[str, ...]:
+    def _step(self, group: Any, bundle: int, cpus: float) -> tuple[str, ...]:
         return (
             sys.executable, "-P", "-m", "embershard.deploy.ray_step", "--address", self._address,
-            "--group", group.id.hex(), "--bundle", str(bundle), "--name", name, "--resources", str(cpus),
+            "--group", group.id.hex(), "--bundle", str(bundle), "--cores", str(cpus),
         )  # fmt: skip
+
+
+def _check_reachable(address: str) -> None:
+    """NoRay where nothing listens at host:port: Ray itself would try for minutes, and obey no signal meanwhile."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", or a scheme of Ray's
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACHED_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        remedy = "start one with `ray start --head`, or set RAY_ADDRESS"
+        raise NoRay(reason=f"no Ray cluster answers at {address} ({error}); {remedy}") from None

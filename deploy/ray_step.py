@@ -34,15 +34,21 @@ class RemoteProcess:
 
         host = ray.util.get_node_ip_address()
         self._said: queue.Queue[tuple[int, bytes]] = queue.Queue()
-        self._process = subprocess.Popen(
-            [sys.executable, *words, "--parent-pid", str(os.getpid())],
-            cwd=folder,
-            env={**os.environ, **variables, "EMBERSHARD_ADVERTISE": host},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._failure = ""  # why there is no process
+        advertised = f"[{host}]" if ":" in host else host
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *words, "--parent-pid", str(os.getpid())],
+                cwd=folder,
+                env={**os.environ, **variables, "EMBERSHARD_ADVERTISE": advertised},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._failure = f"{host} cannot run it in {folder}: {error.strerror}; all nodes have to see this folder\n"
+            return
         streams = (1, self._process.stdout), (2, self._process.stderr)
         self._readers = [threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams]
         for reader in self._readers:
@@ -53,6 +59,8 @@ class RemoteProcess:
 
         Waits a second for something to tell.
         """
+        if self._failure:
+            return [(2, self._failure.encode())], 1
         found: list[tuple[int, bytes]] = []
         code = self._process.poll()
         if code is not None:
@@ -67,6 +75,8 @@ class RemoteProcess:
 
     def tell(self, data: bytes) -> None:
         """Write to the process's stdin; nothing ends it."""
+        if self._failure:
+            return
         assert self._process.stdin is not None
         try:
             if data:
@@ -79,6 +89,8 @@ class RemoteProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
+        if self._failure:
+            return
         self._process.send_signal(number)
 
     def _read(self, descriptor: int, stream: Any) -> None:
@@ -92,8 +104,7 @@ def main() -> int:
     parser.add_argument("--address", required=True, help="of the cluster")
     parser.add_argument("--group", required=True, help="id of the placement group")
     parser.add_argument("--bundle", type=int, required=True, help="of the group")
-    parser.add_argument("--name", required=True, help="of the actor")
-    parser.add_argument("--resources", type=float, default=1.0, help="cores")
+    parser.add_argument("--cores", type=float, default=1.0, help="of the actor")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="behind --: python, and its arguments")
     args = parser.parse_args()
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
@@ -115,7 +126,7 @@ def _run(args: argparse.Namespace, words: Sequence[str]) -> int:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=args.bundle)
     actor = (
         ray.remote(RemoteProcess)
-        .options(name=args.name, num_cpus=args.resources, max_concurrency=4, scheduling_strategy=strategy)
+        .options(num_cpus=args.cores, max_concurrency=4, scheduling_strategy=strategy)
         .remote(list(words), variables, os.getcwd())
     )
 
@@ -143,7 +154,7 @@ def _run(args: argparse.Namespace, words: Sequence[str]) -> int:
             if code is not None:
                 return int(code) if code >= 0 else 128 - int(code)
     except RayError as error:
-        print(f"the actor {args.name} is lost: {type(error).__name__}", file=sys.stderr, flush=True)
+        print(f"its actor is lost: {type(error).__name__}", file=sys.stderr, flush=True)
     return LOST_EXIT_CODE
 
 

@@ -9,7 +9,6 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from embershard.proto.errors import EmbershardError, Status
 
 _SECONDS = 30  # for scontrol
 _LOOK_SECONDS = 2.0
-_LOST = {"down", "error", "fail", "failing", "powered_down", "powering_down", "future", "unknown"}  # states of a node
+_LOST = {"down", "error", "powered_down", "powering_down", "future"}  # states of a node
 # of an allocation as it was: srun would compare them with what is left of it after a node was lost
 _SIZES = (
     "SLURM_JOB_CPUS_PER_NODE", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NODELIST",
@@ -74,16 +73,19 @@ class SlurmEngine:
         return self._spread(count, self._shards)
 
     def again(self, place: Place) -> Place:
-        """On the same node, or on the next one that Slurm does not say is lost."""
-        lost, first = self._lost(), self._nodes.index(place.host)
-        for node in (*self._nodes[first:], *self._nodes[:first]):
-            if node not in lost:
-                return place if node == place.host else replace(place, prefix=_srun(node), host=node)
-        return place
+        """On the same node, or where Slurm says that this is lost, on the one where the fewest processes run."""
+        lost = self._lost()
+        if place.host not in lost or lost >= set(self._nodes):
+            return place
+        with self._lock:
+            running = Counter(host for process, host in self._watched if process.returncode is None)
+        node = min((node for node in self._nodes if node not in lost), key=lambda node: running[node])
+        # as if all that runs there were of its kind: they share the node's memory and cores
+        return Place(_srun(node), node, running[node], running[node] + 1)
 
     def exit_code(self, code: int, place: Place) -> int:
         """srun says 128 and the number of a signal, and of a step whose node was lost nothing that tells it apart."""
-        if code > _SIGNALLED:
+        if _SIGNALLED < code <= _SIGNALLED + signal.NSIG:
             return _SIGNALLED - code
         return -signal.SIGKILL if code and place.host in self._lost() else code
 
@@ -117,7 +119,9 @@ class SlurmEngine:
         return {node for node, state in map(str.split, listed.splitlines()) if state.rstrip("*~#!%$@^-") in _LOST}
 
     def _spread(self, count: int, first: int) -> Sequence[Place]:
-        nodes = [self._nodes[(first + number) % len(self._nodes)] for number in range(count)]
+        lost = self._lost()
+        usable = [node for node in self._nodes if node not in lost] or list(self._nodes)
+        nodes = [usable[(first + number) % len(usable)] for number in range(count)]
         total, seen = Counter(nodes), Counter[str]()
         places = []
         for node in nodes:

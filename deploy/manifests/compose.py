@@ -17,6 +17,7 @@ def compose_file(
     `job` is the path of the job file, and `keys` the folder of a certificate that covers the name "shards", for all of
     them; without it connections are not encrypted.
     """
+    job, keys = _path(job), _path(keys) if keys else ""
     services: dict[str, Any] = {}
     for shard in range(deployment.shards):
         words = deployment.shard_words(shard=str(shard), listen=f"0.0.0.0:{PORT}")
@@ -39,7 +40,7 @@ def compose_file(
         words += ["--tls", "/keys", "--tls-server-name", "shards"] if keys else []
         volumes = [f"{job}:/job/job.yaml:ro", *(["run:/run/embershard"] if worker == 0 else [])]
         services[f"worker-{worker}"] = {
-            **_service(worker_image or image, words, deployment.memory, deployment.worker_cpus, keys, volumes),
+            **_service(worker_image or image, words, deployment.worker_memory, deployment.worker_cpus, keys, volumes),
             "depends_on": [f"shard-{shard}" for shard in range(deployment.shards)],
             "restart": "no",
         }
@@ -53,11 +54,16 @@ def compose_file(
     }
 
 
+def _path(path: str) -> str:
+    """A path as compose tells it from a volume's name."""
+    return path if path.startswith((".", "/", "~")) else f"./{path}"
+
+
 def _service(image: str, words: list[str], memory: int, cpus: int, keys: str, volumes: list[str]) -> dict[str, Any]:
     mounts = [*volumes, *([f"{keys}:/keys:ro"] if keys else [])]
     return {
         "image": image,
-        "command": words,
+        "command": [word.replace("$", "$$") for word in words],
         "user": f"{USER}:{USER}",
         "read_only": True,
         "cap_drop": ["ALL"],

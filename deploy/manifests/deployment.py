@@ -25,8 +25,8 @@ class BadDeployment(EmbershardError):
 class Deployment:
     """The shards and workers of one job. BadDeployment where no engine could start them.
 
-    `memory` is what each shard's process may take, in MiB. `snapshots` are the folders and URLs at or below which
-    checkpoints may lie, which all shards and workers see.
+    `memory` is what each shard's process may take, in MiB, and `worker_memory` what each worker's may. `snapshots` are
+    the folders and URLs at or below which checkpoints may lie, which all shards and workers see.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Deployment:
     memory: int = 4096
     cpus: int = 2  # of each shard
     worker_cpus: int = 2
+    worker_memory: int = 4096
     durability: Durability = "log"
     snapshots: tuple[str, ...] = ()
 
@@ -42,10 +43,14 @@ class Deployment:
         if not _NAME.fullmatch(self.name):
             reason = "a name has at most 40 of a-z, 0-9 and -, and begins with a letter"
             raise BadDeployment(what=f"name {self.name!r}", reason=reason)
+        for url in self.snapshots:
+            if not url or any(ord(c) < 32 for c in url):
+                raise BadDeployment(what=f"snapshots {url!r}", reason="it is no folder or URL")
         for what, number, least in (
             ("shards", self.shards, 1),
             ("workers", self.workers, 0),
             ("memory", self.memory, 256),
+            ("worker_memory", self.worker_memory, 256),
             ("cpus", self.cpus, 1),
             ("worker_cpus", self.worker_cpus, 1),
         ):

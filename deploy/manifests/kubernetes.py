@@ -5,6 +5,7 @@ Plain objects, no operator and no templates: kubectl, kustomize, Argo and Flux t
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment
@@ -12,6 +13,7 @@ from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeploy
 Object = dict[str, Any]
 
 USER = 10001  # of the image
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _STATE, _KEYS, _JOB, _ACCESS, _SCRATCH = "/state", "/keys", "/job", "/access", "/tmp"  # in the container
 _READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
 _LOST_EXIT_CODE, _FAILED_EXIT_CODE = 75, 1  # deploy/attempts.py
@@ -41,6 +43,10 @@ def kubernetes_objects(
         raise BadDeployment(what="durability memory", reason=reason)
     if deployment.workers < 1:
         raise BadDeployment(what="workers 0", reason="a job has at least one")
+    if not image:
+        raise BadDeployment(what="image ''", reason="name the image of the shards")
+    if not _NAMESPACE.fullmatch(namespace):
+        raise BadDeployment(what=f"namespace {namespace!r}", reason="a namespace has at most 63 of a-z, 0-9 and -")
     names = _Names(deployment, namespace, bool(issuer))
     objects = [
         _config_map(names, job),
@@ -200,7 +206,7 @@ def _worker_job(names: _Names, image: str, data_claim: str) -> Object:
         "image": image,
         "args": words,
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
-        "resources": _resources(deployment.worker_cpus, deployment.memory),
+        "resources": _resources(deployment.worker_cpus, deployment.worker_memory),
         "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": mounts,
     }
@@ -222,7 +228,7 @@ def _worker_job(names: _Names, image: str, data_claim: str) -> Object:
             "metadata": {"labels": names.labels("worker")},
             "spec": {
                 "restartPolicy": "Never",
-                "securityContext": _POD_SECURITY,
+                "securityContext": {**_POD_SECURITY, "fsGroup": USER},  # so that it may read its key
                 "automountServiceAccountToken": False,
                 "containers": [container],
                 "volumes": volumes,

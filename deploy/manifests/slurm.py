@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import PurePosixPath
 
-from embershard.deploy.manifests.deployment import Deployment
+from embershard.deploy.manifests.deployment import BadDeployment, Deployment
+
+_RUN = "\0run"  # stands for the folder of the run: no word of a user has it
 
 
 def batch_script(
@@ -25,21 +27,29 @@ def batch_script(
     the run's own. All nodes have to see the folder that the script is submitted from. `executable` may be several
     words.
     """
-    words = [*shlex.split(executable), "train", str(job), "--engine", "slurm", "--output", "$run", "--resume", "auto"]
+    try:
+        program = shlex.split(executable)
+    except ValueError as error:
+        raise BadDeployment(what=f"executable {executable!r}", reason=str(error)) from None
+    if not program:
+        raise BadDeployment(what="executable ''", reason="name the command, as embershard")
+    nodes = nodes or deployment.shards + deployment.workers
+    processes = -(-(deployment.shards + deployment.workers) // nodes)  # of a node
+    words = [*program, "train", str(job), "--engine", "slurm", "--output", _RUN, "--resume", "auto"]
     words += ["--shards", str(deployment.shards), "--workers", str(deployment.workers)]
     words += [
         "--set",
         f"durability={deployment.durability}",
         "--set",
-        f"checkpoint.folder={checkpoints or '$run/checkpoints'}",
+        f"checkpoint.folder={checkpoints or _RUN + '/checkpoints'}",
     ]
     words += ["--insecure"] if insecure else []
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={deployment.name}",
-        f"#SBATCH --nodes={nodes or deployment.shards + deployment.workers}",
+        f"#SBATCH --nodes={nodes}",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --cpus-per-task={max(deployment.cpus, deployment.worker_cpus)}",
+        f"#SBATCH --cpus-per-task={processes * max(deployment.cpus, deployment.worker_cpus)}",
         f"#SBATCH --output={deployment.name}-%j.log",
         "#SBATCH --open-mode=append",
         "# start again after the first node was lost, or this job had to make room for another",
@@ -56,8 +66,8 @@ def batch_script(
 
 
 def _quoted(word: str) -> str:
-    """A word of the script, in which $run alone is a variable."""
-    before, found, after = word.partition("$run")
+    """A word of the script, in which the folder of the run alone is a variable."""
+    before, found, after = word.partition(_RUN)
     if not found:
         return shlex.quote(word)
     return f'{shlex.quote(before) if before else ""}"$run"{shlex.quote(after) if after else ""}'

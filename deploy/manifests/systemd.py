@@ -5,9 +5,10 @@ A service per shard, not a template of one: a template cannot compute the port o
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import PurePosixPath
 
-from embershard.deploy.manifests.deployment import PORT, Deployment
+from embershard.deploy.manifests.deployment import PORT, BadDeployment, Deployment
 from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY
 
 # What `systemd-analyze security` asks for and a shard can do without. Not MemoryDenyWriteExecute and ProcSubset: Numba
@@ -57,11 +58,21 @@ def systemd_units(
     They listen at `host`, from port 7700 on. `keys` is the folder of their certificates (docs/security.md), `access`
     the file that says who may do what; systemd hands both to them as credentials.
     """
+    if keys is None and not _is_loopback(host):
+        reason = "it can be reached from other machines: name the certificates of the shards (--tls)"
+        raise BadDeployment(what=f"host {host}", reason=reason)
+    address = f"[{host}]" if ":" in host else host
     shards = range(first, deployment.shards if count is None else first + count)
     target = f"embershard-{deployment.name}.target"
     units = {
         f"embershard-{deployment.name}-{shard}.service": _service(
-            deployment, shard, f"{host}:{PORT + shard - first}", executable, target, keys, access
+            deployment,
+            shard,
+            f"{address}:{PORT + shard - first}",
+            executable,
+            target,
+            keys,
+            access,
         )
         for shard in shards
     }
@@ -86,10 +97,12 @@ def _service(
     if deployment.durability != "memory":
         words += ["--log-dir", f"%S/embershard/{deployment.name}/{shard}"]
     if keys is not None:
-        credentials += [f"LoadCredential={name}:{keys / name}" for name in (CERTIFICATE, KEY, AUTHORITIES)]
+        credentials += [
+            f"LoadCredential={name}:{str(keys / name).replace('%', '%%')}" for name in (CERTIFICATE, KEY, AUTHORITIES)
+        ]
         words += ["--tls", "%d"]
     if access is not None:
-        credentials.append(f"LoadCredential=access.yaml:{access}")
+        credentials.append(f"LoadCredential=access.yaml:{str(access).replace('%', '%%')}")
         words += ["--access", "%d/access.yaml"]
     lines = [
         "[Unit]",
@@ -105,6 +118,7 @@ def _service(
         "TimeoutStartSec=infinity",
         f"ExecStart={' '.join(words)}",
         *credentials,
+        *(f"ReadWritePaths={_escaped(url)}" for url in deployment.snapshots if url.startswith("/")),
         "Environment=PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=%C/embershard",
         f"StateDirectory=embershard/{deployment.name}/{shard}",
         "CacheDirectory=embershard",
@@ -117,6 +131,13 @@ def _service(
         "OOMPolicy=stop",
     ]
     return "\n".join(lines) + "\n" + _SANDBOX + f"\n[Install]\nWantedBy={target}\n"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _escaped(word: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from embershard.proto.errors import BadAddress
 from embershard.proto.security.client_token import ClientToken
 from embershard.proto.security.tokens import TokenFile
-from embershard.proto.transport.announcements import announced_addresses, folder_of
+from embershard.proto.transport.announcements import SCHEME, announced_addresses, folder_of, is_announced_shard
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.transport import Transport
 
@@ -64,7 +64,7 @@ def shard_addresses(given: str | Sequence[str], timeout: timedelta = timedelta(0
     BadAddress; NotAnnounced where they are not all there by the timeout.
     """
     addresses = parse_addresses(given)
-    folders = [address for address in addresses if folder_of(address) is not None and "#" not in address]
+    folders = [address for address in addresses if address.startswith(SCHEME) and not is_announced_shard(address)]
     if folders and len(addresses) > 1:
         raise BadAddress(address=folders[0], reason="a folder announces all shards; name it alone")
     return announced_addresses(cast(Path, folder_of(folders[0])), timeout) if folders else addresses

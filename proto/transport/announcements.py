@@ -23,6 +23,10 @@ from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.transport.transport import Unreachable
 
 SCHEME = "file:"
+_MOST_SHARDS = 4096  # as `embershard ps --of` takes
+# nothing else: whoever may write to the folder must not choose a transport, such as one that executes pickles
+_ADDRESS = re.compile(r"unix:/[ -~]+|(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})", re.ASCII)
+_PLACE = re.compile(r"#\d{1,5}$", re.ASCII)
 _NAME = re.compile(r"shard-(\d{1,5})\.json", re.ASCII)
 _MOST_BYTES = 4096  # of an announcement
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between looks for shards that start
@@ -49,7 +53,7 @@ class CannotAnnounce(EmbershardError):
     """A shard cannot write its announcement."""
 
     status = Status.FAILED_PRECONDITION
-    template = "cannot announce the shard in {folder}: {reason}"
+    template = "cannot announce the shard in {folder}: {reason}; name a folder that this user may write to"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,9 @@ class Announcement:
             return None
         except OSError as error:
             raise NotAnnounced(folder=str(folder), reason=f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise NotAnnounced(folder=str(folder), reason=f"{path} is no announcement of a shard: remove it") from None
-        if one.shard != shard or not one.shard < one.of or one.address.startswith(SCHEME):
+        if one.shard != shard or not one.shard < one.of <= _MOST_SHARDS or not _is_address(one.address):
             raise NotAnnounced(folder=str(folder), reason=f"{path} is no announcement of shard {shard}")
         return one
 
@@ -113,8 +117,12 @@ def folder_of(address: str) -> Path | None:
     """The folder of "file:DIR"; None for another address."""
     if not address.startswith(SCHEME):
         return None
-    path = address.removeprefix(SCHEME)
-    return Path(path.rpartition("#")[0] or path)
+    return Path(_PLACE.sub("", address.removeprefix(SCHEME)))
+
+
+def is_announced_shard(address: str) -> bool:
+    """Whether this is "file:DIR#2", one shard of a folder, and not all of them."""
+    return address.startswith(SCHEME) and _PLACE.search(address) is not None
 
 
 def announced_addresses(folder: Path, timeout: timedelta = timedelta(0)) -> list[str]:
@@ -173,9 +181,14 @@ def _number_of_shards(folder: Path) -> int:
         raise NotAnnounced(folder=str(folder), reason=reason)
     missing = sorted(set(range(counts[0])) - {one.shard for one in found})
     if missing:
-        reason = f"of {counts[0]} shards, {', '.join(map(str, missing))} is missing"
+        reason = f"it has {len(found)} of {counts[0]} shards; missing: {', '.join(map(str, missing[:10]))}"
         raise NotAnnounced(folder=str(folder), reason=reason)
     return counts[0]
+
+
+def _is_address(text: str) -> bool:
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and (found[2] is None or 1 <= int(found[2]) <= 65535)
 
 
 def _path(folder: Path, shard: int) -> Path:

@@ -217,7 +217,7 @@ class StreamTransport:
             error = known
         except Unreachable as unreachable:
             error = unreachable
-        except (OSError, UnicodeError) as failure:  # a name that cannot be one is a UnicodeError
+        except (OSError, ValueError) as failure:  # a name that cannot be one is a UnicodeError
             error = Unreachable(getattr(failure, "strerror", None) or str(failure))
         else:
             self._connecting = None
@@ -256,6 +256,8 @@ class StreamTransport:
         address = self.address
         if folder_of(address) is not None:  # in a thread: the folder may be on a slow network
             address = await asyncio.to_thread(current_address, address)
+            if self.tls is not None and address.startswith("unix:"):
+                raise Unreachable(f"it is announced at a Unix socket ({address}), which shows no certificate")
         if address.startswith("unix:"):
             _, connection = await self._loop.create_unix_connection(protocol, address.removeprefix("unix:"))
             return connection

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from embershard.proto.errors import CannotListen, EmbershardError
+from embershard.proto.errors import CannotListen, EmbershardError, NotAShard, ShardRecovering
 from embershard.proto.messages import READ_ONLY_WORKER, Greeting, Hello
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import transport_for
@@ -29,6 +29,8 @@ def check_advertise(advertise: str, listen: str, host: str, *, announces: bool) 
 
     A shard that listens to all addresses of its machine (0.0.0.0) has to say which of them others shall use.
     """
+    if advertise and listen.startswith("unix:"):
+        raise CannotListen(address=listen, reason="a Unix socket is for this machine alone: leave out --advertise")
     if advertise:
         found = _HOST_PORT.fullmatch(advertise)
         if found is None or (found[2] and not 1 <= int(found[2]) <= 65535):
@@ -83,9 +85,11 @@ def _serves(other: Announcement, tls: TLS | None) -> str:
     try:
         with closing(transport_for(other.address, tls=tls)) as transport:
             reply = transport.submit(Hello(worker=READ_ONLY_WORKER), _PROBE).result()
-    except Unreachable:
+    except (Unreachable, NotAShard):
         return ""
+    except ShardRecovering:
+        return f"shard {other.shard} of {other.of}, which recovers its rows, answers"
     except EmbershardError as error:
-        return f"a server that does not say who it is ({type(error).__name__}) answers"
+        return f"a shard that does not say who it is ({type(error).__name__}) answers"
     is_other = isinstance(reply, Greeting) and reply.instance == other.instance
     return f"shard {other.shard} of {other.of} (instance {other.instance}) serves" if is_other else ""

@@ -74,10 +74,12 @@ def run(
     command += [word for setting in settings for word in ("--set", setting)]
     command += [word for module in imports for word in ("--import", module)]
     command += ["--insecure"] if insecure else []
+    command += ["--parent-pid", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if (cluster := address or _own_cluster()) is not None:
         environment["RAY_ADDRESS"] = cluster
-    with subprocess.Popen(command, env=environment) as process:
+    # in a session of its own: Ctrl-C at the terminal reaches it once, from here
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
             code = process.wait()
         except BaseException:

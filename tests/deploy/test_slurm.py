@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+from contextlib import ExitStack
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 from embershard.cli.app import app
 from embershard.deploy.engine import LOCAL, meeting
 from embershard.deploy.slurm import NotInSlurm, SlurmEngine
-from harness.eventually import PATIENCE
+from harness.eventually import PATIENCE, eventually
 from harness.processes import run_command
 
 # they stand for commands of Slurm, whose words are those of Slurm 22.05
@@ -59,11 +61,11 @@ def test_shards_and_workers_are_spread_over_the_nodes(engine):
 
 def test_an_exit_code_of_srun_is_that_of_its_process(engine):
     place = engine.shards(1)[0]
-    assert [engine.exit_code(code, place) for code in (0, 1, 75, 137, 143)] == [0, 1, 75, -9, -15]
+    assert [engine.exit_code(code, place) for code in (0, 1, 75, 137, 143, 255)] == [0, 1, 75, -9, -15, 255]
     assert LOCAL.exit_code(-9, place) == -9
 
 
-@pytest.mark.parametrize("state", ["down", "down*", "failing", "powering_down"])
+@pytest.mark.parametrize("state", ["down", "down*", "powering_down"])
 def test_what_ran_on_a_lost_node_was_killed_and_is_started_again_on_another_one(state, engine, tmp_path):
     place = engine.shards(2)[1]
     assert engine.again(place) == place
@@ -73,9 +75,24 @@ def test_what_ran_on_a_lost_node_was_killed_and_is_started_again_on_another_one(
     assert engine.exit_code(1, place) == -signal.SIGKILL
     assert engine.exit_code(0, place) == 0
     again = engine.again(place)
-    assert again.host == "n3"
-    assert "--nodelist=n3" in again.prefix
-    assert engine.again(engine.shards(1)[0]).host == "n1"
+    assert again.host != "n2"
+    assert f"--nodelist={again.host}" in again.prefix
+    assert [one.host for one in engine.shards(3)] == ["n1", "n3", "n1"]
+
+
+def test_processes_of_lost_nodes_are_spread_over_the_others(engine, tmp_path):
+    places = [*engine.shards(2), *engine.workers(1)]
+    with ExitStack() as stack:
+        for place in places:
+            process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+            stack.callback(process.kill)
+            engine.watch(process, place)
+        (tmp_path / "states").write_text("n1 mixed\nn2 down\nn3 down\n")
+        again = engine.again(places[1])
+        assert (again.host, again.number, again.of) == ("n1", 1, 2)
+        lost = [process for process, host in engine._watched if host != "n1"]
+        assert eventually(lambda: all(process.poll() is not None for process in lost))  # srun would wait for ever
+        engine.close()
 
 
 def test_where_no_node_is_left_or_slurm_does_not_answer_the_place_stays(engine, commands, tmp_path):
@@ -119,7 +136,7 @@ def test_a_job_trains_on_the_places_of_an_engine_and_goes_on_from_its_checkpoint
     command = ("train", "job.yaml", "--engine", "slurm", "--output", "out", "--resume", "auto", *words)
     done = run_command(*command, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "out" / "keys" / "tls.key").exists() == (not words)
+    assert len(list((tmp_path / "out").glob("keys-*/tls.key"))) == (not words)
     assert not list((tmp_path / "out" / "shards").iterdir())
     again = run_command(*command, "--set", "train.samples=4096", cwd=tmp_path, env=environment)
     assert again.returncode == 0, again.stdout + again.stderr
@@ -132,7 +149,9 @@ def test_a_job_trains_on_the_places_of_an_engine_and_goes_on_from_its_checkpoint
     [
         ("--insecure",),
         ("--engine", "slurm", "--metrics", "127.0.0.1:7790"),
-        ("--engine", "slurm", "--insecure", "--tls", "keys"),
+        ("--engine", "slurm", "--insecure", "--tls", "keys", "--tls-server-name", "shards"),
+        ("--engine", "slurm", "--tls", "keys"),
+        ("--engine", "slurm", "--output", "a,b"),
         ("--engine", "kubernetes"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_place_that_is_taken_and_one_that_nobody_has_are_said(tmp_path):
         assert "AnnouncedTwice" in second.stderr or first.address in second.stderr
         missing = run_command("status", "--ps", f"file:{tmp_path}")
         assert missing.returncode == 1
-        assert "1 is missing" in missing.stderr
+        assert "missing: 1" in missing.stderr
         assert "Traceback" not in second.stderr + missing.stderr
         first.popen.terminate()
         first.popen.wait(PATIENCE)

@@ -42,8 +42,8 @@ COMMANDS = {
     "audit": "Check an audit log of a shard.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
-# what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
 OF_TRAINING = ("torch", "pyarrow")  # packages of the extra `train`, without which shards serve
+# what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 

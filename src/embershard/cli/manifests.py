@@ -22,6 +22,7 @@ ShardsOption = Annotated[int, typer.Option(help="Number of shards.", min=1, max=
 WorkersOption = Annotated[int, typer.Option(help="Number of workers.", min=1)]
 MemoryOption = Annotated[int, typer.Option(metavar="MIB", help="Memory of each shard, in MiB.", min=256)]
 CpusOption = Annotated[int, typer.Option(help="Cores of each shard.", min=1)]
+WorkerMemoryOption = Annotated[int, typer.Option(metavar="MIB", help="Memory of each worker, in MiB.", min=256)]
 WorkerCpusOption = Annotated[int, typer.Option(help="Cores of each worker.", min=1)]
 DurabilityOption = Annotated[Durability, typer.Option(help="What a shard's rows survive (docs/durability.md).")]
 SnapshotsOption = Annotated[
@@ -80,6 +81,7 @@ def kubernetes(
     cpus: CpusOption = 2,
     worker_cpus: WorkerCpusOption = 2,
     memory: MemoryOption = 4096,
+    worker_memory: WorkerMemoryOption = 4096,
     storage: Annotated[str, typer.Option(help="Volume of each shard for its log.")] = "20Gi",
     durability: DurabilityOption = "log",
     snapshots: SnapshotsOption = None,
@@ -94,6 +96,7 @@ def kubernetes(
         cpus=cpus,
         worker_cpus=worker_cpus,
         memory=memory,
+        worker_memory=worker_memory,
         durability=durability,
         snapshots=tuple(snapshots or ()),
     )
@@ -125,6 +128,7 @@ def compose(
     cpus: CpusOption = 1,
     worker_cpus: WorkerCpusOption = 1,
     memory: MemoryOption = 4096,
+    worker_memory: WorkerMemoryOption = 4096,
     durability: DurabilityOption = "log",
 ) -> None:
     """Print a compose file: shards and workers in containers of one machine."""
@@ -135,6 +139,7 @@ def compose(
         cpus=cpus,
         worker_cpus=worker_cpus,
         memory=memory,
+        worker_memory=worker_memory,
         durability=durability,
     )
     typer.echo(_yaml(compose_file(deployment, image=image, worker_image=worker_image, job=job, keys=keys)), nl=False)

@@ -181,13 +181,15 @@ def train(
     command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
-    place = _engine(engine, settings, ps, folder, tls=tls, insecure=insecure, metrics=metrics)
+    cluster = _engine(
+        engine, settings, ps, folder, tls=tls_of(tls, tls_server_name), insecure=insecure, metrics=metrics
+    )
     make_folder(folder)
     certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
-    if certificates is None and settings.has_shards and ps is None and not (place.is_local or insecure):
+    if certificates is None and settings.has_shards and ps is None and not (cluster.is_local or insecure):
         from embershard.deploy.authority import issue_for_run  # loads cryptography
 
-        certificates = issue_for_run(folder.absolute() / "keys")
+        certificates = issue_for_run(folder.absolute() / f"keys-{time.time_ns()}")
     command += tls_words(certificates)
     command += [] if ps is None else token_words(context, token_file)
     try_job(settings, job, sets, data, imports or (), say)
@@ -198,7 +200,7 @@ def train(
         check_panel()
     try:
         with ended_by_signals(), contextlib.ExitStack() as stack:
-            stack.callback(place.close)
+            stack.callback(cluster.close)
             started = _LocalJob(
                 job=settings,
                 command=command,
@@ -210,7 +212,7 @@ def train(
                 metrics=addresses,
                 trace=trace,
                 tls=certificates,
-                engine=place,
+                engine=cluster,
                 insecure=insecure,
                 panel=stack.enter_context(LocalPanel(folder, say, tls_words(certificates))) if dash else None,
             )
@@ -263,7 +265,7 @@ def _resume_command(words: Sequence[str]) -> str:
 
 
 def _engine(
-    name: EngineName, job: Job, ps: str | None, folder: Path, *, tls: Path | None, insecure: bool, metrics: str
+    name: EngineName, job: Job, ps: str | None, folder: Path, *, tls: TLS | None, insecure: bool, metrics: str
 ) -> ClusterEngine:
     """The engine of --engine. BadParameter where it cannot run what else was asked for; NotInSlurm."""
     if name is EngineName.LOCAL:
@@ -274,13 +276,20 @@ def _engine(
         raise typer.BadParameter("--metrics names ports of this machine: leave it out with another --engine")
     if tls is not None and insecure:
         raise typer.BadParameter("--tls and --insecure contradict each other")
+    if tls is not None and not tls.server_name:
+        reason = "shards have no addresses yet that a certificate could cover: name what it does cover"
+        raise typer.BadParameter(f"--tls needs --tls-server-name with --engine {name.value}: {reason}")
+    if "," in str(folder.absolute()):
+        raise typer.BadParameter(
+            f"a comma in --output {folder} would end the address of the shards: choose another folder"
+        )
     announce, shards = folder.absolute() / "shards", job.shards if job.has_shards and ps is None else 0
     if name is EngineName.RAY:
         if job.all_reduces:
             raise typer.BadParameter(f"strategy {job.strategy} all-reduces, which --engine ray does not set up")
         from embershard.deploy.ray import RayEngine
 
-        return RayEngine(announce, name=folder.name, worker_cpus=max(1, job.train.threads or 1))
+        return RayEngine(announce, worker_cpus=max(1, job.train.threads or 1))
     return SlurmEngine.of_allocation(announce, shards=shards)
 
 

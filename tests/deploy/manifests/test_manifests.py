@@ -163,13 +163,35 @@ def test_what_a_user_writes_is_no_specifier_or_variable_of_systemd(tmp_path):
     assert '--snapshots "/a%%i$$HOME\\""' in text
 
 
+def test_a_service_that_others_reach_needs_certificates_and_may_write_its_snapshots():
+    with pytest.raises(BadDeployment, match="certificates"):
+        run("systemd", "--name", "ads", "--shards", "1", "--host", "10.0.0.1")
+    text = run(
+        "systemd", "--name", "ads", "--shards", "1", "--host", "::1", "--snapshots", "/mnt/a", "--snapshots", "s3://b"
+    )
+    assert " --listen [::1]:7700 " in text
+    assert [line for line in text.splitlines() if line.startswith("ReadWritePaths")] == ["ReadWritePaths=/mnt/a"]
+
+
+def test_fewer_nodes_have_more_cores_each_and_a_users_variables_stay_words():
+    text = run("slurm", "--name", "ads", "--job", "j", "--nodes", "2", "--checkpoints", "$run/$HOME", "--cpus", "3")
+    assert "#SBATCH --cpus-per-task=6\n" in text
+    assert "'checkpoint.folder=$run/$HOME'" in text
+
+
+def test_paths_of_a_compose_file_are_no_names_of_volumes():
+    text = run("compose", "--name", "ads", "--image", "e:1", "--job", "job.yaml", "--tls", "keys")
+    volumes = YAML(typ="safe").load(text)["services"]["worker-0"]["volumes"]
+    assert {"./job.yaml:/job/job.yaml:ro", "./keys:/keys:ro"} <= set(volumes)
+
+
 def test_a_batch_script_trains_the_job_on_its_nodes():
     text = run("slurm", "--name", "ads", "--job", "my job.yaml", "--shards", "2", "--workers", "3", "--cpus", "4")
     assert "#SBATCH --nodes=5\n" in text
     assert "#SBATCH --cpus-per-task=4\n" in text
     words = shlex.split(text.splitlines()[-1])
     assert words[:6] == ["exec", "embershard", "train", "my job.yaml", "--engine", "slurm"]
-    assert f"checkpoint.folder={'$run'}/checkpoints" in words
+    assert "checkpoint.folder=$run/checkpoints" in words
 
 
 @pytest.mark.parametrize(
@@ -178,6 +200,10 @@ def test_a_batch_script_trains_the_job_on_its_nodes():
         ("kubernetes", "--name", "Ads", "--image", "e"),
         ("kubernetes", "--name", "ads", "--image", "e", "--durability", "memory"),
         ("kubernetes", "--name", "a" * 41, "--image", "e"),
+        ("kubernetes", "--name", "ads", "--image", ""),
+        ("kubernetes", "--name", "ads", "--image", "e", "--namespace", "My NS"),
+        ("slurm", "--name", "ads", "--job", "j", "--executable", "a'b"),
+        ("slurm", "--name", "ads", "--job", "j", "--executable", ""),
         ("systemd", "--name", "ads", "--shards", "2", "--first", "2"),
         ("systemd", "--name", "ads", "--shards", "2", "--first", "1", "--count", "2"),
         ("compose", "--name", "-ads", "--image", "e"),

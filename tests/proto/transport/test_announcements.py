@@ -3,11 +3,14 @@
 import json
 import threading
 import time
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
 
+from embershard.deploy.authority import Authority, write_new
 from embershard.proto.errors import BadAddress
+from embershard.proto.messages import GetStatus
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses, shard_addresses, transport_for
 from embershard.proto.transport.announcements import (
@@ -117,16 +120,61 @@ def other_index(folder):
     (folder / "shard-1.json").rename(folder / "shard-0.json")
 
 
-def of_itself(folder):
-    shard(0, of=1, address=f"file:{folder}#0").write(folder)
+def of_a_billion(folder):
+    shard(0, of=10**9).write(folder)
 
 
-@pytest.mark.parametrize("wrong", [not_written, one_missing, two_jobs, no_json, other_fields, other_index, of_itself])
+def with_infinity(folder):
+    (folder / "shard-0.json").write_text('{"address":"a:1","instance":"a","shard":0,"of":1e999,"started":1}')
+
+
+def nested_deeply(folder):
+    (folder / "shard-0.json").write_text("[" * 4000)
+
+
+WRONG = [
+    not_written, one_missing, two_jobs, no_json, other_fields, other_index, of_a_billion, with_infinity, nested_deeply,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_folder_that_does_not_name_all_shards_of_one_job_is_an_error_that_names_it(wrong, tmp_path):
     wrong(tmp_path)
     with pytest.raises(NotAnnounced) as raised:
         shard_addresses(f"file:{tmp_path}")
     assert raised.value.fields["folder"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "rpc-executes-pickles://10.0.0.1:7800", "rpc://10.0.0.1:7800", "grpc://10.0.0.1:7700", "tcp://10.0.0.1:7700",
+        "file:/run/shards#0", "host:notaport", "host:0", "host:65536", "host", ":7700", "unix:run", "a b:7700",
+        "host\ud800:7700", "host\n:7700",
+    ],
+)  # fmt: skip
+def test_an_announcement_names_a_host_and_port_or_a_unix_socket_and_chooses_no_transport(address, tmp_path):
+    shard(0, of=1, address=address).write(tmp_path)
+    with pytest.raises(NotAnnounced):
+        shard_addresses(f"file:{tmp_path}")
+    with pytest.raises(Unreachable):
+        current_address(f"file:{tmp_path}#0")
+
+
+def test_a_folder_may_have_a_hash_in_its_name(tmp_path):
+    folder = tmp_path / "run #one"
+    shard(0, of=1, address="[::1]:7700").write(folder)
+    (address,) = shard_addresses(f"file:{folder}")
+    assert current_address(address) == "[::1]:7700"
+
+
+def test_with_tls_a_client_connects_to_no_unix_socket_that_a_folder_names(tmp_path):
+    shard(0, of=1, address=f"unix:{tmp_path}/socket").write(tmp_path)
+    folder = tmp_path / "keys"
+    write_new(folder, Authority.create("a").issue("a", ["shards"], timedelta(days=1)))
+    with closing(transport_for(f"file:{tmp_path}#0", tls=TLS(folder, "shards"))) as transport:
+        with pytest.raises(Unreachable, match="shows no certificate"):
+            transport.submit(GetStatus(), timedelta(seconds=10)).result()
 
 
 def test_a_shard_whose_announcement_is_gone_is_one_to_wait_for(tmp_path):
@@ -156,4 +204,4 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
 
 def test_with_tls_an_announced_shard_needs_the_name_of_its_certificate(tmp_path):
     with pytest.raises(BadAddress, match="--tls-server-name"):
-        transport_for(f"file:{tmp_path}#0", tls=TLS(folder=tmp_path))
+        transport_for(f"file:{tmp_path}#0", tls=TLS(tmp_path))

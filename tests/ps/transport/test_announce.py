@@ -1,5 +1,9 @@
 """A shard that announces itself: under which address, and not in the place of another one that serves."""
 
+import socket
+import threading
+from contextlib import suppress
+
 import pytest
 
 from embershard.proto.errors import CannotListen
@@ -30,6 +34,11 @@ def test_an_address_that_others_cannot_use_is_refused(advertise):
         check_advertise(advertise, "0.0.0.0:0", "0.0.0.0", announces=False)
 
 
+def test_a_unix_socket_is_not_advertised():
+    with pytest.raises(CannotListen):
+        check_advertise("host", "unix:/run/shard", "", announces=True)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_all_addresses_of_a_machine_are_none_to_announce(host):
     with pytest.raises(CannotListen, match="--advertise"):
@@ -49,7 +58,7 @@ def greeting(shard=0, of=1, instance="mine"):
 
 
 def of_served(served, of=1):
-    return Announcement(served.address, served.shard.greeting.instance, 0, of, 1.0)
+    return Announcement(served.address.removeprefix("tcp://"), served.shard.greeting.instance, 0, of, 1.0)
 
 
 def test_an_address_is_announced_while_the_shard_serves(tmp_path):
@@ -83,6 +92,22 @@ async def closed(served):
 
 
 def test_a_port_that_another_shard_has_now_is_not_a_place_that_is_taken(served, tmp_path):
-    Announcement(served.address, "an earlier one", 0, 1, 1.0).write(tmp_path)
+    Announcement(served.address.removeprefix("tcp://"), "an earlier one", 0, 1, 1.0).write(tmp_path)
     with announced(tmp_path, greeting(), "127.0.0.1:1", None):
         assert [one.instance for one in announcements(tmp_path)] == ["mine"]
+
+
+def test_a_port_that_a_program_of_another_kind_has_now_is_not_a_place_that_is_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=answer_as_a_web_server, args=(other,), daemon=True).start()
+        Announcement(f"127.0.0.1:{other.getsockname()[1]}", "an earlier one", 0, 1, 1.0).write(tmp_path)
+        with announced(tmp_path, greeting(), "127.0.0.1:1", None):
+            assert [one.instance for one in announcements(tmp_path)] == ["mine"]
+
+
+def answer_as_a_web_server(listener):
+    with suppress(OSError):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
