@@ -1,16 +1,16 @@
 """A shard is killed at 20 random moments: with a log nothing is lost, and without one at most a checkpoint's interval.
 
 The job is examples/demo.yaml by `embershard train`, two shards and two workers, asynchronous, as in bar-undisturbed,
-with a checkpoint every 250,000 samples. Each durability has runs of five kills each, and is held against an undisturbed
-run.
+with a checkpoint every 250,000 samples. Each durability has runs of five kills each, and is held against as many runs
+that nothing happens to.
 
 log       a killed shard comes back by itself: the workers wait, no attempt ends, no step is lost
 memory    the attempt ends with the shard: all shards are restored to the latest checkpoint, and the job goes on by
           itself; kills come once there is a checkpoint that the one before did not have
 
-Bars: the AUC within .001 of the undisturbed one; with memory at most the steps of one checkpoint's interval are lost by
-a kill; with a log the shard takes pushes again within 30 s of its kill, and with memory workers train again within
-30 s.
+Bars: the mean AUC within .001 of the undisturbed one; with memory at most the steps of one checkpoint's interval are
+lost by a kill; with a log the shard takes pushes again within 30 s of its kill, and with memory workers train again
+within 30 s.
 
 Prints a table and one JSON line; exits 1 below a bar.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import statistics
 import tempfile
 import threading
 import time
@@ -109,8 +110,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     rows = []
     try:
-        with training(made(folder / "undisturbed"), *words) as job:
-            calm = auc_of(job.wait())
+        calm_ones = []
+        for number in range(args.runs):  # one asynchronous run differs from the next, too
+            with training(made(folder / f"undisturbed-{number}"), *words) as job:
+                calm_ones.append(auc_of(job.wait()))
+        calm = statistics.fmean(calm_ones)
         for durability in ("log", "memory"):
             figures: dict[str, Any] = {"auc": [], "kills": 0, "seconds": [], "lost_steps": []}
             for number in range(args.runs):
@@ -122,9 +126,9 @@ def main() -> None:
                 figures["auc"].append(round(auc_of(result), 5))
                 for name, value in one.items():
                     figures[name] += value
-                if abs(auc_of(result) - calm) > MAX_DIFFERENCE:
-                    failures.append(f"{durability}: AUC {auc_of(result):.5f}, undisturbed {calm:.5f}")
                 shutil.rmtree(place)
+            if abs(statistics.fmean(figures["auc"]) - calm) > MAX_DIFFERENCE:
+                failures.append(f"{durability}: AUC {statistics.fmean(figures['auc']):.5f}, undisturbed {calm:.5f}")
             if figures["kills"] < KILLS_OF_A_RUN * args.runs:
                 failures.append(f"{durability}: {figures['kills']} kills of {KILLS_OF_A_RUN * args.runs}")
             if max(figures["seconds"], default=0.0) > MAX_SECONDS:
@@ -139,7 +143,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print_table(["", "AUC undisturbed", "lowest", "highest", "kills", "median s", "worst", "most steps lost"], rows)
-    finish({"bar": "recover", "undisturbed": calm, **found, "load": load()}, failures)
+    finish({"bar": "recover", "undisturbed": [round(one, 5) for one in calm_ones], **found, "load": load()}, failures)
 
 
 def made(folder: Path) -> Path:
