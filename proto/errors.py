@@ -7,7 +7,7 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
         requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName,
                       FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
-                      CannotListen
+                      CannotListen, NotAnnounced, AnnouncedTwice, CannotAnnounce
         certificates  BadCertificate, UntrustedCertificate, CertificateRefused, TLSRequired, TLSNotOffered
         packages      TracingNotInstalled
         access        NotAllowed (NotAuthenticated, PlaceNotAllowed), BadToken, BadAccessFile,
@@ -544,6 +544,30 @@ class CannotListen(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "cannot listen on {address}: {reason}"
+
+
+class NotAnnounced(EmbershardError):
+    """A folder does not say where all shards of a job are."""
+
+    status = Status.UNAVAILABLE
+    template = "{folder} does not say where the shards are: {reason}; start them with --announce {folder}"
+
+
+class AnnouncedTwice(EmbershardError):
+    """Another process announces the same shard in the same folder, or another job announces its own there."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "cannot announce shard {index} of {of} in {folder}: {reason}; give each job a folder of its own, and each of "
+        "its shards an index of its own"
+    )
+
+
+class CannotAnnounce(EmbershardError):
+    """A shard cannot write its announcement."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot announce the shard in {folder}: {reason}; name a folder that this user may write to"
 
 
 class BadCertificate(EmbershardError):

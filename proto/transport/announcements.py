@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.errors import CannotAnnounce, NotAnnounced
 from embershard.proto.transport.transport import Unreachable
 
 SCHEME = "file:"
@@ -30,30 +30,6 @@ _PLACE = re.compile(r"#\d{1,5}$", re.ASCII)
 _NAME = re.compile(r"shard-(\d{1,5})\.json", re.ASCII)
 _MOST_BYTES = 4096  # of an announcement
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between looks for shards that start
-
-
-class NotAnnounced(EmbershardError):
-    """A folder does not say where all shards of a job are."""
-
-    status = Status.UNAVAILABLE
-    template = "{folder} does not say where the shards are: {reason}; start them with --announce {folder}"
-
-
-class AnnouncedTwice(EmbershardError):
-    """Another process announces the same shard in the same folder, or another job announces its own there."""
-
-    status = Status.FAILED_PRECONDITION
-    template = (
-        "cannot announce shard {index} of {of} in {folder}: {reason}; give each job a folder of its own, and each of "
-        "its shards an index of its own"
-    )
-
-
-class CannotAnnounce(EmbershardError):
-    """A shard cannot write its announcement."""
-
-    status = Status.FAILED_PRECONDITION
-    template = "cannot announce the shard in {folder}: {reason}; name a folder that this user may write to"
 
 
 @dataclass(frozen=True, slots=True)

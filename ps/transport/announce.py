@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from embershard.proto.errors import CannotListen, EmbershardError, NotAShard, ShardRecovering
+from embershard.proto.errors import AnnouncedTwice, CannotListen, EmbershardError, NotAShard, ShardRecovering
 from embershard.proto.messages import READ_ONLY_WORKER, Greeting, Hello
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import transport_for
-from embershard.proto.transport.announcements import AnnouncedTwice, Announcement, announcements
+from embershard.proto.transport.announcements import Announcement, announcements
 from embershard.proto.transport.transport import Unreachable
 
 _PROBE = timedelta(seconds=2)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from embershard.deploy.job_check import check_job
 from embershard.doctor.probe import Probe, probe_all
 from embershard.doctor.run_record import RunRecord, read_run
-from embershard.proto.errors import BadAddress, EmbershardError, JobError
+from embershard.proto.errors import BadAddress, EmbershardError, JobError, NotAnnounced
 from embershard.proto.messages import ShardStatus
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import shard_addresses
-from embershard.proto.transport.announcements import NotAnnounced, current_address
+from embershard.proto.transport.announcements import current_address
 from embershard.proto.transport.transport import Unreachable
 
 if TYPE_CHECKING:

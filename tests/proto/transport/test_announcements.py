@@ -9,14 +9,12 @@ from datetime import timedelta
 import pytest
 
 from embershard.deploy.authority import Authority, write_new
-from embershard.proto.errors import BadAddress
+from embershard.proto.errors import BadAddress, CannotAnnounce, NotAnnounced
 from embershard.proto.messages import GetStatus
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses, shard_addresses, transport_for
 from embershard.proto.transport.announcements import (
     Announcement,
-    CannotAnnounce,
-    NotAnnounced,
     announcements,
     current_address,
 )

@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from embershard.proto.errors import CannotListen
+from embershard.proto.errors import AnnouncedTwice, CannotListen
 from embershard.proto.messages import Greeting
-from embershard.proto.transport.announcements import AnnouncedTwice, Announcement, announcements
+from embershard.proto.transport.announcements import Announcement, announcements
 from embershard.ps.transport.announce import advertised, announced, check_advertise
 from harness.served import ServedShard
 
