@@ -40,6 +40,7 @@ FOUND = {  # without a focus, of which seeds had none then
     3460: "workers waited for a clock that was undone with the power, and none had a push that said so",
     5953: "a late push of a paused worker was applied, and its clock was not closed",
     3498: "the same, with three workers",
+    7455: "a worker waited at one shard, and only its heartbeats heard that another had lost its push and its join",
 }
 
 
