@@ -471,7 +471,9 @@ class Shard:
         try:
             self._check_placement(request.placement_epoch)
             if self.core.clock.job:
-                self._leases.renew(token.worker, token.epoch, now)
+                member = self._leases.renew(token.worker, token.epoch, now)
+                if member is not None and isinstance(request, Push):
+                    self.core.clock.check_late(member, request)
             return self._apply_rows(PushEvent(request, self._ids_of(request)) if isinstance(request, Push) else request)
         except MustWait:
             self._settle(token, 0)

@@ -70,6 +70,7 @@ class Member:
     paused: bool = False
     lost: bool = False  # its lease ran out, or a later run began
     job: int = -1  # of the shard's; -1: not known, as in what older versions wrote
+    first: int = 0  # the clock at which it joined again after its lease had ended; else 0, as in older versions' logs
 
     @property
     def sender(self) -> Sender:
@@ -156,7 +157,10 @@ class Clock:
             return Joined(member=False, clock=first, started=self.started, members=self.workers_here())
         if member is None:
             self._serial += 1
-            member = Member(worker, epoch, request.clock, request.lease_ms, self.run, self._serial, job=self.job)
+            again = request.clock if gone is not None and gone.lost else 0
+            member = Member(
+                worker, epoch, request.clock, request.lease_ms, self.run, self._serial, job=self.job, first=again
+            )
             self.members[worker] = member
         member.clock = max(member.clock, request.clock)
         member.lease_ms, member.paused = request.lease_ms, False
@@ -219,6 +223,16 @@ class Clock:
             raise InvalidRequest(reason=f"worker {worker} is no member here; it has to join first")
         return member
 
+    def check_late(self, member: Member, request: Push) -> None:
+        """InvalidRequest for a push of before the member's lease ended.
+
+        It may have been refused then (LeaseLost), which the log says. If it were taken now, and lost with the machine's
+        power, the log would still count it as refused, and its sender would not be told (MemoryLost). A replay does not
+        ask: earlier versions took such a push.
+        """
+        if request.clock < member.first:
+            raise _wrong_clock(member, request.clock, member.first)
+
     def check_push(self, member: Member, request: Push) -> None:
         """Whether a member's push can be taken now.
 
@@ -227,9 +241,7 @@ class Clock:
         """
         first = max(self.open, member.clock) if self.staleness == 0 else 0
         if not first <= request.clock < MAX_CLOCK:
-            raise InvalidRequest(
-                reason=f"worker {member.worker} pushes clock {request.clock}; the first that it may push is {first}"
-            )
+            raise _wrong_clock(member, request.clock, first)
         if not 0 <= request.weight < math.inf:
             raise InvalidRequest(reason=f"the weight of a push must be finite and >= 0, got {request.weight}")
         if self.pending.nbytes > GATHER_BYTES and request.clock > self.open:
@@ -374,6 +386,10 @@ def _check_join(request: Join) -> None:
     ):
         if not low <= value <= high:
             raise InvalidRequest(reason=f"worker {request.worker} joins with {what} {value}, not {low}..{high}")
+
+
+def _wrong_clock(member: Member, got: int, first: int) -> InvalidRequest:
+    return InvalidRequest(reason=f"worker {member.worker} pushes clock {got}; the first that it may push is {first}")
 
 
 def _check_mode(request: Join, clock: Clock) -> None:

@@ -297,6 +297,27 @@ def test_a_log_that_lost_acknowledged_pushes_of_a_known_worker_is_noticed():
         shard.handle(push(gradients([1]), seq=4, first=4))
 
 
+def test_a_push_that_was_refused_as_its_lease_had_ended_is_not_taken_after_a_recovery():
+    """Taken, acknowledged and lost with the machine's power, it would count as refused: nobody would be told."""
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    shard.handle(join(staleness=-1))
+    later = shard.system.now() + 100
+    shard.advance(later)
+    with raises(errors.LeaseLost, worker=0):  # an answer that gets lost: its sender sends the push again
+        shard.handle(push(gradients([1])), later)
+    shard.handle(join(staleness=-1, clock=1), later)
+    for _ in range(2):
+        with raises(errors.InvalidRequest, reason="worker 0 pushes clock 0; the first that it may push is 1"):
+            shard.handle(push(gradients([1])))
+        write(log)
+        disk.kill()
+        shard, log = start(disk)
+    shard.handle(push(gradients([1]), seq=2, first=2, clock=1))
+    np.testing.assert_array_equal(rows(shard, 1), [[-1.0] * 3])
+
+
 @pytest.mark.parametrize("optimizer", [SGD(lr=1.0), Adam(lr=0.1)])
 def test_restored_tables_come_back_with_their_states_and_pushes_that_follow(optimizer):
     disk = SimulatedDisk()

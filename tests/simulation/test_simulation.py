@@ -40,6 +40,8 @@ FOUND = {  # without a focus, of which seeds had none then
     3460: "workers waited for a clock that was undone with the power, and none had a push that said so",
     5953: "a late push of a paused worker was applied, and its clock was not closed",
     3498: "the same, with three workers",
+    7455: "a worker waited at one shard, and only its heartbeats heard that another had lost its push and its join",
+    8283: "a push that was refused as its lease had ended was taken later, and the power took it without a word",
 }
 
 

@@ -18,7 +18,15 @@ import numpy as np
 
 from embershard.proto.arrays import Array
 from embershard.proto.clock import ClockEvent
-from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, WorkerLost
+from embershard.proto.errors import (
+    ClockAhead,
+    EmbershardError,
+    LeaseLost,
+    MemoryLost,
+    ShardUnavailable,
+    WorkerLost,
+    clipped,
+)
 from embershard.proto.messages import (
     Heartbeat,
     HeartbeatAck,
@@ -100,6 +108,7 @@ class Membership:
         self._connections, self._epoch, self._timeout = connections, epoch, timeout
         self._next = 0  # after the last clock that was pushed
         self._paused_terms: dict[int, int] = {}  # shard -> term of the process that knows of the pause
+        self._memory_lost: MemoryLost | None = None  # what a shard has answered a heartbeat
         self._lock = connections.clock.rlock()  # of joining
         self._ended = connections.clock.event()
 
@@ -191,6 +200,7 @@ class Membership:
     ) -> dict[int, Outcome]:
         """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait.
 
+        MemoryLost where any shard has told a heartbeat that it has lost acknowledged pushes of this worker.
         With `until_error` the first error of a shard, which comes first in the outcomes, ends the wait for the others.
         """
         outcomes: dict[int, Outcome] = {}
@@ -209,6 +219,9 @@ class Membership:
             if until_error and errors:  # the others may wait for this worker, which has to hear of it first
                 return dict(sorted(outcomes.items(), key=lambda one: not any(one[1] is error for error in errors)))
             waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
+            if waiting and self._memory_lost is not None:
+                # the others may wait for it at the shard that has lost them, and none of these requests goes there
+                raise clipped(self._memory_lost)  # as another exception: it is raised more than once
             ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}
             # one that is silent now may have said before for whom it waits
             waits = next((ahead[shard] for shard in waiting if shard in ahead), None)
@@ -336,6 +349,8 @@ class Membership:
             with suppress(EmbershardError), self._lock:  # the pause may be lost with the power of a machine
                 if self.paused:
                     self._say_paused()
+        lost = (outcome for outcome in outcomes.values() if isinstance(outcome, MemoryLost))
+        self._memory_lost = next(lost, self._memory_lost)  # for good: the shard does not get them back
         first = outcomes[self._connections.shards[0]]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)

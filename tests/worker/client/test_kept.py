@@ -44,7 +44,8 @@ class Machine:
     `silent`, reaches the next process without a word.
     """
 
-    def __init__(self, mode="fsync", silent=False):
+    def __init__(self, mode="fsync", silent=False, shard=0, shards=1):
+        self.number, self.shards = shard, shards
         self.mode, self.silent, self.disk = mode, silent, SimulatedDisk()
         self.lose = lambda request: False
         self.restarts, self._broken, self._lock = 0, False, threading.RLock()
@@ -52,8 +53,9 @@ class Machine:
         self._start()
 
     def _start(self):
-        self.shard = Shard(0, Placement.even(1), OptimizerRegistry())
-        self.log = recover(self.shard, open_log(self.disk), self.mode, segment_bytes=2**16)
+        self.shard = Shard(self.number, Placement.even(self.shards), OptimizerRegistry())
+        folder = open_log(self.disk, shard=self.number, num_shards=self.shards)
+        self.log = recover(self.shard, folder, self.mode, segment_bytes=2**16)
 
     def handle(self, request):
         with self._lock:
@@ -309,6 +311,28 @@ def test_a_worker_that_waits_for_a_clock_which_was_lost_with_the_power_is_told(i
     machine._broken = not is_silent
     with raises(errors.MemoryLost, worker=0, first_incomplete=2):
         row(client, clock=1)
+    client.membership._ended.set()
+
+
+def test_a_worker_that_waits_at_one_shard_is_told_of_pushes_that_another_has_lost(monkeypatch):
+    """The others may wait for it at that shard, and it hears of the loss by its heartbeats alone."""
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.2))  # until the first call ends
+    machines = [Machine("log", shard=number, shards=2) for number in range(2)]
+    client = Client([LocalTransport(one.handle, f"machine/{one.number}") for one in machines], worker=0)
+    client.declare(SPEC)
+    client.join(Terms(workers=2, staleness=0, lease=timedelta(hours=1), wait_timeout=timedelta(seconds=2)))
+    on_disk = machines[0].disk.copy()
+    step(client, 0, *range(20))
+    client.flush()
+    machines[0].disk, on_disk.boot = on_disk, on_disk.boot + 1
+    machines[0]._start()
+    machines[0]._broken = True
+    client.membership._heartbeat(timedelta(seconds=0.2))  # the first notices that the connection broke
+    route = make_route(np.arange(20), SPEC.space_key, client.placement)
+    there = int(route.ids[route.splits[1]])  # a row of the shard that has lost nothing
+    for _ in range(2):
+        with raises(errors.MemoryLost, worker=0, first_incomplete=2):
+            row(client, there, clock=1)
     client.membership._ended.set()
 
 
