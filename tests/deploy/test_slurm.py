@@ -125,23 +125,37 @@ workers: 2
 """
 
 
-@pytest.mark.integration
-@pytest.mark.timeout(4 * PATIENCE)
-@pytest.mark.parametrize("words", [(), ("--insecure",)], ids=["tls", "insecure"])
-def test_a_job_trains_on_the_places_of_an_engine_and_goes_on_from_its_checkpoint(words, commands, tmp_path):
+@pytest.fixture
+def job(commands, tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(JOB)
     (commands / "scontrol").write_text("#!/bin/sh\nprintf 'localhost\\n'\n")
     (tmp_path / "states").write_text("localhost allocated\n")
-    environment = {**os.environ, "SLURM_JOB_NODELIST": "localhost"}
-    command = ("train", "job.yaml", "--engine", "slurm", "--output", "out", "--resume", "auto", *words)
-    done = run_command(*command, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list((tmp_path / "out").glob("keys-*/tls.key"))) == (not words)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
+    command = ("train", "job.yaml", "--engine", "slurm", "--output", "out", "--resume", "auto")
+
+    def train(*words):
+        done = run_command(*command, *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return train
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(4 * PATIENCE)
+def test_a_job_trains_on_the_places_of_an_engine_and_goes_on_from_its_checkpoint(job, tmp_path):
+    job()
+    assert list((tmp_path / "out").glob("keys-*/tls.key"))
     assert not list((tmp_path / "out" / "shards").iterdir())
-    again = run_command(*command, "--set", "train.samples=4096", cwd=tmp_path, env=environment)
-    assert again.returncode == 0, again.stdout + again.stderr
+    job("--set", "train.samples=4096")
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [one.get("resumed_step") for one in log if one["record"] == "config"] == [None, 4]
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(2 * PATIENCE)
+def test_a_job_whose_network_keeps_strangers_out_needs_no_certificates(job, tmp_path):
+    job("--insecure", "--set", "train.samples=512")
+    assert not list((tmp_path / "out").glob("keys-*"))
 
 
 @pytest.mark.parametrize(
