@@ -43,7 +43,7 @@ class RestartPolicy:
 
     first_pause: timedelta = timedelta(seconds=0.5)
     longest_pause: timedelta = timedelta(seconds=15)
-    quick: timedelta = timedelta(seconds=5)
+    quick: timedelta = timedelta(seconds=2)
     max_quick_deaths: int = 5
 
     def pause(self, quick_deaths: int) -> timedelta:
