@@ -67,26 +67,26 @@ class LocalEngine:
     announce: Path | None = None
 
     def shards(self, count: int) -> Sequence[Place]:
-        """All here."""
+        """Place all shards on this machine, whose memory they share."""
         return [Place(number=index, of=count) for index in range(count)]
 
     def workers(self, count: int) -> Sequence[Place]:
-        """All here."""
+        """Place all workers on this machine, whose cores they share."""
         return self.shards(count)
 
     def again(self, place: Place) -> Place:
-        """Here."""
+        """Start it again on this machine, the only one."""
         return place
 
     def exit_code(self, code: int, place: Place) -> int:
-        """As it is."""
+        """Return the exit code unchanged: the processes are children of this one."""
         return code
 
     def watch(self, process: subprocess.Popen[Any], place: Place) -> None:
-        """Nothing is lost without this process."""
+        """Do nothing: this machine is lost only together with this process."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: child processes are ended by those who started them."""
 
 
 LOCAL = LocalEngine()

@@ -55,7 +55,7 @@ class RemoteProcess:
             reader.start()
 
     def said(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """What the process has written since the last call, by descriptor, and its exit code once it has ended.
+        """Return the lines written since the last call, each with its descriptor (1 or 2), and the exit code or None.
 
         Waits a second for something to tell.
         """

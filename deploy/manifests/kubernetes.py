@@ -79,7 +79,7 @@ class _Names:
 
     @property
     def server_name(self) -> str:
-        """What the shards' certificates cover."""
+        """The DNS name that the shards' certificates cover, which workers check (--tls-server-name)."""
         return f"{self.service}.{self.namespace}.svc"
 
     def identity(self, role: str) -> str:

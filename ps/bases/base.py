@@ -68,7 +68,7 @@ class TableImage:
 
     @property
     def num_rows(self) -> int:
-        """Rows of its files."""
+        """The number of rows that the files of this table hold."""
         return sum(file.rows for file in self.files)
 
 
@@ -92,7 +92,7 @@ class ShardBase:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all tables."""
+        """The number of rows that the files of all tables hold."""
         return sum(table.num_rows for table in self.tables)
 
 
