@@ -6,12 +6,15 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import numba
+from numba.core import config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.runtime import rtsys
 from numba.core.typing.templates import Signature
@@ -28,8 +31,9 @@ def compiled(
     """njit with this signature, without the GIL; loaded or compiled at the first call, and kept in numba's cache.
 
     parts: the modules (or their files) whose `inlined` and `called` functions it is made of. numba looks for changes in
-    the function's own file alone, and would take what it kept from an older version of the others. Where nothing can be
-    written (a read-only image without a home), the function is compiled anew in every process.
+    the function's own file alone, and would take what it kept from an older version of the others. What is kept beside
+    the function's file is loaded where that folder cannot be written, too (an image, an install that root made).
+    Where nothing is kept and nothing can be written, the function is compiled anew in every process.
     registries: import all that numba can compile before the function is loaded, as numba itself does (0.3 s, scipy
     included); for a user's function, which may be linked against any of it.
     """
@@ -82,6 +86,23 @@ def sources(*parts: ModuleType | str) -> str:
     return hashlib.sha256(b"".join(_digest(file, file.stat().st_mtime_ns) for file in files)).hexdigest()
 
 
+class _ReadOnlyLocator(InTreeCacheLocator):  # type: ignore[misc]
+    """The folder beside a function's file, whether or not it can be written."""
+
+    def ensure_cache_path(self) -> None:
+        """Nothing: numba would write a file."""
+
+
+class _ReadOnlyCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_ReadOnlyLocator,)
+
+
+class _ReadOnlyCache(FunctionCache):  # type: ignore[misc]
+    """What is kept beside a function's file."""
+
+    _impl_class = _ReadOnlyCacheImpl
+
+
 class _FirstCall:
     """Loads or compiles a dispatcher when it is called first, or when another function that calls it is compiled."""
 
@@ -129,12 +150,28 @@ class _FirstCall:
         if not self._prepared:
             with contextlib.suppress(RuntimeError):  # no folder can be written
                 dispatcher.enable_caching()
-                file = dispatcher._cache._cache_file
-                # In the version, which is compared before the index is unpickled: an index names classes by their
-                # modules, and would raise where one was renamed since.
-                file._version += sources(*self._parts, dispatcher.py_func.__code__.co_filename)
+                self._compare_sources(dispatcher._cache)
+            if (kept := self._read_only_cache()) is not None:
+                dispatcher._cache = kept
             self._prepared = True
         return dispatcher._cache if hasattr(dispatcher._cache, "_cache_file") else None
+
+    def _read_only_cache(self) -> Any:
+        """The folder beside the function's file where it has the function and cannot be written; else None."""
+        function = self._dispatcher.py_func
+        file = Path(function.__code__.co_filename)
+        folder = file.parent / "__pycache__"
+        if not folder.is_dir() or os.access(folder, os.W_OK) or config.CACHE_LOCATOR_CLASSES:
+            return None
+        cache = _ReadOnlyCache(function)
+        self._compare_sources(cache)
+        return cache if self._key(cache) in cache._cache_file._load_index() else None
+
+    def _compare_sources(self, cache: Any) -> None:
+        """Have a cache take nothing that was compiled from other sources."""
+        # In the version, which is compared before the index is unpickled: an index names classes by their modules, and
+        # would raise where one was renamed since.
+        cache._cache_file._version += sources(*self._parts, self._dispatcher.py_func.__code__.co_filename)
 
     def _key(self, cache: Any) -> object:
         return cache._index_key(self._signature, self._dispatcher.targetctx.codegen())

@@ -31,6 +31,7 @@ COMMANDS = {
     "top": "Show shards, workers and a run in the terminal.",
     "compression": "Show or switch how tables travel, while workers train.",
     "doctor": "Check this machine, shards, a job or a run, and say what to do.",
+    "compile": "Compile what shards and workers run, before any of them starts.",
     "export": "Write a trained model as files for torch, ONNX and others.",
     "import": "Load a model that was trained elsewhere into running shards.",
     "snapshot": "Write all shards to a folder, or to remote storage, while they train.",

@@ -36,6 +36,22 @@ class TestCompiled:
         (tmp_path / "part.py").write_text("one = 2\n")
         assert compile_it() == (0, 1)
 
+    def test_what_was_kept_beside_the_file_is_taken_where_that_folder_cannot_be_written(self, tmp_path, monkeypatch):
+        (tmp_path / "installed.py").write_text("def double(x):\n    return x + x\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        double = importlib.import_module("installed").double
+
+        def compile_it(argument=numba.int64):
+            stats = jit.load(jit.compiled(argument(argument))(double)).stats
+            return sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
+
+        assert compile_it() == (0, 1)
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])  # root writes to every folder
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        assert compile_it() == (1, 0)
+        assert compile_it(numba.float64) == (0, 1)  # and kept nowhere
+        assert compile_it() == (1, 0)
+
     def test_code_kept_by_a_version_whose_classes_had_other_names_is_compiled_anew(self, tmp_path, monkeypatch):
         module = "import typing\nclass {0}(typing.NamedTuple):\n    x: int\ndef of(pair):\n    return pair.x\n"
         monkeypatch.syspath_prepend(str(tmp_path))
