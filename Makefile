@@ -32,6 +32,22 @@ $(VENV)/.ray: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	touch $@
 
+$(VENV)/.compose: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt podman-compose
+	touch $@
+
+# s3fs and gcsfs in an environment of their own, which finds the packages of .venv behind them
+$(VENV)-objects/.ready: $(VENV)/.ready bench/objects/packages.txt
+	$(BIN)/python -m venv --clear $(VENV)-objects
+	$(VENV)-objects/bin/python -m pip install --quiet --disable-pip-version-check -r bench/objects/packages.txt
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0], "$(CURDIR)/src", sep="\n")' > $$(echo $(VENV)-objects/lib/python3*/site-packages)/embershard.pth
+	touch $@
+
+$(VENV)-emulators/.ready: bench/objects/emulators.txt
+	$(PYTHON) -m venv --clear $(VENV)-emulators
+	$(VENV)-emulators/bin/python -m pip install --quiet --disable-pip-version-check -r bench/objects/emulators.txt
+	touch $@
+
 $(VENV)/.outside: $(VENV)/.ready bench/wrap/packages.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[outside]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/wrap/packages.txt
@@ -236,6 +252,12 @@ bar-slurm: setup  ## a job on four Slurm nodes: the bits of this machine, a lost
 
 bar-ray: $(VENV)/.ray  ## a job on four Ray nodes: the bits of this machine, a lost shard, worker and node, Ctrl-C (5 minutes)
 	$(BIN)/python bench/bar_ray.py $(ARGS)
+
+bar-containers: $(VENV)/.compose  ## images are built, and run a job in four containers with TLS: the bits of this machine, a lost shard and worker (15 minutes, 8 GB; root; the packages of apt that it names; ARGS=--fresh: build all anew)
+	$(BIN)/python bench/bar_containers.py $(ARGS)
+
+bar-objects: $(VENV)-objects/.ready $(VENV)-emulators/.ready  ## checkpoints and data on s3:// and gs:// against emulators: bits, a lost shard, wrong credentials, a slow and a broken link (10 minutes)
+	$(VENV)-objects/bin/python bench/bar_objects.py $(ARGS)
 
 bar-install: setup  ## both installs in empty environments: sizes, times, a shard without torch (3 minutes, 3 GB)
 	$(BIN)/python bench/bar_install.py

@@ -6,13 +6,18 @@ from typing import Any
 
 from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, Deployment
 
-USER = 10001  # of the image
+USER = 10001  # of the image, which has the folders below for it
+_STATE, _CHECKPOINTS, _RUN = "/state", "/checkpoints", "/run/embershard"
+_RESTARTS = 10  # of a worker; an error of the job itself would come again
 
 
 def compose_file(
     deployment: Deployment, *, image: str, worker_image: str = "", job: str = "./job.yaml", keys: str = ""
 ) -> dict[str, Any]:
-    """A service for each shard and worker, a network that nothing else reaches, and a volume for each shard's log.
+    """A service for each shard and worker, a network of their own without published ports, and volumes.
+
+    Each shard has a volume for its log; worker 0 has one for the run's log and results (/run/embershard), and all share
+    one for checkpoints (/checkpoints).
 
     `job` is the path of the job file, and `keys` the folder of a certificate that covers the name "shards", for all of
     them; without it connections are not encrypted.
@@ -21,11 +26,11 @@ def compose_file(
     services: dict[str, Any] = {}
     for shard in range(deployment.shards):
         words = deployment.shard_words(shard=str(shard), listen=f"0.0.0.0:{PORT}")
-        words += ["--metrics", f"0.0.0.0:{METRICS_PORT}"]
-        volumes = []
+        words += ["--metrics", f"0.0.0.0:{METRICS_PORT}", "--snapshots", _CHECKPOINTS]
+        volumes = [f"checkpoints:{_CHECKPOINTS}"]
         if deployment.durability != "memory":
-            words += ["--log-dir", "/state"]
-            volumes.append(f"state-{shard}:/state")
+            words += ["--log-dir", _STATE]
+            volumes.append(f"state-{shard}:{_STATE}")
         words += ["--tls", "/keys"] if keys else ["--insecure"]
         services[f"shard-{shard}"] = {
             **_service(image, words, deployment.memory, deployment.cpus, keys, volumes),
@@ -36,20 +41,20 @@ def compose_file(
     for worker in range(deployment.workers):
         words = ["worker", "/job/job.yaml", "--ps", addresses, "--rank", str(worker)]
         words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1"]
-        words += ["--output", "/run/embershard"] if worker == 0 else []
+        words += ["--output", _RUN] if worker == 0 else []
         words += ["--tls", "/keys", "--tls-server-name", "shards"] if keys else []
-        volumes = [f"{job}:/job/job.yaml:ro", *(["run:/run/embershard"] if worker == 0 else [])]
+        volumes = [f"{job}:/job/job.yaml:ro", f"checkpoints:{_CHECKPOINTS}"]
+        volumes += [f"run:{_RUN}"] if worker == 0 else []
         services[f"worker-{worker}"] = {
             **_service(worker_image or image, words, deployment.worker_memory, deployment.worker_cpus, keys, volumes),
             "depends_on": [f"shard-{shard}" for shard in range(deployment.shards)],
-            "restart": "no",
+            "restart": f"on-failure:{_RESTARTS}",
         }
     named = [f"state-{shard}" for shard in range(deployment.shards)] if deployment.durability != "memory" else []
-    volumes_of_all = [*named, *(["run"] if deployment.workers else [])]
+    volumes_of_all = [*named, "checkpoints", *(["run"] if deployment.workers else [])]
     return {
         "name": deployment.name,
         "services": services,
-        "networks": {"default": {"internal": True}},
         "volumes": {name: {} for name in volumes_of_all},
     }
 

@@ -29,6 +29,7 @@ from embershard.cli.monitoring import (
 )
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
+from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
@@ -161,17 +162,20 @@ def worker(
     place = dataclasses.replace(place, trace=trace, trace_every=trace_every, tls=tls_of(tls, tls_server_name))
     _prepare(settings, place)
     profile = profile and rank == 0
+    # the first process of a container gets no SIGTERM that it does not ask for
+    ends = ended_by_signals() if os.getpid() == 1 else contextlib.nullcontext()
     try:
-        _train(
-            settings,
-            job.parent,
-            ps,
-            place,
-            imports=imports or (),
-            output=folder,
-            checkpoint=checkpoint,
-            profile=profile,
-        )
+        with ends:
+            _train(
+                settings,
+                job.parent,
+                ps,
+                place,
+                imports=imports or (),
+                output=folder,
+                checkpoint=checkpoint,
+                profile=profile,
+            )
     except LOST_ERRORS as error:
         fail(str(error), LOST_EXIT_CODE)
 
