@@ -23,6 +23,7 @@ from embershard.proto.errors import (
 
 # the exit code of a worker that lost a shard or another worker: EX_TEMPFAIL of sysexits.h, for which a retry may help
 LOST_EXIT_CODE = 75
+NO_PROGRESS_EXIT_CODE = 76  # of a worker that recovers: no retry helped
 LOST_ERRORS: tuple[type[EmbershardError], ...] = (
     JobOver, LeaseLost, MemoryLost, RowsLost, ShardRestarted, ShardUnavailable, WorkerLost,
 )  # fmt: skip

@@ -103,7 +103,8 @@ TARGETS = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-OTHERS = ("kubectl", "podman", "podman-compose", "salloc", "sbatch", "systemctl")  # other people's programs, and their words
+# other people's programs, and their words
+OTHERS = ("kubectl", "podman", "podman-compose", "salloc", "sbatch", "systemctl")
 
 
 def check_command(words):

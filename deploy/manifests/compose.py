@@ -40,7 +40,7 @@ def compose_file(
     addresses = f"shard-[0-{deployment.shards - 1}]:{PORT}"
     for worker in range(deployment.workers):
         words = ["worker", "/job/job.yaml", "--ps", addresses, "--rank", str(worker)]
-        words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1"]
+        words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1", "--recover"]
         words += ["--output", _RUN] if worker == 0 else []
         words += ["--tls", "/keys", "--tls-server-name", "shards"] if keys else []
         volumes = [f"{job}:/job/job.yaml:ro", f"checkpoints:{_CHECKPOINTS}"]

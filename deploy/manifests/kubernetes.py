@@ -16,7 +16,8 @@ USER = 10001  # of the image
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _STATE, _KEYS, _JOB, _ACCESS, _SCRATCH = "/state", "/keys", "/job", "/access", "/tmp"  # in the container
 _READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
-_LOST_EXIT_CODE, _FAILED_EXIT_CODE = 75, 1  # deploy/attempts.py
+_LOST_EXIT_CODE, _NO_PROGRESS_EXIT_CODE = 75, 76  # deploy/attempts.py
+_FAILED_EXIT_CODE = 1
 
 
 def kubernetes_objects(
@@ -38,8 +39,11 @@ def kubernetes_objects(
     shard's volume for its log. Shards `spread` over nodes: two never share one. `data_claim` is a volume claim that
     workers mount at /data. BadDeployment where a job would not survive what a cluster does.
     """
-    if deployment.durability == "memory":
-        reason = "nobody here restores shards that have lost their rows to a checkpoint; choose log or fsync"
+    recovers = _has_checkpoints(job)
+    if deployment.durability == "memory" and not recovers:
+        reason = (
+            "shards that lose their rows need a checkpoint: give the job a checkpoint.folder, or choose log or fsync"
+        )
         raise BadDeployment(what="durability memory", reason=reason)
     if deployment.workers < 1:
         raise BadDeployment(what="workers 0", reason="a job has at least one")
@@ -54,11 +58,23 @@ def kubernetes_objects(
         _stateful_set(names, image, storage, spread),
         _disruption_budget(names),
         _network_policy(names),
-        _worker_job(names, worker_image or image, data_claim),
+        _worker_job(names, worker_image or image, data_claim, recovers),
     ]
     if issuer:
         objects[1:1] = [_certificate(names, "shard", issuer), _certificate(names, "worker", issuer)]
     return objects
+
+
+def _has_checkpoints(job: str) -> bool:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        found = YAML(typ="safe").load(job)
+    except YAMLError as error:
+        raise BadDeployment(what="job", reason=f"it is no YAML: {str(error).splitlines()[0]}") from None
+    checkpoint = found.get("checkpoint") if isinstance(found, dict) else None
+    return isinstance(checkpoint, dict) and bool(checkpoint.get("folder"))
 
 
 class _Names:
@@ -183,11 +199,12 @@ def _stateful_set(names: _Names, image: str, storage: str, spread: bool) -> Obje
     return names.object("apps/v1", "StatefulSet", names.shard, spec=spec)
 
 
-def _worker_job(names: _Names, image: str, data_claim: str) -> Object:
+def _worker_job(names: _Names, image: str, data_claim: str, recovers: bool) -> Object:
     deployment = names.deployment
     words = ["worker", f"{_JOB}/job.yaml", "--ps", names.addresses, "--output", f"{_SCRATCH}/run"]
     words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1"]
     words += ["--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
+    words += ["--recover"] if recovers else []
     words += ["--tls", _KEYS, "--tls-server-name", names.server_name] if names.tls else []
     mounts = [{"name": "job", "mountPath": _JOB, "readOnly": True}, {"name": "scratch", "mountPath": _SCRATCH}]
     volumes: list[Object] = [
@@ -211,11 +228,12 @@ def _worker_job(names: _Names, image: str, data_claim: str) -> Object:
         "volumeMounts": mounts,
     }
     lost = {"containerName": "worker", "operator": "In", "values": [_LOST_EXIT_CODE]}
-    own = {"containerName": "worker", "operator": "In", "values": [_FAILED_EXIT_CODE, 2]}
+    own = {"containerName": "worker", "operator": "In", "values": [_FAILED_EXIT_CODE, 2, _NO_PROGRESS_EXIT_CODE]}
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": own},  # an error of the job itself: it would come again
-        {"action": "Count", "onExitCodes": lost},
+        # with --recover the first worker counts those without progress
+        {"action": "Ignore" if recovers else "Count", "onExitCodes": lost},
     ]
     spec = {
         "completionMode": "Indexed",

@@ -32,15 +32,17 @@ from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
-from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE
+from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
 from embershard.proto.compiled.jit import compile_missing
-from embershard.proto.errors import JobError
+from embershard.proto.errors import JobError, StaleRun
 from embershard.proto.monitoring.logs import log_as_json, logs_json
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
+from embershard.worker.checkpoint.recovery import FirstWorkerMissing, NoProgress, Run, RunFile
+from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
 from embershard.worker.device import keep_freed_memory
 from embershard.worker.job.checks import check_opened
@@ -123,6 +125,17 @@ def worker(
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
     ] = None,
+    recover: Annotated[
+        bool,
+        typer.Option(
+            "--recover",
+            help="For workers that a cluster starts again: take part in the run that goes on, or have the first worker "
+            "give all shards the latest checkpoint and begin another. Without checkpoint.folder it has no meaning.",
+        ),
+    ] = False,
+    attempts: Annotated[
+        int, typer.Option(help="With --recover: runs in a row that may end without a new checkpoint.", min=1)
+    ] = 3,
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
     trace: TraceOption = "",
@@ -136,7 +149,8 @@ def worker(
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
 
     Several workers connect at MASTER_ADDR and MASTER_PORT. Without any variable it is the only worker. The exit code is
-    75 where a shard or another worker was lost, which a start from the last checkpoint may cure.
+    75 where a shard or another worker was lost, which a start from the last checkpoint may cure, and 76 where that was
+    tried too often (--attempts).
     """
     if parent_pid:
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
@@ -151,6 +165,8 @@ def worker(
     if not settings.has_shards and is_from_environment(context):
         ps = None
     _check_mode(settings, ps, world_size)
+    if recover and (resume is not None or run):
+        raise typer.BadParameter("--recover finds the run and its checkpoint: leave out --resume and --run")
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
     settings = with_preprocessing(settings, job.parent, checkpoint)
     folder = output or settings.output
@@ -164,20 +180,47 @@ def worker(
     profile = profile and rank == 0
     # the first process of a container gets no SIGTERM that it does not ask for
     ends = ended_by_signals() if os.getpid() == 1 else contextlib.nullcontext()
+    lost = LOST_ERRORS + ((StaleRun, FirstWorkerMissing) if recover else ())
     try:
-        with ends:
+        with ends, _recovered(settings, ps if recover else None, place, attempts) as recovered:
+            if recovered is not None and recovered.is_done:
+                say(f"the job is done: its last checkpoint is in {settings.checkpoint.folder}")
+                return
             _train(
                 settings,
                 job.parent,
                 ps,
-                place,
+                place if recovered is None else dataclasses.replace(place, run=recovered.number),
                 imports=imports or (),
                 output=folder,
-                checkpoint=checkpoint,
+                checkpoint=checkpoint if recovered is None else recovered.resume,
                 profile=profile,
             )
-    except LOST_ERRORS as error:
+    except lost as error:
         fail(str(error), LOST_EXIT_CODE)
+    except NoProgress as error:
+        fail(str(error), NO_PROGRESS_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def _recovered(job: Job, ps: str | None, place: WorkerRanks, attempts: int) -> Iterator[Run | None]:
+    """The run that this worker takes part in, done when the block ends well.
+
+    None for a job without checkpoints, or without shards that it could recover.
+    """
+    if job.checkpoint.folder is None or ps is None:
+        yield None
+        return
+    runs = RunFile(job)
+    client = Client.connect(ps, worker=place.rank, timeout=place.join_timeout, tls=place.tls)
+    with contextlib.closing(client):
+        if place.rank == 0:
+            run = runs.begin(client, attempts=attempts)
+        else:
+            run = runs.wait(client, place.rank, place.join_timeout.total_seconds())
+    yield run
+    if place.rank == 0 and not run.is_done:
+        runs.end(run)
 
 
 @dataclass(frozen=True, slots=True)

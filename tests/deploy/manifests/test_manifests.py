@@ -11,6 +11,7 @@ from embershard.cli import app as cli
 from embershard.cli.manifests import manifests
 from embershard.cli.ps import ps
 from embershard.cli.worker import worker
+from embershard.deploy.attempts import LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
 from embershard.deploy.manifests.deployment import BadDeployment, Deployment
 from embershard.proto.errors import CannotWrite
 from embershard.proto.transport.addresses import parse_addresses
@@ -91,6 +92,32 @@ def test_pods_run_our_commands_and_find_each_other(issuer, job):
         assert access[0]["certificate"] in objects["Certificate", "ads-worker"]["spec"]["uris"]
     else:
         assert "--insecure" in shard["template"]["spec"]["containers"][0]["args"]
+
+
+def test_workers_of_a_job_with_checkpoints_recover(tmp_path):
+    path = tmp_path / "job.yaml"
+
+    def workers_of(text, *words):
+        path.write_text(text)
+        spec = kubernetes(str(path), *words)["Job", "ads-worker"]["spec"]
+        actions = {
+            code: rule["action"]
+            for rule in spec["podFailurePolicy"]["rules"]
+            for code in rule.get("onExitCodes", {}).get("values", ())
+        }
+        return (
+            spec["template"]["spec"]["containers"][0]["args"],
+            actions[LOST_EXIT_CODE],
+            actions[NO_PROGRESS_EXIT_CODE],
+        )
+
+    words, lost, no_progress = workers_of(JOB)
+    assert "--recover" not in words
+    assert (lost, no_progress) == ("Count", "FailJob")
+    words, lost, no_progress = workers_of(JOB + "checkpoint: {folder: s3://a/b}\n", "--durability", "memory")
+    check_words(words)
+    assert "--recover" in words
+    assert (lost, no_progress) == ("Ignore", "FailJob")
 
 
 def test_each_volume_that_is_mounted_exists_and_each_selector_finds_its_pods(job):
