@@ -9,6 +9,7 @@ bits      staleness 0: all rows and optimizer states of the last checkpoint are 
 shard     a shard is killed: it comes back with its rows, from the volume of its log
 worker    a worker is killed: it is started again, and trains
 first     the first worker is killed: it is started again, and the job ends with a result
+memory    a shard without a log is killed: the workers begin again from the latest checkpoint, by --recover
 cancel    podman-compose down: every process ends
 
 Bars: the bits are equal; each job ends well; a shard takes pushes again, and a worker trains again, within 60 s of a
@@ -50,9 +51,10 @@ from engines.engine_job import (
 )
 from timing import finish, load, print_table
 
-CASES = {"shard": "shard-0", "worker": "worker-1", "first": "worker-0"}
+CASES = {"shard": "shard-0", "worker": "worker-1", "first": "worker-0", "memory": "shard-0"}
 ALL = ["image", "bits", *CASES, "cancel"]
 SHARD, WORKER = "localhost/embershard:bar", "localhost/embershard-worker:bar"
+OFTEN: Settings = {**ASYNCHRONOUS, "checkpoint": {"every": 200_000}}
 ROLES = {"ps": "shard-", "worker": "worker-", "train": "none"}
 
 
@@ -65,7 +67,7 @@ class ContainerJob:
     project: str
 
     @classmethod
-    def start(cls, podman: Podman, folder: Path, settings: Settings) -> ContainerJob:
+    def start(cls, podman: Podman, folder: Path, settings: Settings, durability: str) -> ContainerJob:
         folder.mkdir()
         job = cls(podman, folder, folder.name)
         where = {"checkpoint": {**settings["checkpoint"], "folder": "/checkpoints"}}
@@ -75,6 +77,7 @@ class ContainerJob:
         for path in (folder / "keys", *(folder / "keys").iterdir()):
             os.chown(path, 10001, 10001)
         words = f"manifests compose --name {job.project} --image {SHARD} --worker-image {WORKER} --tls keys"
+        words += f" --durability {durability}"
         (folder / "compose.yaml").write_text(job._embershard(*words.split()))
         podman.run("--file", "compose.yaml", "up", "--detach", folder=folder, tool="podman-compose", seconds=300)
         return job
@@ -159,7 +162,9 @@ def run_case(case: str, podman: Podman, folder: Path) -> dict[str, Any]:
     """Look at the images, or run a job, and what happens to it."""
     if case == "image":
         return {"case": case, **look_at_images(podman)}
-    job = ContainerJob.start(podman, folder / f"ads-{case}", SYNCHRONOUS if case == "bits" else ASYNCHRONOUS)
+    settings = SYNCHRONOUS if case == "bits" else ASYNCHRONOUS if case != "memory" else OFTEN
+    durability = "memory" if case == "memory" else "log"
+    job = ContainerJob.start(podman, folder / f"ads-{case}", settings, durability)
     found: dict[str, Any] = {"case": case}
     try:
         if case == "bits":
@@ -171,7 +176,11 @@ def run_case(case: str, podman: Podman, folder: Path) -> dict[str, Any]:
             await_(job, lambda: samples(job) >= 20_000, "20,000 samples")
         else:
             await_(job, partial(samples, job), "a sample")
-            killed, role = CASES[case], "ps" if case == "shard" else "worker"
+            if case == "memory":
+                checkpoints = podman.mount_point(f"{job.project}_checkpoints")
+                await_(job, lambda: any(checkpoints.glob("step-*/checkpoint.json")), "a checkpoint")
+            killed = CASES[case]
+            role = "ps" if killed.startswith("shard") else "worker"
             spared = {name for name, _ in job.processes(role)} - {killed}
             found |= disturb(job, [role], lambda _, process: process.kill(), spared=spared)
     finally:

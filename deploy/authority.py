@@ -60,7 +60,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """The one of a folder; CannotIssue where there is none."""
+        """Return the authority of a folder. CannotIssue where there is none."""
         try:
             key = load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
             certificate = x509.load_pem_x509_certificate((folder / AUTHORITIES).read_bytes())

@@ -60,7 +60,7 @@ class ClockThread(Protocol):
 
 
 class SystemClock:
-    """Those of this machine. What waits, runs beside others or draws lots asks one of these, and no module."""
+    """Use the time, threads and random numbers of this machine; a simulation puts others in their place."""
 
     now = staticmethod(time.monotonic)  # seconds; only moves on
     since_1970 = staticmethod(time.time)  # seconds

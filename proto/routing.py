@@ -68,7 +68,7 @@ class Placement:
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """Return the number of shards."""
         return len(self.shards)
 
     @staticmethod
@@ -97,7 +97,7 @@ class Route:
     numbers: dict[tuple[str, int], int] = field(default_factory=dict, compare=False, repr=False)
 
     def slice_of(self, shard: int) -> slice:
-        """Where the ids (and rows) of a shard of its placement lie."""
+        """Return the slice of the ids (and rows) that belong to a shard of its placement."""
         return slice(int(self.splits[shard]), int(self.splits[shard + 1]))
 
     def select(self, keep: npt.NDArray[np.bool_]) -> Route:

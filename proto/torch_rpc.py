@@ -76,7 +76,7 @@ def start_agent(name: str, interface: str) -> TensorPipeAgent:
 
 
 def addresses_of(agent: TensorPipeAgent) -> dist.Store:
-    """Where an agent looks up the URLs of the members of its group, by name."""
+    """Return the mapping in which an agent looks up the URLs of its group's members, by name."""
     return dist.PrefixStore("addrs", agent.store)
 
 

@@ -217,7 +217,7 @@ class FrameReader:
         return self._filled > 0 or self._header is not None
 
     def buffer(self) -> memoryview:
-        """Where the next received bytes go; never empty."""
+        """Return the memory for the next received bytes; it is never empty."""
         target = self._target
         if target is not None and len(target) >= SCRATCH_BYTES:
             return target

@@ -121,7 +121,7 @@ class ApplyThread:
 
     @property
     def idle_seconds(self) -> float:
-        """For how long the thread has not looked at its queue, which it does all the time unless a request hangs."""
+        """Return the seconds since the thread last looked at its queue, as it always does unless a request hangs."""
         return 0.0 if self._closed else self._clock.now() - self._looked
 
     def watch(self, watched: Watched) -> None:

@@ -53,7 +53,7 @@ class Contents:
 
 
 class Restores:
-    """The one restore that a shard works on; on the apply thread.
+    """Carry out the restores of a shard, one at a time, on the apply thread.
 
     `names` gives the tables that are here, `install` puts others in their place.
     """

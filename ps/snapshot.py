@@ -62,7 +62,7 @@ class ShardImage:
 
 
 class Snapshots:
-    """The one snapshot that a shard works on; on the apply thread.
+    """Take the snapshots of a shard, one at a time, on the apply thread.
 
     `moment` gives the shard's state, `waiting` whether pushes that were acknowledged are not applied yet: a snapshot
     waits for these.

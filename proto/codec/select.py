@@ -33,7 +33,7 @@ _BITS = types.Array(types.int32, 1, "C", readonly=True)
 
 
 def count_of(ratio: float, size: int) -> int:
-    """How many of `size` elements a ratio in (0, 1] means: at least one, where there is one."""
+    """Return the number of `size` elements that a ratio in (0, 1] means: at least one, where there is one."""
     return min(size, max(1, round(ratio * size)))
 
 

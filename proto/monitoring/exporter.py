@@ -65,7 +65,7 @@ class LoopWatch:
 
     @property
     def idle_seconds(self) -> float:
-        """For how long it has not run."""
+        """Return the seconds since it last ran."""
         return time.monotonic() - self._looked
 
 

@@ -34,7 +34,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between looks for shards tha
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Where a shard serves, and which process it is."""
+    """Tell the address and the process of a shard."""
 
     address: str  # as host:port or unix:/path
     instance: str
@@ -44,7 +44,7 @@ class Announcement:
 
     @classmethod
     def read(cls, folder: Path, shard: int) -> Announcement | None:
-        """The one of a shard; None where there is none. NotAnnounced where it cannot be read."""
+        """Return the announcement of a shard; None where there is none. NotAnnounced where it cannot be read."""
         path = _path(folder, shard)
         try:
             with path.open("rb") as file:

@@ -67,7 +67,7 @@ class ClientTLS:
         return None
 
     def certificate_of_shard(self) -> x509.Certificate:
-        """The one that the shard shows, once both sides trust each other; else an error, or OSError, that says why."""
+        """Return the shard's certificate once both sides trust each other; an error, or OSError, says why not."""
         host, _, port = self.address.rpartition("://")[2].rpartition(":")
         credentials = self.credentials()
         try:

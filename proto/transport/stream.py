@@ -95,7 +95,7 @@ class StreamCall:
             self.answer.set_exception(error)
 
     def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
-        """Where the arrays of its reply go: to the caller's own, as far as they fit."""
+        """Return the memory for an array of the reply: the caller's own, where it fits."""
         if len(lengths) != len(self.into):
             self.into = [np.empty(length, np.uint8) for length in lengths]
         return [

@@ -74,7 +74,7 @@ class Member:
 
     @property
     def sender(self) -> Sender:
-        """Whose pushes are its own."""
+        """Return the worker and epoch under which it pushes."""
         return Sender(self.worker, self.epoch)
 
 

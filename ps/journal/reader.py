@@ -64,7 +64,7 @@ class LogPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogEnd:
-    """How a log ends. `torn`: within a record that was not written whole. `unsynced`: with the machine's power.
+    """Name the ways in which a log ends. `torn`: within a record, half written. `unsynced`: with a loss of power.
 
     `lost_records` are those that are still intact behind the end of an unsynced log.
     """

@@ -86,7 +86,7 @@ class RecordHeader(NamedTuple):
 
 
 class SegmentFlag(enum.IntFlag):
-    """How a segment was written."""
+    """Name the ways in which a segment was written."""
 
     SYNCED = 1  # each group reached the disk before the next one was written
 

@@ -23,7 +23,7 @@ _FIELDS = ("name", "role", "token_sha256", "certificate", "tables", "quotas")
 
 @dataclass(frozen=True, kw_only=True)
 class TableLimits:
-    """What tables may have together, on one shard; None: as much as there is."""
+    """Limit what tables may have together, on one shard; None: no limit."""
 
     pattern: str = "*"  # of these tables, as far as they are the principal's
     rows_held: int | None = None
@@ -32,7 +32,7 @@ class TableLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Quotas:
-    """What one principal may use of one shard; None: as much as there is."""
+    """Limit what one principal may use of one shard; None: no limit."""
 
     rows_per_second: int | None = None  # whose ids it sends, over ten seconds
     connections: int | None = None  # of the stream transport

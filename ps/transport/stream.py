@@ -330,7 +330,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: for a large frame, the array that the tables read them from."""
+        """Return the memory for the next bytes: for a large frame, the array that the tables read."""
         if self._refused:
             return _REFUSED
         return self._hello[self._filled :] if self._reader is None else self._reader.buffer()

@@ -253,7 +253,7 @@ def best_checkpoint(url: str) -> Checkpoint | None:
 
 
 def whole_checkpoint(url: str, beside: str = "") -> str | None:
-    """Where a checkpoint is: beside another one, where the folder of both was moved, or where it was; None: gone."""
+    """Return the place of a checkpoint: beside another one, if their folder was moved, or as before; None: gone."""
     moved = [f"{posixpath.dirname(beside)}/{posixpath.basename(url)}"] if beside else []
     return next((place for place in (*moved, url) if MANIFEST in Storage(place).sizes("")), None)
 
@@ -285,7 +285,7 @@ class CheckpointFolder:
             self._storage.remove(_PROBE)
 
     def new_url(self, step: int) -> str:
-        """Where the next checkpoint will be: apart from those that are there, of which one may be half written.
+        """Return a place for the next checkpoint, apart from those that are there, of which one may be half written.
 
         A first worker that lost its lease may still write the checkpoint that another one makes in its place.
         """

@@ -443,7 +443,7 @@ class Client:
             connection.transport.close()
 
     def spec(self, table: str) -> TableSpec:
-        """That of a table that was declared; UnknownTable."""
+        """Return the spec of a table that was declared. UnknownTable."""
         spec = self._specs.get(table)
         if spec is None:
             known = ", ".join(self._specs) or "none"

@@ -228,7 +228,7 @@ class ShardConnections:
         return self._connections[shard]
 
     def term(self, shard: int) -> int:
-        """That of the shard's process, as far as it is known; 0 without a log."""
+        """Return the term of the shard's process, as far as it is known; 0 without a log."""
         return self._connections[shard].greeting.term
 
     def call_all(self, request: Request) -> list[Outcome]:

@@ -176,7 +176,7 @@ class Membership:
         return split
 
     def required_clock(self, clock: int) -> int:
-        """How many clocks must be closed before this worker reads rows for `clock`."""
+        """Return the number of clocks that must be closed before this worker reads rows for `clock`."""
         if self.terms.staleness is None or self.paused:  # the clock need not come to one that does not go on
             return 0
         return max(0, max(clock, self.first) - self.terms.staleness)

@@ -30,7 +30,7 @@ _SHARD_BITS = 12  # a placement has 4096 shards at most
 
 
 class Compressor:
-    """How the tables of one client travel, from one push or pull to the next.
+    """Encode the gradients and decode the rows of one client's tables, from one push or pull to the next.
 
     `find` gives the values codecs of this process. One thread packs pushes; no push is under way while a table is
     chosen another codec, or a state is taken or loaded.

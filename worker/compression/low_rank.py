@@ -18,7 +18,7 @@ from embershard.proto.codec.values.registry import ValuesCodec
 
 
 class ParameterSlice(NamedTuple):
-    """Where a parameter lies in a dense table: from the first element of block `start` on."""
+    """Name the place of a parameter in a dense table: from the first element of block `start` on."""
 
     start: int
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class ParameterSlice(NamedTuple):
         return own if own * (rows + self.columns) < self.size else 0
 
     def rows(self, low: int, high: int) -> tuple[int, int, int]:
-        """Where its elements low to high are: the first row, what they skip of it, and how many rows they touch."""
+        """Return where its elements low to high are: the first row, what they skip of it, and the number of rows."""
         row, skip = divmod(low, self.columns)
         return row, skip, -(-(skip + high - low) // self.columns)
 

@@ -66,14 +66,14 @@ PLAIN = CodecName()
 
 
 class Directions(NamedTuple):
-    """How a table's gradients go to the shards, and how its rows come back."""
+    """Name the codecs of a table: of its gradients to the shards, and of its rows back."""
 
     push: CodecName = PLAIN
     pull: CodecName = PLAIN
 
 
 def describe_codecs(tables: Mapping[str, Directions], dense: Mapping[str, Directions]) -> str:
-    """How gradients and rows travel: `float32`, or the codecs of embedding tables and then those of dense weights."""
+    """Return how gradients and rows travel: `float32`, or the codecs of embedding tables, then of dense weights."""
     if not tables and not dense:
         return ""
     parts = ([_both(tables)] if tables else []) + ([f"dense {_both(dense)}"] if dense else [])
@@ -91,7 +91,7 @@ def _both(directions: Mapping[str, Directions]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How the tables of a session travel; docs/compression.md lists the codecs and says which pays where.
+    """Choose how the tables of a session travel; docs/compression.md lists the codecs and says which pays where.
 
     `push` and `pull` are those of embedding tables, `dense` ({"push": ..., "pull": ...}) those of dense weights, and
     `tables` those of the tables, of both kinds, whose name a pattern matches: the first one that does. A direction

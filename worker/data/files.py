@@ -160,7 +160,7 @@ def read_range(path: Path, start: int, end: int) -> tuple[int, bytes]:
 
 
 def line_starts(path: Path, positions: Iterable[int]) -> list[int]:
-    """Where the first line that is not empty begins at or behind each of a plain file's bytes, each place once.
+    """Return the beginnings of the first lines that are not empty at or behind these bytes of a plain file, each once.
 
     Positions ascend.
     """

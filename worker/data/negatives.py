@@ -18,7 +18,7 @@ _PRIME = np.int64(0x100000001B3)
 
 @dataclass(frozen=True, kw_only=True)
 class NegativeSampling:
-    """How many samples of other items follow each interaction, and which features are the item's.
+    """Choose how many samples of other items follow each interaction, and which features are the item's.
 
     uniform: each item is as likely as another; popularity: as often as it was taken in the training data.
     """

@@ -47,7 +47,7 @@ class BadFeature(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """How a feature is made of a column; docs/data.md describes each field. `None` is the default of its type."""
+    """Describe how a feature is made of a column; docs/data.md has each field. `None` is the default of its type."""
 
     type: Kind | None = None
     column: str | None = None

@@ -45,7 +45,7 @@ _OPEN_QUOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a delimited file is read: its columns in order, and what their text means.
+    """Describe a delimited file: its columns in order, and what their text means.
 
     Kinds: label (0 or 1, or a key of `label_values`), id (integer >= 0), text (any), number (finite or missing), skip.
     A field in quotes may hold delimiters and doubled quotes, but no line end. ASCII has to be a part of `encoding`.

@@ -46,7 +46,7 @@ class CodecsSection(Section):
 
     @property
     def schedule(self) -> CodecSchedule:
-        """As the trainer uses it."""
+        """Return the schedule for the trainer."""
         return CodecSchedule.of(self.at)
 
     @property
@@ -73,7 +73,7 @@ class DirectionsSection(Section):
 
 
 class CompressionSection(DirectionsSection):
-    """How rows and gradients travel (docs/compression.md): those of embedding tables, of dense weights, of some tables.
+    """Choose the codecs of rows and gradients (docs/compression.md): of embeddings, dense weights, some tables.
 
     `tables` are patterns over the tables' names without the job's prefix, those of dense weights ("dense") among them;
     the first that matches counts. At most `residual_rows` rows of a table wait in a worker to be sent. dgc stays
@@ -94,12 +94,12 @@ class CompressionSection(DirectionsSection):
 
     @property
     def steps(self) -> list[int]:
-        """Those at which a codec changes."""
+        """Return the steps at which a codec changes."""
         sections = [self, self.dense, *self.tables.values()]
         return sorted({step for section in sections for _, codecs in section.given() for step in codecs.at} - {0})
 
     def settings(self, step: int | None = None) -> Compression:
-        """Those of a step; None: without codecs."""
+        """Return the settings of a step; None: without codecs."""
         chosen: dict[str, Any] = {}
         if step is not None:
             tables = {name: _at(table, step) for name, table in self.tables.items()}

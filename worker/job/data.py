@@ -440,7 +440,7 @@ class UserReaderSection(DataSection):
 
     @property
     def evaluation(self) -> Evaluation:
-        """How the data is evaluated, as the job says: pointwise or candidates; `open` compares it with the reader's."""
+        """Return how the job evaluates the data: pointwise or candidates; `open` compares it with the reader's."""
         return self.evaluates
 
     @property

@@ -54,7 +54,7 @@ class DataSection(Section):
 
     @property
     def evaluation(self) -> Evaluation:
-        """How the data is evaluated: pointwise (labels, logits), candidates (ranked lists) or ranking (all items)."""
+        """Return how to evaluate: pointwise (labels, logits), candidates (ranked lists) or ranking (all items)."""
         return "pointwise"
 
     @property

@@ -106,7 +106,7 @@ class Job(Section):
 
     @property
     def dense_mode(self) -> DenseMode:
-        """Where the dense weights live, of a job with shards."""
+        """Return where the dense weights of a job with shards are: ps, ddp or fsdp."""
         return "ddp" if self.strategy == "hybrid" and self.dense.mode == "ps" else self.dense.mode
 
     def elastic(self, workers: int) -> bool:

@@ -142,7 +142,7 @@ class FeatureSection(Section):
 
 
 class SplitSection(Section):
-    """How the rows of one table are shared out over train, valid and test."""
+    """Share out the rows of one table over train, valid and test."""
 
     by: Literal["random", "user", "time"]
     """random: by a hash of the row; user: all rows of a user together; time: the latest rows to test."""

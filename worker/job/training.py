@@ -126,7 +126,7 @@ _SHAPED: dict[str, tuple[str, ...]] = {  # field -> the schedules in which it ha
 
 
 class ScheduleSection(Section):
-    """How the learning rates change; see worker/nn/lr_schedule.py.
+    """Choose how the learning rates change; see worker/nn/lr_schedule.py.
 
     With the name torch it is `class` of torch.optim.lr_scheduler, made with `args`, moved with every step.
     """
@@ -210,7 +210,7 @@ class AverageSection(Section):
 
 
 class StepSection(Section):
-    """How a step is made (docs/training/step.md).
+    """Choose how a step is made (docs/training/step.md).
 
     `amp`: the forward in bfloat16 or float16. `accumulate`: one step with the mean gradient of so many batches.
     `clip_norm`: the largest L2 norm of all gradients of a worker. `non_finite`: a NaN or Inf ends the run or leaves the
@@ -234,7 +234,7 @@ class StepSection(Section):
 
 
 class TrainSection(StepSection):
-    """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers).
+    """Choose how long to train, by exactly one of epochs, steps (of each worker) and samples (of all workers), and how.
 
     `staleness` says what the workers see of each other (docs/training/staleness.md): 0 is synchronous, a number bounds
     by how many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies

@@ -80,7 +80,7 @@ def candidates(ids: Tensor) -> Tensor:
 
 
 class FrequencyEstimator:
-    """How often an item is in a batch, estimated from the steps between its appearances (Yi et al., algorithm 2).
+    """Estimate how often an item is in a batch from the steps between its appearances (Yi et al., algorithm 2).
 
     A stream needs no counts in advance; items share `slots` cells by their id's remainder.
     """

@@ -97,7 +97,7 @@ def call(what: str, make: object, args: Mapping[str, object], offered: Mapping[s
 
 
 def forward_of(model: nn.Module, name: str = "") -> Forward:
-    """How to get the logits of a batch from a model, by what its forward takes: (ids, dense) or (ids).
+    """Return a function from a batch to a model's logits, by what its forward takes: (ids, dense) or (ids).
 
     Logits may be (B,) or (B, 1), or (B, L) of several labels. UserCodeFailed where forward takes something else or,
     when it is called, raises or gives another shape; `name` is the user's name of the model.

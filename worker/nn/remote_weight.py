@@ -395,7 +395,7 @@ class RowsGradient(Tensor):
 
     @staticmethod
     def of(part: RowGradients, num_rows: int, limit: int) -> RowsGradient:
-        """That of a step so far; it shares the memory of the part."""
+        """Return the gradient of the step so far; it shares the memory of the part."""
         gradient = part.gradients.as_subclass(RowsGradient)
         gradient.ids, gradient.num_rows = torch.from_numpy(part.route.ids), num_rows
         gradient.limit, gradient.table = limit, part.spec.name

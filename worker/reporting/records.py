@@ -11,7 +11,7 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMode:
-    """How a run trains: what its speed and its quality depend on. A text is empty where it has no meaning."""
+    """Describe how a run trains: all that its speed and quality depend on. A text is empty where none applies."""
 
     strategy: str  # ps, hybrid, ddp, dp, local; and what holds dense weights that are not on shards
     workers: int

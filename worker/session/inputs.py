@@ -26,7 +26,7 @@ class EmbeddingModule(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Where its rows go; None for where the ids are."""
+        """Return the device for its rows; None for that of the ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ class LocalSteps:
         versions: Versions | None = None,
         exact: bool = False,
     ) -> list[Floats]:
-        """As Client.pull, from the copies where they are of this round; the clock is the rounds'.
+        """Pull as Client.pull does, from the copies where they are of this round; the clock counts rounds.
 
         With `exact` they are the rows that the shards keep, with what this round has changed of the copies.
         """

@@ -157,7 +157,7 @@ class CachedRows:
         versions: Versions | None = None,
         exact: bool = False,
     ) -> list[Floats]:
-        """As RowSource.pull; rows of which there is a copy that is young enough are not pulled.
+        """Pull as RowSource.pull does, but not the rows of which there is a copy that is young enough.
 
         No ids are kept for the push: a pull asks for a part of those that are pushed. The versions of copies are not
         known, and `versions` become 0. An `exact` pull goes past the copies.
@@ -201,11 +201,11 @@ class CachedRows:
         weight: float = 1.0,
         versions: Versions | None = None,
     ) -> Pushed:
-        """As RowSource.push; copies stay as they are."""
+        """Push as RowSource.push does; copies stay as they are."""
         return self._source.push(gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions)
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
-        """As RowSource.load; the copies of these rows are dropped."""
+        """Load as RowSource.load does, and drop the copies of these rows."""
         self._source.load(table, route, rows, keep_state=keep_state)
         self.drop(table, route.ids)
 

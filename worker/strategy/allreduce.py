@@ -59,7 +59,7 @@ class SynchronousSteps:
         return summed.then(lambda done: done.value()[0])
 
     def batches(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """As many turns for all workers; the mean of a step's gradients is that over the samples of all of them."""
+        """Yield as many turns on all workers; a step's gradient is the mean over the samples of all of them."""
         last: StepBatch | None = None
         while True:
             turn = next(turns, None)

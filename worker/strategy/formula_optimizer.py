@@ -55,7 +55,7 @@ class RowFormulaOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": spec.lr})
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: what is compiled is not copied."""
+        """Return the state for a copy; compiled code is not copied."""
         return {**super().__getstate__(), "_spec": self._spec, "skipped": self.skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -211,7 +211,7 @@ class ShardStrategy:
         return self.session.exact()
 
     def expired_leases(self) -> int:
-        """As the first shard counts them."""
+        """Return the number of leases that ended, as the first shard counts them."""
         return self._counted.expired_leases()
 
     def staleness_seen(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Position:
-    """Where a worker is in its data: its next batch, and how many it was given."""
+    """Name a worker's place in its data: its next batch, and how many it was given."""
 
     epoch: int = 0
     batch: int = 0  # of the epoch

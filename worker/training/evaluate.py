@@ -169,7 +169,7 @@ class Metrics:
     groups: str | None = None  # the feature by which gauc groups samples
 
     def collectors(self, labels: Sequence[str] = ("label",)) -> list[Pointwise | Labels | Candidates]:
-        """Who collects a split for `compute`, of samples with these labels."""
+        """Return the collectors of a split for `compute`, for samples with these labels."""
         if self.evaluation == "pointwise":
             return [Pointwise() if len(labels) == 1 else Labels(tuple(labels))]
         built_in: list[Pointwise | Labels | Candidates] = [Candidates(self.top_k)]

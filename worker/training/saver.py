@@ -322,7 +322,7 @@ def _hold_for_others(checkpoint: Checkpoint, compressor: Compressor, group: Work
 
 
 def position_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Position:
-    """Where a worker goes on in its data."""
+    """Return the position at which a worker goes on in its data."""
     state = checkpoint.worker(rank) or checkpoint.first_worker()
     try:
         match state["budget"]:

@@ -40,7 +40,7 @@ class NonFiniteLoss(EmbershardError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """How a step is made.
+    """Set how a step is made.
 
     `amp`: the forward runs in bfloat16 or float16 where torch holds that to be safe; float16 with a scaled loss.
     `accumulate`: gradients of so many batches make one step, their mean. `clip_norm`: the largest L2 norm of all
@@ -69,7 +69,7 @@ class Updater(Protocol):
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Whose parameters have the gradients."""
+        """Return the optimizers whose parameters have the gradients."""
 
     def step(self, weight: float) -> None:
         """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""

@@ -307,7 +307,7 @@ def build_model(job: Job, dataset: Dataset) -> nn.Module:
 
 
 def device_of(job: Job) -> torch.device:
-    """Where a job computes. JobError for a device that this machine has not."""
+    """Return the device on which a job computes. JobError for one that this machine does not have."""
     if job.train.device == "cuda" and not torch.cuda.is_available():
         raise JobError(where="train.device", reason="this machine has no CUDA device; use auto or cpu")
     wanted = job.train.device

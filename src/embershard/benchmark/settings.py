@@ -24,7 +24,7 @@ FIELDS, NUM_DENSE = 26, 13  # Criteo's
 
 
 class TransportName(StrEnum):
-    """How requests reach shards that a bench starts; `stream` is a Unix socket on one machine, `tcp` never is."""
+    """Choose how requests reach the shards of a bench; `stream` is a Unix socket on one machine, `tcp` never is."""
 
     STREAM = "stream"
     TCP = "tcp"

@@ -57,7 +57,7 @@ class Recoveries:
             self._say(f"the workers train again, {recovery.seconds:.1f} s after that")
 
     def summary(self) -> str:
-        """What the job lost in all; empty where it was never started again."""
+        """Return what the job lost in all, as text; empty where it was never started again."""
         if not self.made:
             return ""
         times = "once" if len(self.made) == 1 else f"{len(self.made)} times"

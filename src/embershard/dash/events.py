@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """How much an event matters."""
+    """Grade an event."""
 
     INFO = "info"
     WARNING = "warning"

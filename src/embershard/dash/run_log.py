@@ -27,7 +27,7 @@ class NoRun(EmbershardError):
 
 @dataclass(slots=True)
 class RunState:
-    """What the log says of its last run."""
+    """Hold what the log says of its last run."""
 
     folder: str
     name: str = ""

@@ -91,7 +91,7 @@ class Sampler:
         self._shards.close()
 
     def history(self) -> dict[str, object]:
-        """What a page needs that opens now: all that came until the sample of this `number`. Waits for a round."""
+        """Return what a page that opens now needs: all until the sample of this `number`. Waits for a round."""
         with self._lock:
             tracks = {"series": self.series.columns()}
             if self._run is not None:

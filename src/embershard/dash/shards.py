@@ -79,7 +79,7 @@ class ShardRow:
 
 
 class ShardWatch:
-    """What one shard answered, and what follows from it."""
+    """Hold what one shard answered, and what follows from it."""
 
     def __init__(self, address: str, tls: TLS | None = None) -> None:
         self.address = address
@@ -130,14 +130,14 @@ class ShardWatch:
         return not self._answers or time.monotonic() - self._answers[-1][0] > 1.0 + _PATIENCE_SECONDS
 
     def since(self, name: str) -> Sequence[int]:
-        """How far a histogram of durations has grown in the window, by bucket."""
+        """Return how far a histogram of durations has grown in the window, by bucket."""
         if self.is_stale or len(self._answers) < 2:
             return ()
         old, new = (getattr(answer, name).counts for _, answer in (self._answers[0], self._answers[-1]))
         return [count - (old[i] if i < len(old) else 0) for i, count in enumerate(new)]
 
     def row(self, *, lost: bool) -> ShardRow:
-        """It as a row; `lost` says that its rows do not belong to those of the others."""
+        """Return it as a row of the page; `lost` says that its rows do not belong to those of the others."""
         row = ShardRow(address=self.address, problem=self.problem, stale=self.is_stale)
         status = self.status
         if status is None:

@@ -90,7 +90,7 @@ class WorkersWatch:
         return [rows[worker] for worker in sorted(rows)]
 
     def events(self, statuses: Sequence[ShardStatus], whole: bool) -> list[Event]:
-        """Who came and went; `whole` says whether all shards answered."""
+        """Return the workers that came and went, as events; `whole` says whether all shards answered."""
         if not statuses or not whole:
             return []
         now = time.time()

@@ -37,7 +37,7 @@ class Case:
 
     @property
     def log_folder(self) -> Path | None:
-        """Where shards keep their logs: as named, or as the job says; None where none is known of."""
+        """Return the folder of the shards' logs: as named, or as the job says; None where none is known."""
         if self.log_dir is not None or self.job is None or self.job.durability == "memory":
             return self.log_dir
         return self.job.output or Path("runs")

@@ -13,7 +13,7 @@ DEADLINE_SECONDS = 3.0
 
 
 class Level(enum.StrEnum):
-    """How good an answer is."""
+    """Grade an answer."""
 
     OK = "ok"
     WARN = "warn"  # it runs, but slower or less safely than it could
@@ -35,7 +35,7 @@ def ok(text: str, remedy: str = "") -> Finding:
 
 
 def warn(text: str, remedy: str = "") -> Finding:
-    """It runs, but slower or less safely than it could."""
+    """Return an answer of something that runs, but slower or less safely than it could."""
     return Finding(Level.WARN, text, remedy)
 
 

@@ -109,7 +109,7 @@ def uvloop(_: Case) -> Finding:
     seconds=_IMPORT_SECONDS,
 )
 def kernels(_: Case) -> Finding:
-    """Where numba keeps the kernels."""
+    """Check where numba keeps the kernels."""
     module = importlib.import_module("embershard.ps.table.kernels")
     folder = importlib.import_module("embershard.proto.compiled.jit").cache_folder(module.gather)
     if not folder:

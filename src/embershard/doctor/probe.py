@@ -48,7 +48,7 @@ class Probe:
 
     @property
     def greeting(self) -> Greeting | None:
-        """How it introduced itself, over whatever it answers."""
+        """Return its greeting, over whichever transport it answers."""
         return self.stream_greeting or self.grpc_greeting
 
     @property

@@ -80,7 +80,7 @@ def grpc(case: Case) -> Finding | None:
     remedy="start it with --access access.yaml, and on loopback without --insecure-loopback; docs/security.md",
 )
 def access(case: Case) -> Finding | None:
-    """What the shard's hello says of tokens."""
+    """Check what the shard's hello says of tokens."""
     known = [probe for probe in case.probes if probe.asks is not None]
     if not known:
         return None

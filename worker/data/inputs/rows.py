@@ -25,7 +25,7 @@ PADDING = -1  # in place of an id, where a list is shorter than its columns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CategoricalInput:
-    """How the values of a column become ids.
+    """Make ids of the values of a column.
 
     hashed: feature_id of column and value. global: the value is the id, below `num_ids`. vocabulary: `first` + the
     value's place in `values`, which are sorted, or the place behind them all; white space around a text does not count.
@@ -40,7 +40,7 @@ class CategoricalInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericInput:
-    """How a column of numbers becomes a dense feature: log(1 + max(x, 0)) if `log`, then (x - mean) / std.
+    """Make a dense feature of a column of numbers: log(1 + max(x, 0)) if `log`, then (x - mean) / std.
 
     A missing number is 0 before that, unless it is `required`.
     """
@@ -54,7 +54,7 @@ class NumericInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListInput:
-    """How a column of lists of integers becomes `width` columns of ids: `first` + each integer, then PADDING.
+    """Make `width` columns of ids of a column of lists of integers: `first` + each integer, then PADDING.
 
     `keep` says which values of a longer list are kept: the last ones, or as many spread evenly over its distinct ones.
     Without a `width` the lists of all rows are as long as each other, and no value is left out.
@@ -87,7 +87,7 @@ class RowInputs:
         return tuple(feature.name for part in parts for feature in part)
 
     def as_data(self) -> dict[str, object]:
-        """It as what JSON can say; `of` takes it."""
+        """Return it as values that JSON has; `of` takes them."""
         return {"kind": "columns", **asdict(self)}
 
     @classmethod

@@ -45,7 +45,7 @@ NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """How the rows of one table are shared out over train, valid and test.
+    """Describe how the rows of one table are shared out over train, valid and test.
 
     random: by a hash of the whole row; user: by one of `column`, so that a user's rows stay together; time: by
     `column`, the latest rows to test and those before them to valid. `at` are the times where valid and test begin, in
@@ -298,7 +298,7 @@ class Tabular:
 
 
 def give_label_values(column: pa.ChunkedArray) -> str:
-    """How labels that are texts are declared, by the first two of them."""
+    """Return the setting that declares labels which are texts, with the first two of them."""
     first = [str(value) for value in pc.unique(column.cast(pa.string()).drop_null())[:2].to_pylist()]
     shown = ", ".join(f'"{value[:20]}"' for value in first) if len(first) == 2 else '"no", "yes"'
     return f"name the texts of 0 and of 1, as data.label_values: [{shown}]"

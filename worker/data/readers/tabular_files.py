@@ -47,7 +47,7 @@ Wanted = Mapping[str, tuple[Kind, str]]  # column -> its kind in text, and who r
 
 @dataclass(frozen=True, kw_only=True)
 class TableFormat:
-    """How files are read; the format is that of their names where it is None."""
+    """Describe how files are read; the format is that of their names where it is None."""
 
     format: Format | None = None
     delimiter: str | None = None

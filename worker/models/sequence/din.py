@@ -13,7 +13,7 @@ from embershard.worker.models.recommender import Recommender
 
 
 class ActivationUnit(nn.Module):
-    """How much an item of a history counts for a target, a(e_j, v_A): an MLP of both, their difference and product."""
+    """Weigh an item of a history for a target, a(e_j, v_A): an MLP of both, their difference and product."""
 
     def __init__(self, dim: int, hidden: Sequence[int]) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ _WAITS = ("wait_share", "wait_shards", "wait_workers", "wait_data")
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """How far a run is."""
+    """Hold how far a run is."""
 
     share: float | None  # of its samples; None where nobody knows how many there are
     text: str  # "epoch 3, 45,120 samples/s, auc 0.9812"
@@ -58,7 +58,7 @@ class RunLog:
         return f"workers were evicted ({lost}), so others trained without them" if lost else ""
 
     def progress(self) -> RunProgress:
-        """How far the run is."""
+        """Return how far the run is."""
         config, interval, evaluation = (self._last(record) for record in ("config", "train", "eval"))
         if not interval:
             return RunProgress(0.0, "begins to train" if config else "starting")
