@@ -168,7 +168,6 @@ def worker(
     if recover and (resume is not None or run):
         raise typer.BadParameter("--recover finds the run and its checkpoint: leave out --resume and --run")
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
-    settings = with_preprocessing(settings, job.parent, checkpoint)
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
@@ -186,14 +185,16 @@ def worker(
             if recovered is not None and recovered.is_done:
                 say(f"the job is done: its last checkpoint is in {settings.checkpoint.folder}")
                 return
+            if recovered is not None:
+                place, checkpoint = dataclasses.replace(place, run=recovered.number), recovered.resume
             _train(
-                settings,
+                with_preprocessing(settings, job.parent, checkpoint),
                 job.parent,
                 ps,
-                place if recovered is None else dataclasses.replace(place, run=recovered.number),
+                place,
                 imports=imports or (),
                 output=folder,
-                checkpoint=checkpoint if recovered is None else recovered.resume,
+                checkpoint=checkpoint,
                 profile=profile,
             )
     except lost as error:
