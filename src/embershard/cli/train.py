@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import shlex
 import shutil
@@ -18,6 +17,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embershard.cli.dash import check_panel
+from embershard.cli.engines import (
+    EngineName,
+    EngineOption,
+    EngineSettings,
+    InsecureOption,
+    PackOption,
+    ShardResourcesOption,
+    WorkerResourcesOption,
+    parse_resources,
+)
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
 from embershard.cli.security import TokenFileOption, token_words
@@ -40,7 +49,6 @@ from embershard.deploy.attempts import (
 )
 from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.deploy.panel import LocalPanel
-from embershard.deploy.slurm import SlurmEngine
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
@@ -62,14 +70,6 @@ _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
 _LOGS = "shard-logs"
 _LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than the logs of a run take
-
-
-class EngineName(enum.Enum):
-    """The engines of --engine."""
-
-    LOCAL = "local"
-    SLURM = "slurm"
-    RAY = "ray"
 
 
 def train(
@@ -134,21 +134,11 @@ def train(
     dash: Annotated[
         bool, typer.Option("--dash", help="Serve a page that shows the job, until it ends, and print its address.")
     ] = False,
-    engine: Annotated[
-        EngineName,
-        typer.Option(
-            help="Where shards and workers are started: on this machine, on the nodes of a Slurm job, or on those of a "
-            "Ray cluster (RAY_ADDRESS)."
-        ),
-    ] = EngineName.LOCAL,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="With another engine: no TLS between its machines.  [default: certificates that this run makes]",
-            show_default=False,
-        ),
-    ] = False,
+    engine: EngineOption = EngineName.LOCAL,
+    insecure: InsecureOption = False,
+    pack: PackOption = False,
+    shard_resources: ShardResourcesOption = "",
+    worker_resources: WorkerResourcesOption = "",
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
@@ -162,7 +152,14 @@ def train(
         log_as_json(sys.stdout)
     if parent_pid:
         end_with_parent(parent_pid)
-    given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
+    on = EngineSettings(
+        name=engine,
+        insecure=insecure,
+        pack=pack,
+        shard_resources=parse_resources(shard_resources, "--shard-resources"),
+        worker_resources=parse_resources(worker_resources, "--worker-resources"),
+    )
+    given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth, "train.threads": on.worker_threads}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
     if is_from_environment(context) and (shards is not None or not settings.has_shards):
@@ -181,9 +178,7 @@ def train(
     command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
-    cluster = _engine(
-        engine, settings, ps, folder, tls=tls_of(tls, tls_server_name), insecure=insecure, metrics=metrics
-    )
+    cluster = on.open(settings, ps, folder, tls=tls_of(tls, tls_server_name), metrics=metrics)
     make_folder(folder)
     certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
     if certificates is None and settings.has_shards and ps is None and not (cluster.is_local or insecure):
@@ -262,35 +257,6 @@ def _resume_command(words: Sequence[str]) -> str:
             kept.append(word)
         previous = word
     return shlex.join(["embershard", *kept, "--resume", "latest"])
-
-
-def _engine(
-    name: EngineName, job: Job, ps: str | None, folder: Path, *, tls: TLS | None, insecure: bool, metrics: str
-) -> ClusterEngine:
-    """The engine of --engine. BadParameter where it cannot run what else was asked for; NotInSlurm."""
-    if name is EngineName.LOCAL:
-        if insecure:
-            raise typer.BadParameter("--insecure has a meaning with another --engine: here shards are on loopback")
-        return LOCAL
-    if metrics:
-        raise typer.BadParameter("--metrics names ports of this machine: leave it out with another --engine")
-    if tls is not None and insecure:
-        raise typer.BadParameter("--tls and --insecure contradict each other")
-    if tls is not None and not tls.server_name:
-        reason = "shards have no addresses yet that a certificate could cover: name what it does cover"
-        raise typer.BadParameter(f"--tls needs --tls-server-name with --engine {name.value}: {reason}")
-    if "," in str(folder.absolute()):
-        raise typer.BadParameter(
-            f"a comma in --output {folder} would end the address of the shards: choose another folder"
-        )
-    announce, shards = folder.absolute() / "shards", job.shards if job.has_shards and ps is None else 0
-    if name is EngineName.RAY:
-        if job.all_reduces:
-            raise typer.BadParameter(f"strategy {job.strategy} all-reduces, which --engine ray does not set up")
-        from embershard.deploy.ray import RayEngine
-
-        return RayEngine(announce, worker_cpus=max(1, job.train.threads or 1))
-    return SlurmEngine.of_allocation(announce, shards=shards)
 
 
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
