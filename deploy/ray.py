@@ -65,6 +65,7 @@ class RayEngine:
         self._of_shard, self._of_worker, self._pack = dict(shard_resources), dict(worker_resources), pack
         self._room_seconds = room_timeout.total_seconds()
         self._groups: dict[str, Any] = {}  # of shards, and of workers; those of the present attempt
+        self._more: dict[Place, Any] = {}  # places of workers that came later, each with its group
         try:
             import ray
         except ModuleNotFoundError:
@@ -84,9 +85,27 @@ class RayEngine:
         strategy = "SPREAD" if self._pack else "STRICT_SPREAD"
         return self._placed("shard", count, self._of_shard, strategy)
 
-    def workers(self, count: int) -> Sequence[Place]:
+    def workers(self, count: int, most: int = 0) -> Sequence[Place]:
         """One of each bundle of a placement group of their own."""
+        for place in tuple(self._more):  # of an attempt that has ended
+            self.give_back(place)
         return self._placed("worker", count, self._of_worker, "SPREAD")
+
+    def another_worker(self, rank: int, most: int) -> Place:
+        """A group of its own, for which the cluster may have no room yet: the worker's process waits for it."""
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([self._of_worker])
+        place = Place((*self._step(group, 0, self._of_worker), "--"))
+        self._more[place] = group
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """Remove the group of a place that `another_worker` gave; the first workers keep theirs to the end."""
+        from ray.util.placement_group import remove_placement_group
+
+        if (group := self._more.pop(place, None)) is not None:
+            remove_placement_group(group)
 
     def again(self, place: Place) -> Place:
         """At the same place: Ray moves it where its node is lost."""
@@ -104,9 +123,10 @@ class RayEngine:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._more.values()):
             remove_placement_group(group)
         self._groups.clear()
+        self._more.clear()
         ray.shutdown()
 
     def _placed(self, what: str, count: int, each: Mapping[str, float], strategy: str) -> Sequence[Place]:

@@ -126,7 +126,8 @@ def _run(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     ray.init(address=args.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     signals: queue.Queue[int] = queue.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which has a handler of its own for SIGTERM
+    # after ray.init, which has a handler of its own for SIGTERM
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, _: signals.put(number))
     actor = _actor(args, words)
     try:
@@ -184,7 +185,7 @@ def _await_place(actor: Any, args: argparse.Namespace, signals: queue.Queue[int]
     ready = actor.__ray_ready__.remote()
     while not ray.wait([ready], timeout=0.2)[0]:
         now = time.monotonic()
-        if not signals.empty():
+        if not signals.empty():  # SIGUSR1, too: a worker that is to leave, and has not come yet
             return 128 + signals.get()
         if now - began > args.room_seconds:
             waited = f"no node of the Ray cluster with {wanted} free has started it within {args.room_seconds:.0f} s"

@@ -40,7 +40,7 @@ def run(
     job: str | os.PathLike[str],
     *,
     shards: int | None = None,
-    workers: int | None = None,
+    workers: int | tuple[int, int] | None = None,
     output: str | os.PathLike[str] | None = None,
     settings: Sequence[str] = (),
     imports: Sequence[str] = (),
@@ -54,10 +54,11 @@ def run(
     """Train the job of a file on the Ray cluster that this process is connected to, and wait for its end.
 
     Every shard and worker is a process of its own, which an actor owns; progress and the final table are printed here.
-    `shards` and `workers` stand in for those of the job, `settings` are further ones ("train.epochs=2"), `imports`
-    modules with row optimizers or codecs. All nodes have to see the folder `output` and what the job reads. Connections
-    are encrypted unless `insecure`. `resume` is that of `embershard train`; "auto" goes on from the latest checkpoint,
-    if there is one. `address` is that of another cluster. Ctrl-C ends all of its processes.
+    `shards` and `workers` stand in for those of the job, `workers=(2, 8)` for two and up to eight while more of them
+    pay (docs/training/workers.md). `settings` are further ones ("train.epochs=2"), `imports` modules with row
+    optimizers or codecs. All nodes have to see the folder `output` and what the job reads. Connections are encrypted
+    unless `insecure`. `resume` is that of `embershard train`; "auto" goes on from the latest checkpoint, if there is
+    one. `address` is that of another cluster. Ctrl-C ends all of its processes.
 
     Each shard and each worker takes so much of its node, by Ray's names: `worker_resources={"CPU": 4, "GPU": 1}`,
     `shard_resources={"CPU": 2, "memory": 16 * 2**30}`, or resources of the cluster's own. Without CPU it is one core,
@@ -69,7 +70,7 @@ def run(
     words = ["train", os.fspath(job), "--engine", "ray", "--output", str(folder), "--parent-pid", str(os.getpid())]
     options = {
         "--shards": shards,
-        "--workers": workers,
+        "--workers": "-".join(map(str, workers)) if isinstance(workers, tuple) else workers,
         "--resume": resume,
         "--shard-resources": _resources(shard_resources),
         "--worker-resources": _resources(worker_resources),

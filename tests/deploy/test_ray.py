@@ -21,6 +21,7 @@ from embershard.cli.engines import EngineName, EngineSettings, parse_resources
 from embershard.deploy.engine import Place
 from embershard.deploy.ray import NoRay, NoRoom, RayEngine
 from harness.eventually import PATIENCE, eventually
+from harness.growing_job import SAMPLES, GrowingJob
 from harness.processes import EMBERSHARD
 from harness.raises import raises
 
@@ -127,6 +128,16 @@ def test_a_run_that_fails_says_where_to_look_and_names_the_cluster_of_the_enviro
     with raises(embershard.ray.RunFailed, code=3, folder=str(tmp_path)):
         embershard.ray.run("job.yaml", output=tmp_path)
     assert (tmp_path / "address").read_text() == "of-the-environment:1\n"
+    with raises(embershard.ray.RunFailed, code=3):
+        embershard.ray.run("job.yaml", output=tmp_path, workers=(2, 8))
+    assert "--workers\n2-8\n" in (tmp_path / "words").read_text()
+
+
+@pytest.mark.cold_start
+def test_a_run_has_no_options_that_were_not_given(command, tmp_path):
+    command("exit 3")
+    with raises(embershard.ray.RunFailed):
+        embershard.ray.run("job.yaml", output=tmp_path)
     assert not {"--shards", "--workers", "--resume", "--pack"} & set((tmp_path / "words").read_text().split())
 
 
@@ -331,6 +342,32 @@ def test_a_job_whose_shard_loses_its_rows_goes_on_from_its_checkpoint_on_the_sam
         recovery["step"],
     ]
     assert records(tmp_path)[-1]["record"] == "result"
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(4 * PATIENCE)
+def test_workers_come_and_leave_and_give_their_places_back(cluster, tmp_path):
+    job = GrowingJob(tmp_path, "--engine", "ray", RAY_ADDRESS=cluster.address)
+    assert job.changes == [(2, 3), (3, 2)]
+    assert "worker 2 has left" in job.said
+    assert (job.result["record"], job.result["samples"]) == ("result", SAMPLES)
+    assert eventually(lambda: cluster.free_cores() == 4)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(4 * PATIENCE)
+def test_a_worker_for_which_the_cluster_has_no_room_leaves_nothing_behind(make_engine, cluster):
+    engine = make_engine(room_timeout=timedelta(seconds=5), worker_resources={"other": 1})
+    engine.workers(2, 3)
+    place = engine.another_worker(2, 3)
+    code, _, errors = finished(run_at(place, "print(1)"))
+    assert engine.exit_code(code, place) == -signal.SIGKILL
+    assert "no node of the Ray cluster with 1 other free has started it within 5 s" in errors
+    engine.give_back(place)
+    engine.workers(1, 3)
+    place = engine.another_worker(1, 3)
+    code, said, _ = finished(run_at(place, "print(1)"))
+    assert (code, said) == (0, "1\n")
 
 
 DRIVER = """

@@ -29,6 +29,7 @@ from embershard.cli.engines import (
 )
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
+from embershard.cli.scaling import WorkerScaling, check_scales, parse_workers
 from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
@@ -49,6 +50,7 @@ from embershard.deploy.attempts import (
 )
 from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.deploy.panel import LocalPanel
+from embershard.deploy.scaling import ScalingPolicy
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
@@ -61,6 +63,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.reporting.log import make_folder
+from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
@@ -86,7 +89,13 @@ def train(
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
-    workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|N-M",
+            help="Workers to start, instead of the job's. 2-8: two, and up to eight while more of them pay.",
+        ),
+    ] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
     bandwidth: Annotated[
         str | None,
@@ -159,12 +168,15 @@ def train(
         shard_resources=parse_resources(shard_resources, "--shard-resources"),
         worker_resources=parse_resources(worker_resources, "--worker-resources"),
     )
-    given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth, "train.threads": on.worker_threads}
+    least, most = parse_workers(workers) or (None, None)
+    given = {"workers": most, "shards": shards, "network.bandwidth": bandwidth, "train.threads": on.worker_threads}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
     if is_from_environment(context) and (shards is not None or not settings.has_shards):
         ps = None
     _check_shards(settings, ps, shards, imports)
+    least = least or settings.workers
+    check_scales(settings, least, settings.workers)
     addresses = _metrics_addresses(settings, ps, metrics)
     check_user_code([settings], imports or (), starts_shards=ps is None)
     if ps is not None:
@@ -178,6 +190,7 @@ def train(
     command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
+    command += ["--start-workers", str(least)] if least < settings.workers else []
     cluster = on.open(settings, ps, folder, tls=tls_of(tls, tls_server_name), metrics=metrics)
     make_folder(folder)
     certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
@@ -199,6 +212,7 @@ def train(
             started = _LocalJob(
                 job=settings,
                 command=command,
+                least=least,
                 folder=folder,
                 ps=ps,
                 imports=imports or (),
@@ -299,11 +313,13 @@ def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
 class _LocalJob:
     """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already.
 
+    It begins with `least` workers, and has up to the job's `workers` of them.
     `metrics` are the addresses at which shards that are started here, and then workers, serve their metrics.
     """
 
     job: Job
     command: Sequence[str]
+    least: int
     folder: Path
     ps: str | None
     imports: Sequence[str]
@@ -361,14 +377,16 @@ class _LocalJob:
             # shards that outlive a run must not take the next one's workers for late ones of the last
             command = [*self.command, *(["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else [])]
             command += ["--started-here"] if ps is None else []
+            shutil.rmtree(self.folder / WORKER_RECORDS, ignore_errors=True)  # of an attempt before
             if checkpoint is not None:
                 command += ["--resume", checkpoint.url]
             running = LocalWorkers(
-                job.workers,
+                self.least,
                 command,
                 self.folder,
                 metrics=self.metrics[-job.workers :],
                 elastic=job.elastic(job.workers),
+                most=job.workers,
                 restarts=job.train.restart_workers,
                 engine=self.engine,
                 say=say,
@@ -384,7 +402,8 @@ class _LocalJob:
                 running.connect(ps)
                 if self.panel is not None:
                     self.panel.connect(ps)
-            running.wait(lambda: self._look(local))
+            scaling = self._scaling(stack, ps)
+            running.wait(lambda: self._look(local, running, scaling))
         if running.lost:
             lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
             say(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
@@ -440,9 +459,20 @@ class _LocalJob:
     def _shard_metrics(self) -> Sequence[str]:
         return self.metrics[: -self.job.workers]
 
-    def _look(self, local: LocalShards | None) -> EmbershardError | None:
+    def _scaling(self, stack: contextlib.ExitStack, ps: str | None) -> WorkerScaling | None:
+        """What changes the number of workers, of a job whose workers may come and go."""
+        if ps is None or self.least == self.job.workers:
+            return None
+        policy = ScalingPolicy(least=self.least, most=self.job.workers)
+        return stack.enter_context(contextlib.closing(WorkerScaling(policy, self.folder, ps, self.tls, say)))
+
+    def _look(
+        self, local: LocalShards | None, running: LocalWorkers, scaling: WorkerScaling | None
+    ) -> EmbershardError | None:
         """What is looked at while the workers train; the failure of a shard ends the wait for them."""
         self.recoveries.look()
+        if scaling is not None:
+            scaling.look(running)
         return None if local is None else local.failure
 
     def _latest(self, began: float) -> Checkpoint | None:
