@@ -101,6 +101,9 @@ integration: setup  ## the tests that start processes
 test-long: setup  ## the tests that take minutes each
 	$(BIN)/python -m pytest -m long
 
+test-ray: $(VENV)/.ray  ## the tests of Ray, those with a cluster of two nodes too (3 minutes)
+	$(BIN)/python -m pytest tests/deploy/test_ray.py
+
 fuzz: setup  ## a million hostile frames and payloads for their readers (a quarter of an hour)
 	EMBERSHARD_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz --timeout 3600
 

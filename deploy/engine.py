@@ -35,8 +35,16 @@ class ClusterEngine(Protocol):
         """The places of so many shards, by index."""
         ...
 
-    def workers(self, count: int) -> Sequence[Place]:
-        """The places of so many workers, by rank."""
+    def workers(self, count: int, most: int = 0) -> Sequence[Place]:
+        """The places of so many workers, by rank, of up to `most` that may come."""
+        ...
+
+    def another_worker(self, rank: int, most: int) -> Place:
+        """A place for a worker beside those of `workers`; its process may have to wait until there is room."""
+        ...
+
+    def give_back(self, place: Place) -> None:
+        """Free a place of `another_worker` whose process has ended for good."""
         ...
 
     def again(self, place: Place) -> Place:
@@ -70,9 +78,16 @@ class LocalEngine:
         """Place all shards on this machine, whose memory they share."""
         return [Place(number=index, of=count) for index in range(count)]
 
-    def workers(self, count: int) -> Sequence[Place]:
-        """Place all workers on this machine, whose cores they share."""
-        return self.shards(count)
+    def workers(self, count: int, most: int = 0) -> Sequence[Place]:
+        """Place all workers on this machine, whose cores they share with those that may come."""
+        return [Place(number=rank, of=most or count) for rank in range(count)]
+
+    def another_worker(self, rank: int, most: int) -> Place:
+        """Start it on this machine, too."""
+        return Place(number=rank, of=most)
+
+    def give_back(self, place: Place) -> None:
+        """Do nothing: nothing is reserved here."""
 
     def again(self, place: Place) -> Place:
         """Start it again on this machine, the only one."""

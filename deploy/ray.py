@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from embershard.deploy.engine import Place
-from embershard.deploy.ray_step import NAMESPACE
+from embershard.deploy.ray_step import NAMESPACE, amount_of
 from embershard.proto.errors import EmbershardError, Status
 
+ONE_CORE: Mapping[str, float] = MappingProxyType({"CPU": 1})
 _REACHED_SECONDS = 10.0
-_PLACED_SECONDS = 120  # for a cluster to find room; one that grows by itself needs a while
+ROOM_TIMEOUT = timedelta(minutes=2)  # for a cluster to find room; one that grows by itself needs a while
 _SIGNALLED = 128  # exit code of ray_step.py for a process that a signal ended is this and its number
 
 
@@ -31,16 +35,17 @@ class NoRoom(EmbershardError):
 
     status = Status.RESOURCE_EXHAUSTED
     template = (
-        "the Ray cluster has no room for {count} {what} of {cpus:g} cores each{spread} (it has {nodes} nodes with "
-        "{total:g} cores, {free:g} of them free); start more nodes, or ask for less"
+        "the Ray cluster has no room for {count} {what} of {each} each{spread}: its {nodes} nodes have {held}; start "
+        "more nodes, or ask for less"
     )
 
 
 class RayEngine:
     """A Ray cluster that runs already. All of its nodes have to see the folder of the run.
 
-    Shards are on nodes of their own (`pack` allows them to share), and Ray moves a place whose node is lost. `close`
-    gives the places back.
+    Shards are on nodes of their own (`pack` allows them to share), and Ray moves a place whose node is lost. Each shard
+    and each worker takes so much of its node (`shard_resources`, `worker_resources`, by Ray's names: CPU, GPU, memory
+    in bytes, or one of the cluster's own). A job waits for a place up to `room_timeout`. `close` gives the places back.
     """
 
     name = "ray"
@@ -51,13 +56,16 @@ class RayEngine:
         announce: Path,
         *,
         address: str = "",
-        cpus: float = 1,
-        worker_cpus: float = 1,
+        shard_resources: Mapping[str, float] = ONE_CORE,
+        worker_resources: Mapping[str, float] = ONE_CORE,
         pack: bool = False,
+        room_timeout: timedelta = ROOM_TIMEOUT,
     ) -> None:
         self.announce: Path | None = announce
-        self._cpus, self._worker_cpus, self._pack = cpus, worker_cpus, pack
+        self._of_shard, self._of_worker, self._pack = dict(shard_resources), dict(worker_resources), pack
+        self._room_seconds = room_timeout.total_seconds()
         self._groups: dict[str, Any] = {}  # of shards, and of workers; those of the present attempt
+        self._more: dict[Place, Any] = {}  # places of workers that came later, each with its group
         try:
             import ray
         except ModuleNotFoundError:
@@ -75,11 +83,29 @@ class RayEngine:
     def shards(self, count: int) -> Sequence[Place]:
         """One of each bundle of a placement group, which spreads them."""
         strategy = "SPREAD" if self._pack else "STRICT_SPREAD"
-        return self._placed("shard", count, self._cpus, strategy)
+        return self._placed("shard", count, self._of_shard, strategy)
 
-    def workers(self, count: int) -> Sequence[Place]:
+    def workers(self, count: int, most: int = 0) -> Sequence[Place]:
         """One of each bundle of a placement group of their own."""
-        return self._placed("worker", count, self._worker_cpus, "SPREAD")
+        for place in tuple(self._more):  # of an attempt that has ended
+            self.give_back(place)
+        return self._placed("worker", count, self._of_worker, "SPREAD")
+
+    def another_worker(self, rank: int, most: int) -> Place:
+        """A group of its own, for which the cluster may have no room yet: the worker's process waits for it."""
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([self._of_worker])
+        place = Place((*self._step(group, 0, self._of_worker), "--"))
+        self._more[place] = group
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """Remove the group of a place that `another_worker` gave; the first workers keep theirs to the end."""
+        from ray.util.placement_group import remove_placement_group
+
+        if (group := self._more.pop(place, None)) is not None:
+            remove_placement_group(group)
 
     def again(self, place: Place) -> Place:
         """At the same place: Ray moves it where its node is lost."""
@@ -97,40 +123,57 @@ class RayEngine:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._more.values()):
             remove_placement_group(group)
         self._groups.clear()
+        self._more.clear()
         ray.shutdown()
 
-    def _placed(self, what: str, count: int, cpus: float, strategy: str) -> Sequence[Place]:
-        import ray
+    def _placed(self, what: str, count: int, each: Mapping[str, float], strategy: str) -> Sequence[Place]:
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
         if (before := self._groups.pop(what, None)) is not None:  # an attempt that has ended
             remove_placement_group(before)
-        group = self._groups[what] = placement_group([{"CPU": cpus}] * count, strategy=strategy)
-        if not group.wait(_PLACED_SECONDS):
-            total, free = ray.cluster_resources().get("CPU", 0.0), ray.available_resources().get("CPU", 0.0)
-            nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-            spread = ", on a node each" if strategy == "STRICT_SPREAD" else ""
+        group = self._groups[what] = placement_group([dict(each)] * count, strategy=strategy)
+        if not group.wait(self._room_seconds):
+            error = _no_room(f"{what}s", count, each, strategy)
             self.close()
-            raise NoRoom(count=count, what=f"{what}s", cpus=cpus, spread=spread, nodes=nodes, total=total, free=free)
+            raise error
         at = placement_group_table(group)["bundles_to_node_id"]
         nodes_of = [at[number] for number in range(count)]
         return [
             Place(
-                (*self._step(group, number, cpus), "--"),
+                (*self._step(group, number, each), "--"),
                 number=nodes_of[:number].count(node),
                 of=nodes_of.count(node),
             )
             for number, node in enumerate(nodes_of)
         ]
 
-    def _step(self, group: Any, bundle: int, cpus: float) -> tuple[str, ...]:
+    def _step(self, group: Any, bundle: int, each: Mapping[str, float]) -> tuple[str, ...]:
         return (
             sys.executable, "-P", "-m", "embershard.deploy.ray_step", "--address", self._address,
-            "--group", group.id.hex(), "--bundle", str(bundle), "--cores", str(cpus),
+            "--group", group.id.hex(), "--bundle", str(bundle), "--resources", json.dumps(each),
+            "--room-seconds", str(self._room_seconds),
         )  # fmt: skip
+
+
+def _no_room(what: str, count: int, each: Mapping[str, float], strategy: str) -> NoRoom:
+    """The error of a cluster that runs, with what it has of what was asked for."""
+    import ray
+
+    total, free = ray.cluster_resources(), ray.available_resources()
+    held = ", ".join(
+        f"{amount_of(name, total.get(name, 0.0))} ({amount_of(name, free.get(name, 0.0))} free)" for name in each
+    )
+    return NoRoom(
+        what=what,
+        count=count,
+        each=" and ".join(amount_of(name, amount) for name, amount in each.items()),
+        spread=", on a node each (--pack lets them share)" if strategy == "STRICT_SPREAD" else "",
+        nodes=sum(bool(node["Alive"]) for node in ray.nodes()),
+        held=held,
+    )
 
 
 def _check_reachable(address: str) -> None:

@@ -7,12 +7,14 @@ ends, Ray ends the actor, and the command ends with it. So shards and workers st
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,6 +26,7 @@ _PASSED_ON = (
     "WORLD_SIZE",
 )  # fmt: skip  # beginnings of variables that the command gets from here; all others are those of its machine
 _LOOK_SECONDS = 1.0
+_SAID_SECONDS = 10.0  # waiting for a place for longer is said, and again after each
 
 
 class RemoteProcess:
@@ -104,43 +107,34 @@ def main() -> int:
     parser.add_argument("--address", required=True, help="of the cluster")
     parser.add_argument("--group", required=True, help="id of the placement group")
     parser.add_argument("--bundle", type=int, required=True, help="of the group")
-    parser.add_argument("--cores", type=float, default=1.0, help="of the actor")
+    parser.add_argument("--resources", type=json.loads, default={"CPU": 1}, help="of the actor, as JSON")
+    parser.add_argument("--room-seconds", type=float, default=120.0, help="to wait for its place to have a node")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="behind --: python, and its arguments")
     args = parser.parse_args()
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     return _run(args, words[1:])  # the actor's own Python
 
 
+def amount_of(resource: str, amount: float) -> str:
+    """So much of a resource of Ray's, in words."""
+    return f"{amount / 2**30:.3g} GiB of memory" if resource == "memory" else f"{amount:g} {resource}"
+
+
 def _run(args: argparse.Namespace, words: Sequence[str]) -> int:
     import ray
     from ray.exceptions import RayError
-    from ray.util.placement_group import PlacementGroup, PlacementGroupID
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    signals: queue.Queue[int] = queue.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: signals.put(number))
     ray.init(address=args.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    group = PlacementGroup(PlacementGroupID(bytes.fromhex(args.group)))
-    variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=args.bundle)
-    actor = (
-        ray.remote(RemoteProcess)
-        .options(num_cpus=args.cores, max_concurrency=4, scheduling_strategy=strategy)
-        .remote(list(words), variables, os.getcwd())
-    )
-
-    def pass_on() -> None:
-        with suppress(RayError):  # the actor is gone, which the other thread tells
-            write_all()
-
-    def write_all() -> None:
-        while data := sys.stdin.buffer.readline():
-            ray.get(actor.tell.remote(data))  # one after the other: the actor's calls run side by side
-        ray.get(actor.tell.remote(b""))
-
-    threading.Thread(target=pass_on, daemon=True).start()
+    signals: queue.Queue[int] = queue.Queue()
+    # after ray.init, which has a handler of its own for SIGTERM
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: signals.put(number))
+    actor = _actor(args, words)
     try:
+        ended = _await_place(actor, args, signals)
+        if ended is not None:
+            return ended
+        threading.Thread(target=_pass_on, args=(actor,), daemon=True).start()
         while True:
             said = actor.said.remote()
             while not ray.wait([said], timeout=0.2)[0]:
@@ -156,6 +150,63 @@ def _run(args: argparse.Namespace, words: Sequence[str]) -> int:
     except RayError as error:
         print(f"its actor is lost: {type(error).__name__}", file=sys.stderr, flush=True)
     return LOST_EXIT_CODE
+
+
+def _actor(args: argparse.Namespace, words: Sequence[str]) -> Any:
+    """The actor, which the cluster may not have a place for yet."""
+    import ray
+    from ray.util.placement_group import PlacementGroup, PlacementGroupID
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = PlacementGroup(PlacementGroupID(bytes.fromhex(args.group)))
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=args.bundle)
+    others = dict(args.resources)
+    return (
+        ray.remote(RemoteProcess)
+        .options(
+            num_cpus=others.pop("CPU", 0),
+            num_gpus=others.pop("GPU", 0),
+            memory=others.pop("memory", None),
+            resources=others,
+            max_concurrency=4,
+            scheduling_strategy=strategy,
+        )
+        .remote(list(words), variables, os.getcwd())
+    )
+
+
+def _await_place(actor: Any, args: argparse.Namespace, signals: queue.Queue[int]) -> int | None:
+    """Wait until the actor runs; the exit code where a signal, or the end of the time for it, comes first."""
+    import ray
+
+    wanted = " and ".join(amount_of(name, amount) for name, amount in args.resources.items())
+    began = said = time.monotonic()
+    ready = actor.__ray_ready__.remote()
+    while not ray.wait([ready], timeout=0.2)[0]:
+        now = time.monotonic()
+        if not signals.empty():  # SIGUSR1, too: a worker that is to leave, and has not come yet
+            return 128 + signals.get()
+        if now - began > args.room_seconds:
+            waited = f"no node of the Ray cluster with {wanted} free has started it within {args.room_seconds:.0f} s"
+            print(f"{waited}; start more nodes, or ask for less", file=sys.stderr, flush=True)
+            return LOST_EXIT_CODE
+        if now - said > _SAID_SECONDS:
+            said = now
+            print(f"waiting for a node of the Ray cluster with {wanted} free", file=sys.stderr, flush=True)
+    ray.get(ready)
+    return None
+
+
+def _pass_on(actor: Any) -> None:
+    """Pass on what stdin has, to its end."""
+    import ray
+    from ray.exceptions import RayError
+
+    with suppress(RayError):  # the actor is gone, which the other thread tells
+        while data := sys.stdin.buffer.readline():
+            ray.get(actor.tell.remote(data))  # one after the other: the actor's calls run side by side
+        ray.get(actor.tell.remote(b""))
 
 
 def _send(actor: Any, signals: queue.Queue[int]) -> None:

@@ -68,20 +68,21 @@ class SlurmEngine:
         """Spread from the first node on."""
         return self._spread(count, 0)
 
-    def workers(self, count: int) -> Sequence[Place]:
+    def workers(self, count: int, most: int = 0) -> Sequence[Place]:
         """Spread from the node after the last shard on."""
         return self._spread(count, self._shards)
+
+    def another_worker(self, rank: int, most: int) -> Place:
+        """On the node of the allocation where the fewest processes run."""
+        return self._emptiest(self._lost())
+
+    def give_back(self, place: Place) -> None:
+        """Do nothing: the nodes are the allocation's until it ends."""
 
     def again(self, place: Place) -> Place:
         """On the same node, or where Slurm says that this is lost, on the one where the fewest processes run."""
         lost = self._lost()
-        if place.host not in lost or lost >= set(self._nodes):
-            return place
-        with self._lock:
-            running = Counter(host for process, host in self._watched if process.returncode is None)
-        node = min((node for node in self._nodes if node not in lost), key=lambda node: running[node])
-        # as if all that runs there were of its kind: they share the node's memory and cores
-        return Place(_srun(node), node, running[node], running[node] + 1)
+        return place if place.host not in lost or lost >= set(self._nodes) else self._emptiest(lost)
 
     def exit_code(self, code: int, place: Place) -> int:
         """srun says 128 and the number of a signal, and of a step whose node was lost nothing that tells it apart."""
@@ -101,6 +102,14 @@ class SlurmEngine:
     def close(self) -> None:
         """Slurm takes the nodes back at the end of the allocation."""
         self._closed.set()
+
+    def _emptiest(self, lost: set[str]) -> Place:
+        with self._lock:
+            running = Counter(host for process, host in self._watched if process.returncode is None)
+        usable = [node for node in self._nodes if node not in lost] or list(self._nodes)
+        node = min(usable, key=lambda node: running[node])
+        # as if all that runs there were of its kind: they share the node's memory and cores
+        return Place(_srun(node), node, running[node], running[node] + 1)
 
     def _end_lost(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):

@@ -21,6 +21,7 @@ from embershard.proto.errors import EmbershardError, WorkerLost
 
 LAST_LINES = 12  # of a worker that died, shown with the report
 STOP_TIMEOUT = timedelta(seconds=10)
+LEAVE_SIGNAL = signal.SIGUSR1  # to a worker that is to leave while the others train on
 _POLL_SECONDS = 0.05
 
 
@@ -42,6 +43,9 @@ class LocalWorkers:
     another: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends with an
     error of its own ends all of them: the others would come to it too.
 
+    There may be up to `most` workers: `resize` starts more, and has those that came last leave. Training goes on
+    without one of these, whatever ends it.
+
     `metrics` are the addresses at which they serve their metrics, by their numbers. Another `engine` than this machine
     has them on others, which see the same files.
 
@@ -56,13 +60,14 @@ class LocalWorkers:
         *,
         metrics: Sequence[str] = (),
         elastic: bool = False,
+        most: int = 0,
         restarts: int = 0,
         engine: ClusterEngine = LOCAL,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
         self._engine = engine
-        self._places = list(engine.workers(num_workers))
-        self._num_workers = num_workers
+        self._least, self._most = num_workers, max(num_workers, most)
+        self._places = list(engine.workers(self._least, self._most))
         self._command = tuple(command)
         self._logs = logs
         self._metrics = tuple(metrics)
@@ -73,8 +78,9 @@ class LocalWorkers:
         self._addresses: bytes | None = None  # a line for the workers' stdin, once the shards serve
         self._starts: list[int] = []  # where this run begins in each log
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._gone: set[int] = set()  # workers that a signal ended for good
-        self._again: set[int] = set()  # and those that were started again
+        self._gone: set[int] = set()  # workers that have left, or that a signal ended for good
+        self._leaving: set[int] = set()  # workers that were told to
+        self._again: set[int] = set()  # workers that were started again, or came later
         self.lost: dict[int, list[str]] = {}  # "SIGKILL", by worker, for every time that a signal ended it
 
     @property
@@ -82,18 +88,20 @@ class LocalWorkers:
         """Return the process ids, in the order of the workers."""
         return tuple(process.pid for process in self._processes)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The workers that train, or start to, and were not told to leave."""
+        return tuple(rank for rank in range(len(self._processes)) if rank not in self._gone | self._leaving)
+
     def __enter__(self) -> Self:
-        """Start all workers."""
+        """Start the first workers."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._port = _reserve_port()
         port = self._port.getsockname()[1]
         self._meeting = meeting(self._places[0], port)
         try:
-            for rank in range(self._num_workers):
-                file = (self._logs / f"worker-{rank}.log").open("ab")
-                self._files.append(file)
-                self._starts.append(file.tell())
-                self._processes.append(self._start(rank))
+            for rank in range(self._least):
+                self._begin(rank)
         except BaseException:
             self.close()
             raise
@@ -108,18 +116,29 @@ class LocalWorkers:
         for process in self._processes:
             self._tell(process)
 
+    def resize(self, count: int) -> None:
+        """Have `count` workers, within the job's bounds: start some, or have some leave before their next split."""
+        while len(self.ranks) < min(count, self._most):
+            self._add()
+        for rank in self.ranks[max(count, self._least) :]:
+            self._leaving.add(rank)
+            self._processes[rank].send_signal(LEAVE_SIGNAL)
+
     def wait(self, watch: Callable[[], EmbershardError | None] = lambda: None) -> None:
         """Wait until every worker is done. WorkerFailed where one is not; `watch` may end the wait with an error."""
         over = math.inf  # when the job was done
         while True:
             codes = [sessions.poll(process) for process in self._processes]
-            done = 0 in codes
+            for rank in [rank for rank in self._leaving if codes[rank] is not None]:
+                self._leaving.discard(rank)
+                self._let_go(rank, f"worker {rank} has left")
+            done = any(code == 0 for rank, code in enumerate(codes) if rank not in self._gone)
             over = min(over, time.monotonic()) if done else over
             ended = {rank for rank, code in enumerate(codes) if code not in (None, 0)} - self._gone
             for rank in [rank for rank in ended if self._survives(rank, done)]:
                 ended.discard(rank)
                 self._lose(rank, restart=not done)
-            if ended or len(self._gone) == self._num_workers:
+            if ended or len(self._gone) == len(self._processes):
                 raise self._failure(self._failed() if ended else self._gone)
             running = {rank for rank, process in enumerate(self._processes) if process.returncode is None}
             # who was started again too late has nobody left to train with
@@ -153,28 +172,56 @@ class LocalWorkers:
 
     def _survives(self, rank: int, done: bool) -> bool:
         """Whether training goes on where this worker has ended; `done` by others."""
-        return self._elastic and (self._code(rank) < 0 or (done and rank in self._again))
+        is_late = rank >= self._least or (done and rank in self._again)
+        return self._elastic and (self._code(rank) < 0 or is_late)
 
     def _lose(self, rank: int, *, restart: bool) -> None:
         how = _how(self._code(rank))
         self.lost.setdefault(rank, []).append(how)
-        if restart and self._restarts > 0:
+        if restart and self._restarts > 0 and rank < self._least:
             self._restarts -= 1
             self._again.add(rank)
             self._places[rank] = self._engine.again(self._places[rank])
             self._processes[rank] = self._start(rank)
             self._say(f"worker {rank} ended ({how}) and was started again; training goes on with the others meanwhile")
             return
+        if rank >= self._least and (lines := self._tail(rank).splitlines()):
+            how += f": {lines[-1]}"  # as that a cluster has no room for it
+        self._let_go(rank, f"worker {rank} ended ({how}); training goes on with the others")
+
+    def _let_go(self, rank: int, said: str) -> None:
+        """Go on without a worker that has ended."""
         self._gone.add(rank)
-        if len(self._gone) < self._num_workers:
-            self._say(f"worker {rank} ended ({how}); training goes on with the others")
+        if rank >= self._least:
+            self._engine.give_back(self._places[rank])
+        if len(self._gone) < len(self._processes):
+            self._say(said)
+
+    def _add(self) -> None:
+        """Start one worker more, by the lowest number that is free."""
+        rank = min(self._gone, default=len(self._processes))
+        is_late = rank >= self._least
+        place = self._engine.another_worker(rank, self._most) if is_late else self._engine.again(self._places[rank])
+        self._places[rank : rank + 1] = [place]
+        self._again.add(rank)
+        if rank == len(self._processes):
+            self._begin(rank)
+            return
+        self._gone.discard(rank)
+        self._processes[rank] = self._start(rank)
+
+    def _begin(self, rank: int) -> None:
+        file = (self._logs / f"worker-{rank}.log").open("ab")
+        self._files.append(file)
+        self._starts.append(file.tell())
+        self._processes.append(self._start(rank))
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         place = self._places[rank]
         ranks = {
             "RANK": rank,
             "LOCAL_RANK": place.number,
-            "WORLD_SIZE": self._num_workers,
+            "WORLD_SIZE": self._most,
             "LOCAL_WORLD_SIZE": place.of,
         }
         environment = {**os.environ, **self._meeting, **{key: str(value) for key, value in ranks.items()}}

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,55 +40,65 @@ def run(
     job: str | os.PathLike[str],
     *,
     shards: int | None = None,
-    workers: int | None = None,
+    workers: int | tuple[int, int] | None = None,
     output: str | os.PathLike[str] | None = None,
     settings: Sequence[str] = (),
     imports: Sequence[str] = (),
     resume: str | None = None,
     insecure: bool = False,
     address: str | None = None,
+    pack: bool = False,
+    shard_resources: Mapping[str, float] | None = None,
+    worker_resources: Mapping[str, float] | None = None,
 ) -> Result:
     """Train the job of a file on the Ray cluster that this process is connected to, and wait for its end.
 
     Every shard and worker is a process of its own, which an actor owns; progress and the final table are printed here.
-    `shards` and `workers` stand in for those of the job, `settings` are further ones ("train.epochs=2"), `imports`
-    modules with row optimizers or codecs. All nodes have to see the folder `output` and what the job reads. Connections
-    are encrypted unless `insecure`. `resume` is that of `embershard train`; "auto" goes on from the latest checkpoint,
-    if there is one. `address` is that of another cluster. RunFailed where the job ends with an error. Ctrl-C ends all
-    of its processes.
+    `shards` and `workers` stand in for those of the job, `workers=(2, 8)` for two and up to eight while more of them
+    pay (docs/training/workers.md). `settings` are further ones ("train.epochs=2"), `imports` modules with row
+    optimizers or codecs. All nodes have to see the folder `output` and what the job reads. Connections are encrypted
+    unless `insecure`. `resume` is that of `embershard train`; "auto" goes on from the latest checkpoint, if there is
+    one. `address` is that of another cluster. Ctrl-C ends all of its processes.
+
+    Each shard and each worker takes so much of its node, by Ray's names: `worker_resources={"CPU": 4, "GPU": 1}`,
+    `shard_resources={"CPU": 2, "memory": 16 * 2**30}`, or resources of the cluster's own. Without CPU it is one core,
+    for a worker train.threads. Each shard has a node to itself, unless `pack` lets them share.
+
+    RunFailed where the job ends with an error, which is printed; NoRoom is one of them.
     """
     folder = Path(output or Path("runs") / f"{Path(job).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-    command = [
-        sys.executable,
-        "-m",
-        "embershard.cli",
-        "train",
-        os.fspath(job),
-        "--engine",
-        "ray",
-        "--output",
-        str(folder),
-    ]
-    for option, value in (("--shards", shards), ("--workers", workers), ("--resume", resume)):
-        command += [] if value is None else [option, str(value)]
-    command += [word for setting in settings for word in ("--set", setting)]
-    command += [word for module in imports for word in ("--import", module)]
-    command += ["--insecure"] if insecure else []
-    command += ["--parent-pid", str(os.getpid())]
+    words = ["train", os.fspath(job), "--engine", "ray", "--output", str(folder), "--parent-pid", str(os.getpid())]
+    options = {
+        "--shards": shards,
+        "--workers": "-".join(map(str, workers)) if isinstance(workers, tuple) else workers,
+        "--resume": resume,
+        "--shard-resources": _resources(shard_resources),
+        "--worker-resources": _resources(worker_resources),
+    }
+    words += [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    words += [word for setting in settings for word in ("--set", setting)]
+    words += [word for module in imports for word in ("--import", module)]
+    words += [option for option, given in (("--insecure", insecure), ("--pack", pack)) if given]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if (cluster := address or _own_cluster()) is not None:
         environment["RAY_ADDRESS"] = cluster
+    command = [sys.executable, "-m", "embershard.cli", *words]
     # in a session of its own: Ctrl-C at the terminal reaches it once, from here
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
             code = process.wait()
         except BaseException:
             process.send_signal(signal.SIGINT)  # it ends what it has started
+            process.wait()  # `with` would not: after Ctrl-C it waits for a quarter of a second
             raise
     if code:
         raise RunFailed(code=code, folder=str(folder))
     lines = (folder / "log.jsonl").read_text().splitlines()
     return Result(folder, json.loads(lines[-1]))
+
+
+def _resources(amounts: Mapping[str, float] | None) -> str | None:
+    return ",".join(f"{name}={amount:.15g}" for name, amount in amounts.items()) if amounts else None
 
 
 def _own_cluster() -> str | None:

@@ -130,7 +130,9 @@ def test_attempts_begin_with_the_latest_checkpoint_until_one_ends_well_or_is_the
     monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
     job = make_job(checkpoint={"folder": str(tmp_path)})
     recoveries = Recoveries(tmp_path, lambda line: None)
-    local = LocalJob(job=job, command=[], folder=tmp_path, ps=ps, imports=(), replace=False, recoveries=recoveries)
+    local = LocalJob(
+        job=job, command=[], least=1, folder=tmp_path, ps=ps, imports=(), replace=False, recoveries=recoveries
+    )
     with nullcontext() if raised is None else pytest.raises(type(raised)) as caught:
         local.train(None)
     assert raised is None or caught.value is raised or isinstance(raised, KeyboardInterrupt)

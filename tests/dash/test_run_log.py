@@ -52,6 +52,14 @@ def test_a_job_that_starts_may_write_its_log_later(tmp_path):
     assert followed.state.name == "dlrm on clicks"
 
 
+def test_another_number_of_workers_is_an_event(tmp_path, log):
+    log.started(PLAN)
+    with log.path.open("a") as file:
+        line = {"record": "workers", "time": 7.0, "before": 2, "workers": 3, "reason": "900 samples/s"}
+        file.write(json.dumps(line) + "\n")
+    assert FollowedLog(tmp_path).read()[0][-1].text == "workers: 2 -> 3: 900 samples/s"
+
+
 def test_each_line_is_taken_once_and_a_half_written_one_later(tmp_path, log):
     log.started(PLAN)
     followed = FollowedLog(tmp_path)

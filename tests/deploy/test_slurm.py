@@ -95,6 +95,17 @@ def test_processes_of_lost_nodes_are_spread_over_the_others(engine, tmp_path):
         engine.close()
 
 
+def test_another_worker_is_on_the_node_where_the_fewest_processes_run(engine, tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        engine.watch(process, engine.shards(1)[0])
+        assert engine.another_worker(1, 2).host == "n2"
+        (tmp_path / "states").write_text("n1 mixed\nn2 down\nn3 idle\n")
+        assert engine.another_worker(1, 2).host == "n3"
+        process.kill()
+    assert engine.another_worker(1, 2).host == "n1"
+    engine.close()
+
+
 def test_where_no_node_is_left_or_slurm_does_not_answer_the_place_stays(engine, commands, tmp_path):
     place = engine.shards(1)[0]
     (tmp_path / "states").write_text("n1 down\nn2 down\nn3 down\n")

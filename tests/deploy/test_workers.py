@@ -3,10 +3,12 @@
 import contextlib
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from embershard.deploy import workers
+from embershard.deploy.engine import LocalEngine, Place
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from harness.eventually import eventually
 from harness.processes import marked
@@ -44,9 +46,9 @@ def start(monkeypatch, tmp_path):
     script, launch = tmp_path / "worker.py", workers.subprocess.Popen
     monkeypatch.setattr(workers.subprocess, "Popen", lambda _, **options: launch([sys.executable, script], **options))
 
-    def start(*lines, **options):
+    def start(*lines, least=0, **options):
         script.write_text(SCRIPT.format(lines=lines))
-        running = LocalWorkers(len(lines), [], tmp_path, say=lambda line: running.said.append(line), **options)
+        running = LocalWorkers(least or len(lines), [], tmp_path, say=lambda line: running.said.append(line), **options)
         running.said = []
         return running
 
@@ -96,6 +98,78 @@ def test_a_worker_that_was_started_again_too_late_does_not_keep_the_job(start, m
         running.wait()
         (pid,) = (process.pid for process in running._processes if process.poll() is None)
     assert not Path(f"/proc/{pid}").exists()
+
+
+LEAVE = (
+    "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); starts.with_name(f'ready-{RANK}').touch(); time.sleep(60)"
+)
+UNTIL = "[time.sleep(0.01) for _ in range(6000) if not os.path.exists(starts.with_name('over'))]"
+
+
+class Changes:
+    """What is done to workers while they are waited for, one step after the other, each once its condition holds."""
+
+    def __init__(self, running, *steps):
+        self.running, self.steps = running, list(steps)
+
+    def __call__(self):
+        if self.steps and self.steps[0][0]():
+            self.steps.pop(0)[1]()
+
+
+def test_workers_come_and_leave_while_others_train(start, tmp_path):
+    with start(UNTIL, LEAVE, LEAVE, least=1, most=3, elastic=True) as running:
+        ready = [tmp_path / f"ready-{rank}" for rank in range(3)]
+        assert (running.ranks, len(running.pids)) == ((0,), 1)
+        running.resize(9)
+        assert running.ranks == (0, 1, 2)
+        changes = Changes(
+            running,
+            (lambda: ready[1].exists() and ready[2].exists(), lambda: running.resize(2)),
+            (lambda: running.said == ["worker 2 has left"], lambda: (ready[2].unlink(), running.resize(3))),
+            (ready[2].exists, lambda: running.resize(0)),
+            (lambda: running.ranks == (0,) and len(running.said) == 3, (tmp_path / "over").touch),
+        )
+        running.wait(changes)
+        assert not changes.steps
+    assert sorted(running.said) == ["worker 1 has left", "worker 2 has left", "worker 2 has left"]
+    assert (running.lost, (tmp_path / "starts-2").read_text()) == ({}, "xx")
+
+
+@pytest.mark.parametrize(("ends", "how"), [(FAIL, "exit code 1: it broke"), (KILL, "SIGKILL")])
+def test_training_goes_on_without_a_worker_that_came_later_whatever_ends_it(start, tmp_path, ends, how):
+    with start(UNTIL, ends, least=1, most=2, elastic=True, restarts=3) as running:
+        running.resize(2)
+        running.wait(Changes(running, (lambda: running.said, (tmp_path / "over").touch)))
+    assert running.said == [f"worker 1 ended ({how}); training goes on with the others"]
+    assert running.ranks == (0,)
+
+
+def test_the_place_of_a_lost_worker_is_taken_first(start, tmp_path):
+    again = f"STARTS == 1 and {KILL}; {UNTIL}"
+    with start(again, UNTIL, UNTIL, least=2, most=3, elastic=True) as running:
+        start_again = (lambda: running.ranks == (1,), lambda: running.resize(2))
+        running.wait(Changes(running, start_again, (lambda: running.ranks == (0, 1), (tmp_path / "over").touch)))
+    assert [len((tmp_path / f"starts-{rank}").read_text()) for rank in range(2)] == [2, 1]
+    assert not (tmp_path / "starts-2").exists()
+
+
+def test_the_place_of_a_worker_that_has_left_is_given_back(start, tmp_path):
+    class Engine(LocalEngine):
+        held: ClassVar[list[Place]] = []
+
+        def another_worker(self, rank, most):
+            self.held.append(super().another_worker(rank, most))
+            return self.held[-1]
+
+        def give_back(self, place):
+            self.held.remove(place)
+
+    with start(UNTIL, LEAVE, least=1, most=2, elastic=True, engine=Engine()) as running:
+        running.resize(2)
+        assert Engine.held == [Place(number=1, of=2)]
+        end = (lambda: not Engine.held, (tmp_path / "over").touch)
+        running.wait(Changes(running, ((tmp_path / "ready-1").exists, lambda: running.resize(1)), end))
 
 
 SPAWN = "import subprocess; subprocess.Popen(['sleep', '1000']); subprocess.Popen(['sleep', '1000'], process_group=0)"

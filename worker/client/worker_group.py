@@ -57,10 +57,12 @@ class WorkerGroup:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0..world_size-1, got rank {rank} of {world_size}")
         self.rank = rank
-        self.world_size = world_size  # at the start of the job
+        self.world_size = world_size  # how many there may be
+        self.at_start = world_size  # how many the job begins with
         self.present: tuple[int, ...] = tuple(range(world_size))  # who was there at the last rendezvous
         self.late = False  # whether the others had begun without it
         self.over = False  # whether they have come to the end of the job without it
+        self.leaving = False  # whether it was told to leave the others before the end; its owner sets it
         self._piece = RENDEZVOUS_BYTES // world_size
 
     @classmethod
@@ -84,6 +86,11 @@ class WorkerGroup:
     def reports(self) -> bool:
         """Whether this worker tells how it goes: the first one, or who stands in for it since it was lost."""
         return self.is_first
+
+    @property
+    def num_live(self) -> int:
+        """Workers that train now, as far as this one knows."""
+        return len(self.present)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -253,8 +260,11 @@ class ShardGroup(WorkerGroup):
     what follows, those who were there: the others cannot know of it.
     """
 
-    def __init__(self, client: Client, rank: int, world_size: int, join_timeout: timedelta = JOIN_TIMEOUT) -> None:
+    def __init__(
+        self, client: Client, rank: int, world_size: int, join_timeout: timedelta = JOIN_TIMEOUT, at_start: int = 0
+    ) -> None:
         super().__init__(rank, world_size)
+        self.at_start = at_start or world_size
         assert client.membership is not None
         self._join_timeout = join_timeout
         self._client, self._membership = client, client.membership
@@ -266,6 +276,11 @@ class ShardGroup(WorkerGroup):
         """Whether this worker reports: the first live one of those at the last rendezvous."""
         live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
         return live[:1] == [self.rank]
+
+    @property
+    def num_live(self) -> int:
+        """Workers that train now: the members as of this one's last heartbeat."""
+        return len({self.rank, *self._membership.members})
 
     def join_segment(self, shared_state: SharedState) -> tuple[int, SharedState]:
         """Take part from here on; see WorkerGroup. WorkerLost names who did not come to the start in time."""

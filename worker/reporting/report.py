@@ -89,7 +89,7 @@ class Report:
         self._plan = RunPlan(
             job=job.model_dump(mode="json"),
             name=f"{job.model.name} on {job.data.reader}",
-            workers=self._group.world_size,
+            workers=self._group.at_start,
             shards=strategy.num_shards,
             device=device,
             dense_parameters=dense_parameters,
@@ -102,13 +102,19 @@ class Report:
         if self._group.is_first and not self._group.late:
             self._open(self._plan)
 
+    def samples_known(self) -> Mapping[int, int]:
+        """Samples of each worker, as it wrote last, of a job whose workers come and go; else nothing."""
+        is_fixed = self._group.at_start == self._group.world_size
+        return {} if is_fixed or self._record is None else self._record.samples()
+
     def trained(self, step: int, epoch: int, lr_scale: float) -> None:
         """Report the steps since the last report."""
         if self._meter.has_news:
+            self._meter.workers = self._group.num_live
             interval = self._meter.interval(step, epoch, lr_scale)
             if self._record is not None:
                 own = interval.samples_per_second / self._meter.workers
-                self._record.write(interval, own, self._meter.bytes_per_step({}))
+                self._record.write(interval, own, self._meter.bytes_per_step({}), self._meter.samples)
             for observer in self._active_observers(self._group.reports):
                 observer.trained(interval)
 
@@ -213,7 +219,7 @@ class Report:
         return result
 
     def _mode(self, codecs: str) -> RunMode:
-        return mode_of(self._job, workers=self._group.world_size, shards=self._strategy.num_shards, codecs=codecs)
+        return mode_of(self._job, workers=self._group.at_start, shards=self._strategy.num_shards, codecs=codecs)
 
     def _of_workers(
         self, segment: int, mine: npt.NDArray[np.float64], at_end: Callable[[], None]
@@ -223,7 +229,7 @@ class Report:
         try:
             group.end_segment(segment, last=True)
             at_end()
-            self._meter.agree(group)
+            self._meter.agree(group, self.samples_known())
             return list(group.retry_on_membership_change(lambda: group.collect(mine)).values())
         except Evicted:
             return [mine]

@@ -151,7 +151,7 @@ def result_table(result: RunResult) -> Table:
         table.add_row("workers evicted", f"{result.expired_leases:,} time{'s' * (result.expired_leases > 1)}")
     if result.returned_splits:
         dealt = f"{result.returned_splits:,} split{'s' * (result.returned_splits > 1)}"
-        table.add_row("dealt again", f"{dealt} of the data, since their worker was lost")
+        table.add_row("dealt again", f"{dealt} of the data, since their worker was lost or has left")
     for name, rows in sorted(result.table_rows.items()):
         table.add_row(f"table {name}", f"{rows:,} row{'s' * (rows != 1)}")
     return table

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -75,12 +76,14 @@ class Throughput:
         self.last: Interval | None = None  # that was reported
         self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
         self._met_at = 0  # samples of this worker then
+        self._others = 0  # samples of the others since then, taken to be as fast as this one
 
-    def agree(self, group: WorkerGroup) -> None:
-        """Learn how far the others are; every worker must call it."""
+    def agree(self, group: WorkerGroup, known: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Learn how far the others are, `known` where they have left; every worker must call it."""
         counts = group.retry_on_membership_change(lambda: group.collect(np.array([self.samples])))
-        self._counts.update((worker, max(int(part[0]), self._counts.get(worker, 0))) for worker, part in counts.items())
-        self._workers, self._met_at = len(counts), self.samples
+        samples = {**known, **{worker: int(part[0]) for worker, part in counts.items()}}
+        self._counts.update((worker, max(count, self._counts.get(worker, 0))) for worker, count in samples.items())
+        self._workers, self._met_at, self._others = len(counts), self.samples, 0
 
     def state_dict(self) -> Mapping[str, float]:
         """Return the counters, for a checkpoint. Call it while no step runs."""
@@ -120,12 +123,17 @@ class Throughput:
     @property
     def all_samples(self) -> int:
         """Of all workers, the others taken to be as fast as this one since they met."""
-        return sum(self._counts.values()) + (self.samples - self._met_at) * self._workers
+        others = self._others + self._new_samples * (self._workers - 1)
+        return sum(self._counts.values()) + self.samples - self._met_at + others
 
     @property
     def workers(self) -> int:
-        """Workers that train, as they met last."""
+        """Workers that train."""
         return self._workers
+
+    @workers.setter
+    def workers(self, number: int) -> None:
+        self._workers = number
 
     @property
     def has_news(self) -> bool:
@@ -200,6 +208,7 @@ class Throughput:
             lr_scale=lr_scale,
             cached_share=self._new_hits / self._new_lookups if self._new_lookups else None,
         )
+        self._others += self._new_samples * (self._workers - 1)
         self._new_hits = self._new_lookups = 0
         self._new_samples = self._new_counted = 0
         self._new_loss = 0.0

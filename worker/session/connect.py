@@ -26,6 +26,7 @@ def connect(
     timeout: timedelta = DEFAULT_TIMEOUT,
     recovery_timeout: timedelta = RECOVERY_TIMEOUT,
     workers: int = 1,
+    elastic: bool = False,
     staleness: int | None = None,
     lease: timedelta = Terms.lease,
     staleness_aware_lr: bool = False,
@@ -45,7 +46,8 @@ def connect(
 
     With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
     that membership.Terms describes, the same for all workers; ModeMismatch where they differ, StaleRun where its `run`
-    is. With `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
+    is. So it does where the job is `elastic`: it begins with `workers`, and others may join it later. With
+    `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
     `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
     `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
     With `tls`, nothing is sent over TCP that is not encrypted; BadCertificate where its files cannot be used.
@@ -80,7 +82,7 @@ def connect(
     )
     client.compressor.find = codecs.find
     try:
-        if workers > 1 or staleness is not None or staleness_aware_lr:
+        if workers > 1 or elastic or staleness is not None or staleness_aware_lr:
             client.join(terms)
         session = Session(client, local_steps=local_steps, compression=compression)
         if client.membership is None and worker != READ_ONLY_WORKER:

@@ -184,7 +184,11 @@ class TrainingPlan:
     def _assigned(self, epoch: int) -> Iterator[Iterator[EpochBatch]]:
         """The splits of an epoch that this worker is given."""
         assert self._splits is not None
+        if self._group.leaving:  # to ask for a split of another epoch would begin that
+            return
         for split in self._splits.deal(epoch):
+            if self._group.leaving:  # the split before is finished; this one goes to another worker
+                return
             yield self._batches(epoch, split)
         self.position.epoch = epoch + 1
 

@@ -105,7 +105,7 @@ class Trainer:
         early_stop = job.train.early_stop
         min_delta = early_stop.min_delta if early_stop else 0.0
         self._best = Best(lower_is_better=job.lower_is_better, min_delta=min_delta)
-        self._meter = Throughput(self.strategy, group.world_size)
+        self._meter = Throughput(self.strategy, group.at_start)
         record = None if output is None else WorkerRecord(output, group.rank)
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers, record)
         self._epoch = 0
@@ -127,18 +127,22 @@ class Trainer:
         self._learn.steps = steps_of(self._job, self._learn.steps, before=before, now=now)
         self._learn.skipped *= was_there  # else they are the first one's, who counts them
 
-    def run(self) -> RunResult:
-        """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
+    def run(self) -> RunResult | None:
+        """Train and evaluate in turn; None where this worker left before the end.
+
+        NonFiniteLoss, or an error of shards, of other workers or the data, ends it.
+        """
         with self.strategy.collective_errors():
             result = self._run()
         if self._not_restored is not None:  # only now: the result is reported
             raise self._not_restored
         return result
 
-    def _run(self) -> RunResult:
+    def _run(self) -> RunResult | None:
         now = self._join()
         if self._group.late:
             self._saver.forget_residuals()
+            self._count_on()
         self._report.started(
             device=str(self.device),
             dense_parameters=self._dense_parameters,
@@ -152,6 +156,8 @@ class Trainer:
             pauses = (segment.evaluation and self._dataset.splits) or (segment.checkpoint and self._saver.saves)
             if number == now:  # else the others are beyond it
                 self._train(segment.parts)
+                if self._group.leaving:
+                    return None
                 now = self._synchronise(segment, number) if pauses else now
             number += bool(pauses)
         self.strategy.pause()
@@ -164,6 +170,12 @@ class Trainer:
             skipped_steps=self._learn.skipped,
             returned_splits=self._splits.returned if self._splits is not None else 0,
         )
+
+    def _count_on(self) -> None:
+        """Count samples from where the worker before had come that had this number, and left or was lost."""
+        rank = self._group.rank
+        came_later = self._group.at_start <= rank  # a checkpoint has nothing of it
+        self._meter.samples = self._report.samples_known().get(rank, 0 if came_later else self._meter.samples)
 
     def _train(self, parts: Iterator[Iterator[EpochBatch]]) -> None:
         self._meter.resume(self._learn.steps)
@@ -207,7 +219,7 @@ class Trainer:
         self.strategy.pause()
         try:
             self._group.end_segment(number)
-            self._meter.agree(self._group)
+            self._meter.agree(self._group, self._report.samples_known())
             self._epoch = self._group.highest(self._epoch)  # one that came late may have had no batch of it
             best = bool(segment.evaluation and self._dataset.splits) and self._evaluate()
             due, last = segment.checkpoint or self._stopped, segment.last or self._stopped

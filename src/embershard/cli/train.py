@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import shlex
 import shutil
@@ -18,8 +17,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embershard.cli.dash import check_panel
+from embershard.cli.engines import (
+    EngineName,
+    EngineOption,
+    EngineSettings,
+    InsecureOption,
+    PackOption,
+    ShardResourcesOption,
+    WorkerResourcesOption,
+    parse_resources,
+)
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
+from embershard.cli.scaling import WorkerScaling, check_scales, parse_workers
 from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import end_with_parent, ended_by_signals
@@ -40,7 +50,7 @@ from embershard.deploy.attempts import (
 )
 from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.deploy.panel import LocalPanel
-from embershard.deploy.slurm import SlurmEngine
+from embershard.deploy.scaling import ScalingPolicy
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, LogLocked, ShardFailed, ShardUnavailable
@@ -53,6 +63,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.reporting.log import make_folder
+from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
@@ -62,14 +73,6 @@ _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
 _LOGS = "shard-logs"
 _LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than the logs of a run take
-
-
-class EngineName(enum.Enum):
-    """The engines of --engine."""
-
-    LOCAL = "local"
-    SLURM = "slurm"
-    RAY = "ray"
 
 
 def train(
@@ -86,7 +89,13 @@ def train(
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
-    workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|N-M",
+            help="Workers to start, instead of the job's. 2-8: two, and up to eight while more of them pay.",
+        ),
+    ] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
     bandwidth: Annotated[
         str | None,
@@ -134,21 +143,11 @@ def train(
     dash: Annotated[
         bool, typer.Option("--dash", help="Serve a page that shows the job, until it ends, and print its address.")
     ] = False,
-    engine: Annotated[
-        EngineName,
-        typer.Option(
-            help="Where shards and workers are started: on this machine, on the nodes of a Slurm job, or on those of a "
-            "Ray cluster (RAY_ADDRESS)."
-        ),
-    ] = EngineName.LOCAL,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="With another engine: no TLS between its machines.  [default: certificates that this run makes]",
-            show_default=False,
-        ),
-    ] = False,
+    engine: EngineOption = EngineName.LOCAL,
+    insecure: InsecureOption = False,
+    pack: PackOption = False,
+    shard_resources: ShardResourcesOption = "",
+    worker_resources: WorkerResourcesOption = "",
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
@@ -162,12 +161,22 @@ def train(
         log_as_json(sys.stdout)
     if parent_pid:
         end_with_parent(parent_pid)
-    given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
+    on = EngineSettings(
+        name=engine,
+        insecure=insecure,
+        pack=pack,
+        shard_resources=parse_resources(shard_resources, "--shard-resources"),
+        worker_resources=parse_resources(worker_resources, "--worker-resources"),
+    )
+    least, most = parse_workers(workers) or (None, None)
+    given = {"workers": most, "shards": shards, "network.bandwidth": bandwidth, "train.threads": on.worker_threads}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
     if is_from_environment(context) and (shards is not None or not settings.has_shards):
         ps = None
     _check_shards(settings, ps, shards, imports)
+    least = least or settings.workers
+    check_scales(settings, least, settings.workers)
     addresses = _metrics_addresses(settings, ps, metrics)
     check_user_code([settings], imports or (), starts_shards=ps is None)
     if ps is not None:
@@ -181,9 +190,8 @@ def train(
     command += ["--trace", trace, "--trace-every", str(trace_every)] if trace else []
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
-    cluster = _engine(
-        engine, settings, ps, folder, tls=tls_of(tls, tls_server_name), insecure=insecure, metrics=metrics
-    )
+    command += ["--start-workers", str(least)] if least < settings.workers else []
+    cluster = on.open(settings, ps, folder, tls=tls_of(tls, tls_server_name), metrics=metrics)
     make_folder(folder)
     certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
     if certificates is None and settings.has_shards and ps is None and not (cluster.is_local or insecure):
@@ -204,6 +212,7 @@ def train(
             started = _LocalJob(
                 job=settings,
                 command=command,
+                least=least,
                 folder=folder,
                 ps=ps,
                 imports=imports or (),
@@ -264,35 +273,6 @@ def _resume_command(words: Sequence[str]) -> str:
     return shlex.join(["embershard", *kept, "--resume", "latest"])
 
 
-def _engine(
-    name: EngineName, job: Job, ps: str | None, folder: Path, *, tls: TLS | None, insecure: bool, metrics: str
-) -> ClusterEngine:
-    """The engine of --engine. BadParameter where it cannot run what else was asked for; NotInSlurm."""
-    if name is EngineName.LOCAL:
-        if insecure:
-            raise typer.BadParameter("--insecure has a meaning with another --engine: here shards are on loopback")
-        return LOCAL
-    if metrics:
-        raise typer.BadParameter("--metrics names ports of this machine: leave it out with another --engine")
-    if tls is not None and insecure:
-        raise typer.BadParameter("--tls and --insecure contradict each other")
-    if tls is not None and not tls.server_name:
-        reason = "shards have no addresses yet that a certificate could cover: name what it does cover"
-        raise typer.BadParameter(f"--tls needs --tls-server-name with --engine {name.value}: {reason}")
-    if "," in str(folder.absolute()):
-        raise typer.BadParameter(
-            f"a comma in --output {folder} would end the address of the shards: choose another folder"
-        )
-    announce, shards = folder.absolute() / "shards", job.shards if job.has_shards and ps is None else 0
-    if name is EngineName.RAY:
-        if job.all_reduces:
-            raise typer.BadParameter(f"strategy {job.strategy} all-reduces, which --engine ray does not set up")
-        from embershard.deploy.ray import RayEngine
-
-        return RayEngine(announce, worker_cpus=max(1, job.train.threads or 1))
-    return SlurmEngine.of_allocation(announce, shards=shards)
-
-
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
     if not job.has_shards and (ps is not None or (imports and not job.has_user_code)):
         raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps and --import have no meaning with it")
@@ -333,11 +313,13 @@ def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
 class _LocalJob:
     """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already.
 
+    It begins with `least` workers, and has up to the job's `workers` of them.
     `metrics` are the addresses at which shards that are started here, and then workers, serve their metrics.
     """
 
     job: Job
     command: Sequence[str]
+    least: int
     folder: Path
     ps: str | None
     imports: Sequence[str]
@@ -395,14 +377,16 @@ class _LocalJob:
             # shards that outlive a run must not take the next one's workers for late ones of the last
             command = [*self.command, *(["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else [])]
             command += ["--started-here"] if ps is None else []
+            shutil.rmtree(self.folder / WORKER_RECORDS, ignore_errors=True)  # of an attempt before
             if checkpoint is not None:
                 command += ["--resume", checkpoint.url]
             running = LocalWorkers(
-                job.workers,
+                self.least,
                 command,
                 self.folder,
                 metrics=self.metrics[-job.workers :],
                 elastic=job.elastic(job.workers),
+                most=job.workers,
                 restarts=job.train.restart_workers,
                 engine=self.engine,
                 say=say,
@@ -418,7 +402,8 @@ class _LocalJob:
                 running.connect(ps)
                 if self.panel is not None:
                     self.panel.connect(ps)
-            running.wait(lambda: self._look(local))
+            scaling = self._scaling(stack, ps)
+            running.wait(lambda: self._look(local, running, scaling))
         if running.lost:
             lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
             say(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
@@ -474,9 +459,20 @@ class _LocalJob:
     def _shard_metrics(self) -> Sequence[str]:
         return self.metrics[: -self.job.workers]
 
-    def _look(self, local: LocalShards | None) -> EmbershardError | None:
+    def _scaling(self, stack: contextlib.ExitStack, ps: str | None) -> WorkerScaling | None:
+        """What changes the number of workers, of a job whose workers may come and go."""
+        if ps is None or self.least == self.job.workers:
+            return None
+        policy = ScalingPolicy(least=self.least, most=self.job.workers)
+        return stack.enter_context(contextlib.closing(WorkerScaling(policy, self.folder, ps, self.tls, say)))
+
+    def _look(
+        self, local: LocalShards | None, running: LocalWorkers, scaling: WorkerScaling | None
+    ) -> EmbershardError | None:
         """What is looked at while the workers train; the failure of a shard ends the wait for them."""
         self.recoveries.look()
+        if scaling is not None:
+            scaling.look(running)
         return None if local is None else local.failure
 
     def _latest(self, began: float) -> Checkpoint | None:

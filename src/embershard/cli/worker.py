@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,12 +28,14 @@ from embershard.cli.monitoring import (
     open_metrics,
     say,
 )
+from embershard.cli.scaling import check_scales
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
+from embershard.deploy.workers import LEAVE_SIGNAL
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError, StaleRun
 from embershard.proto.monitoring.logs import log_as_json, logs_json
@@ -93,6 +96,12 @@ def worker(
     world_size: Annotated[
         int, typer.Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="Number of workers.", min=1)
     ] = 1,
+    start_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of workers that the job begins with, where others may join later.  [default: all]", min=1
+        ),
+    ] = None,
     local_rank: Annotated[
         int | None,
         typer.Option(
@@ -175,6 +184,9 @@ def worker(
     own = rank if local_rank is None else local_rank
     place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here, metrics)
     place = dataclasses.replace(place, trace=trace, trace_every=trace_every, tls=tls_of(tls, tls_server_name))
+    if start_workers is not None:
+        place = dataclasses.replace(place, at_start=start_workers)
+        check_scales(settings, start_workers, world_size)
     _prepare(settings, place)
     profile = profile and rank == 0
     # the first process of a container gets no SIGTERM that it does not ask for
@@ -239,6 +251,12 @@ class WorkerRanks:
     trace: str = ""
     trace_every: int = 1000
     tls: TLS | None = None
+    at_start: int = 0  # workers that the job begins with, where others may come; 0: all
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may come later, and leave before the end."""
+        return 0 < self.at_start < self.world_size
 
 
 def _train(
@@ -273,6 +291,8 @@ def _train(
         if session is not None and checkpoint is not None:
             check_restored(session.client, checkpoint)
         group = stack.enter_context(_join(job, session, place))
+        if place.is_elastic:
+            signal.signal(LEAVE_SIGNAL, lambda *_: setattr(group, "leaving", True))
         dataset = job.data.open(base, job.train.seed)
         check_opened(job, dataset)
         trainer = Trainer(
@@ -347,7 +367,8 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
     session = connect(
         ps,
         worker=place.rank,
-        workers=place.world_size,
+        workers=place.at_start or place.world_size,
+        elastic=place.is_elastic,
         staleness=train.bound,
         lease=timedelta(seconds=train.lease),
         recovery_timeout=timedelta(seconds=train.recovery_timeout),
@@ -368,7 +389,7 @@ def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
     if job.all_reduces:
         return WorkerGroup.join(place.rank, place.world_size, place.join_timeout, nccl=_has_own_gpu(job, place))
     if session is not None and session.membership is not None:
-        return ShardGroup(session.client, place.rank, place.world_size, place.join_timeout)
+        return ShardGroup(session.client, place.rank, place.world_size, place.join_timeout, place.at_start)
     return WorkerGroup(place.rank, place.world_size)
 
 

@@ -144,6 +144,9 @@ class FollowedLog:
                 lost, seconds = _whole(line, "lost_steps"), _number(line, "seconds") or 0.0
                 text = f"the job was started again: {line.get('reason')}; about {lost} steps were lost"
                 yield Event(time, Severity.WARNING, f"{text}, and {seconds:.1f} s passed")
+            case "workers":
+                change = f"{_whole(line, 'before')} -> {_whole(line, 'workers')}"
+                yield Event(time, Severity.INFO, f"workers: {change}: {line.get('reason')}")
             case "result":
                 yield from self._finished(line, time)
 

@@ -54,6 +54,14 @@ def make_pair(make_job):
     return make
 
 
+def test_the_only_worker_of_an_elastic_job_is_a_member_of_it(stream_shard):
+    with es.connect(stream_shard) as alone, es.connect(stream_shard, worker=1, elastic=True) as first:
+        assert alone.membership is None
+        assert first.membership.members == (1,)
+        with es.connect(stream_shard, worker=2, elastic=True) as later:
+            assert later.membership.members == (1, 2)
+
+
 def lose_lease(job, alive):
     """Let time pass in which nobody but `alive` is heard of."""
     job.now += 2 * HOURS

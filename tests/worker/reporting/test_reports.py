@@ -381,6 +381,24 @@ def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_sessio
     assert found["pull", "ids"] == (8 * 20, 8 * 20)
 
 
+def test_the_samples_of_all_workers_follow_their_number(make_session):
+    meter = Throughput(make_session(1), 2)
+    meter.resume(0)
+    meter.add(10, 0.5)
+    assert meter.all_samples == 20
+    assert meter.interval(1, 1, 1.0).samples == 20
+    meter.workers = 5
+    meter.add(10, 0.5)
+    assert meter.interval(2, 1, 1.0).samples == 70
+    meter.workers = 1
+    meter.add(10, 0.5)
+    assert meter.interval(3, 1, 1.0).samples == 80
+    meter.agree(WorkerGroup(), {0: 25, 3: 7})  # the fourth worker has left
+    assert meter.all_samples == 37
+    meter.agree(WorkerGroup(), {3: 6})
+    assert meter.all_samples == 37
+
+
 class WithLateCounter(WorkerGroup):
     """This worker, and one whose counters began when three quarters were over."""
 

@@ -77,6 +77,18 @@ def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do():
     assert [len(list(part)) for segment in alone.segments() for part in segment.parts] == [0, 14]
 
 
+def test_a_worker_that_is_to_leave_finishes_its_split_and_asks_for_none_of_another_epoch():
+    asked, group = [], WorkerGroup()
+    splits = SimpleNamespace(num_splits=4, deal=lambda epoch: (asked.append((epoch, n)) or n for n in range(4)))
+    budget = TrainingPlan(job(epochs=3), click_data(train=SAMPLES), group, splits=splits)
+    trained = []
+    for part in (part for segment in budget.segments() for part in segment.parts):
+        group.leaving = asked[-1] == (1, 1)
+        trained.append(len(list(part)))
+    assert trained == [4] * 6
+    assert asked[-1] == (1, 2)  # which says that the one before is done
+
+
 @pytest.mark.parametrize(
     ("first", "late", "want"),
     [

@@ -58,8 +58,8 @@ class Cluster:
         self.staleness = staleness
         self.died = threading.Event()
 
-    def run(self, rank, *, dies=False, idle=False):
-        """One worker's run; None where it was killed."""
+    def run(self, rank, *, dies=False, idle=False, leaves=False, output=None):
+        """One worker's run; None where it was killed, or left. With an `output` a fourth worker may come."""
         client = Client(self.shards.transports(), worker=rank)
         minute = timedelta(seconds=60)
         terms = Terms(workers=WORKERS, staleness=self.staleness, lease=minute, wait_timeout=minute)
@@ -72,8 +72,10 @@ class Cluster:
             self.died.set()
             raise Killed
 
-        data = Recorded(click_data(train=SAMPLES, valid=500, test=500), die if dies else None, idle=idle)
-        trainer = Trainer(self.job, data, Session(client), ShardGroup(client, rank, WORKERS), [notes])
+        group = ShardGroup(client, rank, WORKERS + (output is not None), at_start=WORKERS)
+        end = die if dies else (lambda: setattr(group, "leaving", True)) if leaves else None
+        data = Recorded(click_data(train=SAMPLES, valid=500, test=500), end, idle=idle)
+        trainer = Trainer(self.job, data, Session(client), group, [notes], output=output)
         try:
             result = trainer.run()
         except (Killed, StaleWorker):  # what it had on its way may meet the one in its place
@@ -128,6 +130,22 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
     (seen,) = (result.staleness_seen for result, notes in runs if notes.result is result)
     assert sum(seen)
     assert staleness != 0 or not any(seen[1:])
+
+
+@pytest.mark.parametrize("staleness", [None, 2])
+def test_a_worker_that_leaves_finishes_its_part_and_another_one_takes_its_number(staleness, tmp_path):
+    cluster = Cluster(staleness, 12)
+
+    def leaves_and_comes_again():
+        assert cluster.run(2, leaves=True, output=tmp_path)[0] is None
+        return cluster.run(2, output=tmp_path)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        last = pool.submit(leaves_and_comes_again)
+        (first, notes), _ = pool.map(lambda rank: cluster.run(rank, output=tmp_path), range(2))
+        assert last.result(250)[0] is not None
+    assert (notes.result, first.samples, first.expired_leases) == (first, EPOCHS * SAMPLES, 0)
+    assert first.returned_splits == 1  # which it was given as it left
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["trains", "finds no batch in its first epoch"])
