@@ -37,13 +37,18 @@ from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
 from embershard.deploy.workers import LEAVE_SIGNAL
 from embershard.proto.compiled.jit import compile_missing
-from embershard.proto.errors import JobError, StaleRun
+from embershard.proto.errors import JobError, StaleRun, StaleWorker
 from embershard.proto.monitoring.logs import log_as_json, logs_json
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
+from embershard.worker.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointNotWritten,
+    find_checkpoint,
+    with_preprocessing,
+)
 from embershard.worker.checkpoint.recovery import FirstWorkerMissing, NoProgress, Run, RunFile
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
@@ -64,6 +69,8 @@ from embershard.worker.training.loader import DataShare, LoaderProcess
 from embershard.worker.training.saver import check_restored, position_of
 from embershard.worker.training.trainer import Trainer
 
+# which another start may cure, too, with --recover: it counts those that do not
+_RECOVERED_ERRORS = (CheckpointNotWritten, FirstWorkerMissing, StaleRun, StaleWorker)
 RANK_VARIABLES = ["RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"]  # torchrun's, Slurm's, Kubernetes'; the first counts
 
 
@@ -191,7 +198,7 @@ def worker(
     profile = profile and rank == 0
     # the first process of a container gets no SIGTERM that it does not ask for
     ends = ended_by_signals() if os.getpid() == 1 else contextlib.nullcontext()
-    lost = LOST_ERRORS + ((StaleRun, FirstWorkerMissing) if recover else ())
+    lost = LOST_ERRORS + (_RECOVERED_ERRORS if recover else ())
     try:
         with ends, _recovered(settings, ps if recover else None, place, attempts) as recovered:
             if recovered is not None and recovered.is_done:
