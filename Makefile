@@ -9,6 +9,8 @@ PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(firstword $(wildcard $(HOME)/.pyen
 PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) python3.8)
 # threads of torch x processes <= cores: the processes of one job share the machine
 export OMP_NUM_THREADS ?= 1
+# images of containers set it; every worker of pytest would compile all tests again, and every process all of embershard
+unexport PYTHONDONTWRITEBYTECODE
 # the machine with the GPU: a Python that has torch (GPU_PYTHON=python3; else .venv), its version, and what it has already
 GPU_PYTHON ?=
 GPU_PYTHON_VERSION ?= 3.12

@@ -1,5 +1,6 @@
 """What all tests need."""
 
+import gc
 import os
 import signal
 import threading
@@ -29,11 +30,18 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 warm_start.install()
+gc.disable()  # until the tests are collected: what is imported stays
 
 
 def pytest_runtest_setup(item):
     """A test about starting starts interpreters; for others, the fixtures of modules included, processes start warm."""
     warm_start.WarmPopen.cold = item.get_closest_marker("cold_start") is not None
+
+
+def pytest_collection_finish():
+    """Garbage is searched for in what tests make, and not in the modules: a search of them takes half a second."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish():

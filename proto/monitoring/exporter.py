@@ -114,6 +114,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop serving, and free the port."""
+        self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which looks up twice a second otherwise
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -291,6 +291,7 @@ def test_a_job_with_mistakes_fails(tmp_path):
     finds(folders.job_file, open_case("", tmp_path / "job.yaml", None, None), FAIL, "job.yaml:4")
 
 
+@pytest.mark.integration
 def test_the_first_samples_of_a_job_are_tried(tmp_path):
     job = "model: {name: fm}\ndata: {reader: READER}\nembedding: {optimizer: {name: adagrad, lr: 0.1}}\n"
     job += "train: {batch_size: 8, epochs: 1}\n"

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from contextlib import closing, contextmanager
+from datetime import timedelta
 
 import pytest
 from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, member, probe
@@ -63,7 +64,8 @@ def test_another_service_on_the_port_fails(answer):
     assert shards.placement.run(about) is None
 
 
-def test_a_silent_service_does_not_hold_the_doctor_up():
+def test_a_silent_service_does_not_hold_the_doctor_up(monkeypatch):
+    monkeypatch.setattr("embershard.doctor.probe._STEP", timedelta(seconds=0.2))
     with listener() as address:
         start = time.monotonic()
         about = seen(f"{address},127.0.0.1:1")
@@ -74,6 +76,7 @@ def test_a_silent_service_does_not_hold_the_doctor_up():
 
 
 def test_a_name_server_that_hangs_does_not_hold_the_doctor_up(monkeypatch):
+    monkeypatch.setattr("embershard.doctor.probe.DEADLINE", timedelta(seconds=0.2))
     release = threading.Event()
 
     def hang(*_, **__):

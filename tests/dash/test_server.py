@@ -36,7 +36,7 @@ def shard():
 def panel(shard):
     """A panel that serves; its address."""
     sock = server.listen("127.0.0.1:0")
-    config = uvicorn.Config(server.make_app(Sampler([shard.address], interval=0.05)), log_level="warning")
+    config = uvicorn.Config(server.make_app(Sampler([shard.address], interval=0.02)), log_level="warning")
     running = server.PanelServer(config)
     thread = threading.Thread(target=running.run, args=([sock],))
     thread.start()
@@ -100,7 +100,7 @@ def test_a_stream_begins_with_all_until_now_and_goes_on_with_each_sample(panel):
 
 def test_one_sampler_serves_many_pages_the_same(panel):
     streams = [events(ask(panel, "/stream")) for _ in range(5)]
-    firsts = [[next(stream) for _ in range(20)] for stream in streams]
+    firsts = [[next(stream) for _ in range(50)] for stream in streams]
     samples = [{value["number"]: value["time"] for name, value in first if name == "sample"} for first in firsts]
     shared = set.intersection(*(set(part) for part in samples))
     assert shared

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embershard.cli.app import app
+from embershard.deploy import slurm
 from embershard.deploy.engine import LOCAL, meeting
 from embershard.deploy.slurm import NotInSlurm, SlurmEngine
 from harness.eventually import PATIENCE, eventually
@@ -80,7 +81,8 @@ def test_what_ran_on_a_lost_node_was_killed_and_is_started_again_on_another_one(
     assert [one.host for one in engine.shards(3)] == ["n1", "n3", "n1"]
 
 
-def test_processes_of_lost_nodes_are_spread_over_the_others(engine, tmp_path):
+def test_processes_of_lost_nodes_are_spread_over_the_others(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.05)
     places = [*engine.shards(2), *engine.workers(1)]
     with ExitStack() as stack:
         for place in places:

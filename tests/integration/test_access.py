@@ -11,6 +11,8 @@ from harness.certificates import issue
 from harness.processes import run_command
 from harness.served import shard_process
 
+pytestmark = pytest.mark.integration
+
 JOB = """\
 model: {name: deepfm, hidden: [8]}
 data: {reader: ctr_csv, train: train.csv, valid: valid.csv}

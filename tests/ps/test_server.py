@@ -130,7 +130,7 @@ def test_a_log_record_is_one_line_whatever_a_peer_says():
 HANGS = """
 import asyncio
 from embershard.ps import server
-server.GRACE_SECONDS, server.LAST_SECONDS = 0.5, 0.5
+server.GRACE_SECONDS, server.LAST_SECONDS = 0.1, 0.1
 async def hang(self):
     await asyncio.sleep(3600)
 server._Transports.close = hang

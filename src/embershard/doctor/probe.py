@@ -73,10 +73,10 @@ class Probe:
         return self.address.removeprefix("grpc+").rpartition("://")[2]
 
 
-def probe_all(addresses: Sequence[str], deadline: timedelta = DEADLINE, tls: TLS | None = None) -> list[Probe]:
-    """Ask all of them at once; what is not known by the deadline stays as it was."""
+def probe_all(addresses: Sequence[str], tls: TLS | None = None) -> list[Probe]:
+    """Ask all of them at once; what is not known by DEADLINE stays as it was."""
     probes = [Probe(address) for address in addresses]
-    limit = Deadline(deadline)
+    limit = Deadline(DEADLINE)
     # daemon threads: looking a name up cannot be interrupted, and must not hold up the end of the process
     threads = [threading.Thread(target=_ask, args=(probe, limit, tls), daemon=True) for probe in probes]
     for thread in threads:

@@ -124,7 +124,7 @@ def test_clients_that_say_nothing_or_leave_do_not_keep_others_out(server):
 
 def test_no_more_threads_than_a_few_however_many_ask(server):
     before = threading.active_count()
-    many = [socket.create_connection(server.address.split(":")) for _ in range(40)]
+    many = [socket.create_connection(server.address.split(":")) for _ in range(30)]  # as many as may wait for it
     for sock in many[20:]:
         sock.settimeout(20)
         assert sock.recv(1) == b""

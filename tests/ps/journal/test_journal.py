@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from embershard.proto.errors import LogLocked, LogStalled, ShardBusy
+from embershard.ps.journal import log_thread
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.log_thread import LogThread
 from embershard.ps.journal.manifest import LogBase
@@ -331,7 +332,8 @@ def test_no_segment_is_begun_in_a_folder_that_another_process_has_locked_meanwhi
     assert written.acknowledged == 1
 
 
-def test_a_lost_lock_ends_the_process():
+def test_a_lost_lock_ends_the_process(monkeypatch):
+    monkeypatch.setattr(log_thread, "_WATCH_SECONDS", 0.05)
     disk, fatal = SimulatedDisk(), Fatal()
     written = Written(disk)
     thread = LogThread(written.journal, on_fatal=fatal)

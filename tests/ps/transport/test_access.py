@@ -202,11 +202,11 @@ def test_who_only_reads_declares_nothing_that_changes_a_table(serve_grpc, access
 
 class TestStream:
     @pytest.fixture
-    def served(self, serve, access):
+    def served(self, serve, access, monkeypatch):
+        monkeypatch.setattr(stream, "SWEEP_SECONDS", 0.05)
         return serve(access=access)
 
-    def test_a_peer_whose_entry_is_gone_is_dropped_though_it_asks_nothing(self, served, access, path, monkeypatch):
-        monkeypatch.setattr(stream, "SWEEP_SECONDS", 0.05)
+    def test_a_peer_whose_entry_is_gone_is_dropped_though_it_asks_nothing(self, served, access, path):
         peer = Peer(served.address, Feature.TOKEN, token=TOKENS["read"])
         assert isinstance(peer.ask(Hello()), Greeting)
         path.write_text(path.read_text().replace(token_digest(TOKENS["read"]).hex(), "0" * 64))
@@ -226,7 +226,6 @@ class TestStream:
     @pytest.mark.parametrize("sent", [b"", pack_token(TOKENS["read"])[:63]], ids=["nothing", "most of it"])
     def test_a_peer_that_does_not_finish_its_token_is_dropped(self, served, monkeypatch, sent):
         monkeypatch.setattr(stream, "HELLO_SECONDS", 0.3)
-        monkeypatch.setattr(stream, "SWEEP_SECONDS", 0.05)
         peer = Peer(served.address, Feature.TOKEN, token="x")  # a record of 64 bytes that is refused
         peer.sock.close()
         with socket.create_connection(tuple(peer_address(served))) as sock:

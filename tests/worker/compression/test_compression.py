@@ -439,7 +439,7 @@ HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    slow = HALF_CODEC.replace("half", "slow").replace("    return ", "    time.sleep(0.05)\n    return ")
+    slow = HALF_CODEC.replace("half", "slow").replace("    return ", "    time.sleep(0.01)\n    return ")
     (tmp_path / f"{NAME}.py").write_text(f"import time\n{HALF_CODEC}{slow}")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -478,7 +478,7 @@ def test_what_a_shard_spends_on_a_codec_is_a_part_of_the_step_and_not_of_waiting
         with Recorder() as recorder:
             session.tables[0].pull(torch.arange(5))
             recorder.end()
-    assert coded["shards"].mean_ms >= 50
+    assert coded["shards"].mean_ms >= 10
     assert coded["wait"].mean_ms >= 0
     assert "shards" not in recorder.split().parts
 
