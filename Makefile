@@ -297,8 +297,11 @@ bar-increment: setup  ## an increment of a snapshot: its bytes, what it takes of
 bar-conservation: setup  ## no gradient lost or applied twice, under lost replies, repeats and kills (2 minutes)
 	$(BIN)/python bench/bar_conservation.py
 
-bench-cluster: setup  ## what bar-scale measured, carried to a cluster
-	$(BIN)/python bench/cluster.py
+bench-cluster: setup  ## what bar-scale measured, carried by simulation to 1,000 shards and 10,000 workers (a quarter of an hour)
+	$(BIN)/python bench/cluster/run.py $(ARGS)
+
+bar-cluster: setup  ## that simulation against real shards and workers, 1 to 8 of each: within 25 % (10 minutes; ARGS="--work train")
+	$(BIN)/python bench/cluster/bar_cluster.py $(ARGS)
 
 bar-peers: setup  ## what a user would pick instead, beside ours in one run (an hour with all peers)
 	$(BIN)/python bench/peers.py $(ARGS)

@@ -6,7 +6,7 @@ messages  `embershard bench scale`: CPU of a pull and a push over TCP, by shards
 shards, workers, batch   the same command: training DLRM with every weight on the shards, staleness 2
 
 Each curve has a law, in terms of CPU time where that can be, since other processes disturb it least. Writes scale.json,
-scale.svg and rows.svg into --output; bench/cluster.py reads them and carries the costs to a cluster (docs/scaling.md).
+scale.svg and rows.svg into --output; bench/cluster reads it and carries the costs to a cluster (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def main() -> None:
 
     axes = (Axis.MESSAGES, Axis.SHARDS, Axis.WORKERS, Axis.BATCH)
     curves = run_sweep(plan(Sweep(axes=axes, steps=args.steps)), report)
-    # what bench/cluster.py needs beside: a row's bytes apart from the row, and a shard with several workers
+    # what bench/cluster needs beside: a row's bytes apart from the row, and a shard with several workers
     wide = Sweep(axes=(Axis.MESSAGES,), dim=LARGER_DIM, shards=(1, 4), ids=(4_096, 65_536), steps=args.steps)
     busy = [
         point.model_copy(update={"workers": MANY})
