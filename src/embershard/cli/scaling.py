@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,10 +17,12 @@ from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import ShardStatus
 from embershard.proto.security.tls import TLS
-from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.log import FILE_NAME
 from embershard.worker.reporting.worker_record import worker_records
+
+if TYPE_CHECKING:
+    from embershard.worker.client.client import Client
 
 WINDOW_SECONDS = 30.0  # of a measurement
 _LOOK_SECONDS = 1.0
@@ -113,6 +116,8 @@ class WorkerScaling:
     def _statuses(self) -> Sequence[ShardStatus]:
         """What the shards say of themselves; nothing where one of them does not answer now."""
         try:
+            from embershard.worker.client.client import Client  # numba takes a while
+
             self._client = self._client or Client.connect(self._shards, timeout=_TIMEOUT, tls=self._tls)
             return self._client.status()
         except EmbershardError:

@@ -17,6 +17,7 @@ from embershard.worker.reporting.prometheus import StepCounters
 from embershard.worker.training.trainer import Trainer
 from harness.certificates import issue
 from harness.clicks import Notes, click_data, click_job
+from harness.eventually import eventually
 from harness.secure_shard import SecureShard
 
 CERTIFICATE_EXPIRY = "embershard_worker_certificate_expiry_timestamp_seconds"
@@ -93,7 +94,7 @@ def test_the_end_of_the_certificate_follows_a_rotation_and_is_not_there_without_
         worker = monitored(session)
         before = expiry(worker)
         issue(folder, days=90)
-        assert expiry(worker) == pytest.approx(before + 60 * 86400, abs=60)
+        assert eventually(lambda: expiry(worker) == pytest.approx(before + 60 * 86400, abs=60))
     shard.stop()
     with closing(local()) as session:
         assert expiry(monitored(session)) is None
