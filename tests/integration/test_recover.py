@@ -38,12 +38,13 @@ class Pod:
         ]  # fmt: skip
         self._folder, self.said, self.codes = folder, "", []
         self.process = None
-        self._is_over = False
+        self._is_over, self._may_start = False, threading.Event()
+        self._may_start.set()
         self._thread = threading.Thread(target=self._keep_running, daemon=True)
         self._thread.start()
 
     def _keep_running(self):
-        while not self._is_over:
+        while self._may_start.wait() and not self._is_over:
             self.process = subprocess.Popen(
                 self._command, cwd=self._folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -52,8 +53,16 @@ class Pod:
             self.codes.append(self.process.returncode)
             self._is_over |= self.codes[-1] != LOST_EXIT_CODE and self.codes[-1] >= 0
 
+    def pause(self):
+        """Start it no more, as where no node has room for it."""
+        self._may_start.clear()
+
+    def resume(self):
+        self._may_start.set()
+
     def end(self):
         self._is_over = True
+        self.resume()
         if self.process is not None:
             self.process.kill()
         self._thread.join(30)
@@ -89,7 +98,9 @@ def kill_shard(shards, index=1):
 
 
 def await_checkpoints(folder, count):
-    assert eventually(lambda: len(list(folder.glob("checkpoints/step-*/checkpoint.json"))) >= count)
+    """Until so many were written, of which only the last ones stay."""
+    seen = set()
+    assert eventually(lambda: seen.update(folder.glob("checkpoints/step-*/checkpoint.json")) or len(seen) >= count)
 
 
 def run_of(folder):
@@ -117,16 +128,38 @@ def test_a_shard_that_lost_its_rows_is_given_those_of_the_latest_checkpoint_with
 
 
 @pytest.mark.long
-def test_a_worker_that_is_killed_takes_part_in_the_run_that_goes_on(shards, pods, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_the_first_worker_is_killed_all_begin_again_and_another_one_joins_the_rest(shards, pods, tmp_path, rank):
     workers = pods(shards, 2)
     await_checkpoints(tmp_path, 1)
     first = run_of(tmp_path)
-    workers[0].process.kill()
+    workers[rank].process.kill()
     for worker in workers:
         worker.wait()
     assert [worker.codes[-1] for worker in workers] == [0, 0], workers[0].said
+    last = run_of(tmp_path)
+    assert last["is_done"]
+    if rank == 1:
+        assert last["number"] == first["number"]
+        assert workers[0].codes == [0]
+    else:
+        assert last["number"] > first["number"]
+        assert last["checkpoint"] is not None
+
+
+@pytest.mark.long
+def test_a_job_whose_first_worker_is_lost_at_its_end_is_done(shards, pods, tmp_path):
+    workers = pods(shards, 2, "--set", "train.lease=1")
+    await_checkpoints(tmp_path, 4)  # of five
+    first = workers[0]
+    first.pause()
+    first.process.kill()
+    workers[1].wait()
     assert workers[1].codes == [0], workers[1].said
-    assert run_of(tmp_path)["number"] == first["number"]
+    assert run_of(tmp_path)["is_done"]
+    first.resume()
+    first.wait()
+    assert first.codes[-1] == 0, first.said
 
 
 def test_one_worker_that_is_killed_goes_on_from_the_latest_checkpoint_once_it_is_started_again(shards, pods, tmp_path):
@@ -144,7 +177,18 @@ def test_one_worker_that_is_killed_goes_on_from_the_latest_checkpoint_once_it_is
 
 @pytest.mark.long
 def test_a_job_that_fails_again_and_again_without_a_checkpoint_ends(shards, pods, tmp_path):
-    (worker,) = pods(shards, 1, "--attempts", "1", "--set", "train.epochs=200", "--set", "checkpoint.every=200")
+    (worker,) = pods(
+        shards,
+        1,
+        "--attempts",
+        "2",
+        "--set",
+        "train.epochs=200",
+        "--set",
+        "checkpoint.every=200",
+        "--set",
+        "checkpoint.best=false",
+    )
     for _ in range(2):
         before = len(worker.codes)
         assert eventually(lambda: (tmp_path / "checkpoints" / FILE).exists() and worker.process.poll() is None)

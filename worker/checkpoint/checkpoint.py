@@ -34,7 +34,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from embershard.proto.errors import EmbershardError, JobError, SnapshotNotWritten, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
-from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, open_snapshot
+from embershard.worker.checkpoint.snapshots import (
+    RunningSnapshot,
+    begin_snapshot,
+    open_snapshot,
+    read_manifest,
+    restore_snapshot,
+)
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 from embershard.worker.job.tabular import TabularSection
@@ -213,6 +219,23 @@ def find_checkpoint(where: str, job: Job) -> Checkpoint:
         raise BadCheckpoint(path=where, reason=f"there is no {what} in it")
     found.check_job(job)
     return found
+
+
+def restore_shards(client: Client, checkpoint: Checkpoint, *, replace: bool = False) -> None:
+    """Give all shards the rows of a checkpoint; tables like its own are replaced, with `replace` all others, too.
+
+    TablesInTheWay where the shards hold tables of another name, dim or optimizer.
+    """
+    held = {(table.name, table.dim, table.optimizer) for status in client.status() for table in status.tables}
+    tables = read_manifest(checkpoint.url, SNAPSHOT).tables
+    own = {(name, table.spec.dim, table.spec.optimizer.name) for name, table in tables.items()}
+    restore_snapshot(client, checkpoint.url, SNAPSHOT, replace_tables=replace or held <= own)
+
+
+def settings_of(job: Job) -> dict[str, object]:
+    """Return what a resumed run of a job may not change, and how long it trains, by field."""
+    budget = ("train.epochs", "train.steps", "train.samples")
+    return dict(_settings(job.model_dump(mode="json"), (*_FIXED, *budget)))
 
 
 def with_preprocessing(job: Job, folder: Path, checkpoint: Checkpoint | None = None) -> Job:

@@ -1,8 +1,9 @@
 """How the workers of a job begin together on a cluster that starts each of them by itself, again and again.
 
-The first worker decides. Where the shards have their rows and other workers train, it takes part in their run. Else it
-gives all shards the latest checkpoint, or nothing where there is none, and begins a run of its own. The file RUN beside
-the checkpoints has the run's number and checkpoint, by which the other workers begin, too.
+The first worker begins a run whenever it is started: from then on the shards refuse the workers of earlier runs, and
+they are given the latest checkpoint, or nothing where there is none. The file RUN beside the checkpoints has the run's
+number and checkpoint, by which the other workers begin. One of those that is started again joins the others where they
+are.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ import logging
 import time
 from dataclasses import asdict, dataclass, replace
 
-from embershard.proto.errors import EmbershardError, JobError, RowsLost, Status
+from embershard.proto.errors import (
+    EmbershardError,
+    JobError,
+    RowsLost,
+    SnapshotNotWritten,
+    SnapshotUnreadable,
+    StaleRun,
+    Status,
+    TablesInTheWay,
+)
 from embershard.proto.snapshot.storage import Storage
-from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
-from embershard.worker.checkpoint.snapshots import drop_tables, restore_snapshot
+from embershard.worker.checkpoint.checkpoint import Checkpoint, checkpoint_at, restore_shards, settings_of
+from embershard.worker.checkpoint.snapshots import drop_tables
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 
@@ -45,15 +55,17 @@ class FirstWorkerMissing(EmbershardError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of a job: from a checkpoint, or from the beginning, to the next loss of rows or of all workers.
+    """One try to train a job, from a checkpoint or, with None, from the beginning.
 
-    `failures` are the runs before it that had begun with the same checkpoint, in a row.
+    `failures` says how many tries before it began with the same checkpoint, and so made no progress. `is_ready` says
+    that the shards have its rows.
     """
 
     number: int
     checkpoint: str | None
     job: str  # digest
     failures: int = 0
+    is_ready: bool = False
     is_done: bool = False
 
     @property
@@ -71,42 +83,41 @@ class RunFile:
             raise JobError(where="checkpoint.folder", reason=reason)
         self._job, self._folder = job, job.checkpoint.folder
         self._storage = Storage(job.checkpoint.folder)
-        self._digest = hashlib.sha256(job.model_dump_json(exclude={"output", "checkpoint"}).encode()).hexdigest()
+        self._digest = hashlib.sha256(json.dumps(settings_of(job), sort_keys=True).encode()).hexdigest()
 
     def read(self) -> Run | None:
         """The present run; None where the job, as it is now, has none yet."""
-        try:
-            run = Run(**json.loads(self._storage.read(FILE)))
-        except FileNotFoundError:
-            return None
-        except (TypeError, ValueError) as error:
-            reason = f"it is damaged ({error}); remove it"
-            raise JobError(where=self._storage.at(FILE), reason=reason) from None
-        return run if run.job == self._digest else None
+        run = self._read()
+        return run if run is not None and run.job == self._digest else None
 
     def begin(self, client: Client, *, attempts: int) -> Run:
-        """The run that the first worker takes part in, or begins: then all shards are given its checkpoint.
+        """Begin a run with the latest checkpoint, and give it to all shards; a job that is done is left alone.
 
-        NoProgress where the last `attempts` runs in a row came to no new checkpoint.
+        NoProgress where `attempts` runs in a row came to no new checkpoint. TablesInTheWay where the shards hold tables
+        that are not of this job.
         """
+        any_before = self._read()
         before = self.read()
-        if before is not None and (before.is_done or _goes_on(client)):
+        if before is not None and before.is_done:
             return before
         latest = checkpoint_at(self._folder)
         if latest is not None:
             latest.check_job(self._job)
         url = None if latest is None else latest.url
-        run = Run(time.time_ns(), url, self._digest)
-        if before is not None and before.checkpoint == url:
-            run = replace(run, failures=before.failures + 1)
-        if run.failures > attempts:
+        failures = before.failures + 1 if before is not None and before.checkpoint == url else 0
+        if failures >= attempts:
             path = self._storage.at(FILE)
-            raise NoProgress(failures=run.failures, checkpoint=url or "there is none", path=path)
-        if latest is not None and latest.manifest.snapshot:
-            restore_snapshot(client, latest.url, SNAPSHOT, replace_tables=True)
-        elif any(status.tables for status in client.status()):
-            drop_tables(client)
+            raise NoProgress(failures=failures, checkpoint=url or "there is none", path=path)
+        # above the last one also where this machine's clock is behind that of the machine before
+        number = max(time.time_ns(), 0 if any_before is None else any_before.number + 1)
+        run = Run(_enter_run(client, number), url, self._digest, failures)
         self._storage.make_folder("")
+        self._write(run)  # before the restore: one that fails counts, too
+        if latest is not None and latest.manifest.snapshot:
+            restore_shards(client, latest)
+        else:
+            self._drop_own_tables(client, before)
+        run = replace(run, is_ready=True)
         self._write(run)
         _log.warning("run %d begins from %s", run.number, url or "the beginning")
         return run
@@ -115,24 +126,60 @@ class RunFile:
         """The run that the first worker has begun, for another one. FirstWorkerMissing."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            run = self.read()
-            if run is not None and (run.is_done or _goes_on(client, but=worker)):
+            try:
+                run = self.read()
+            except SnapshotUnreadable as error:  # the storage may answer again
+                _log.warning("%s", error)
+                run = None
+            if run is not None and (run.is_done or (run.is_ready and _has_members(client, apart_from=worker))):
                 return run
             time.sleep(_POLL_SECONDS)
         raise FirstWorkerMissing(worker=worker, seconds=seconds)
 
     def end(self, run: Run) -> None:
-        """The job is done: a worker that is started from now on has nothing to do."""
-        self._write(replace(run, is_done=True))
+        """Note that the job is done: a worker that is started later has nothing to do. All workers may call it."""
+        try:
+            self._write(replace(run, is_done=True))
+        except SnapshotNotWritten as error:  # it is done all the same, and another worker writes the same
+            _log.warning("%s", error)
+
+    def _drop_own_tables(self, client: Client, before: Run | None) -> None:
+        """Drop the tables that a run without a checkpoint has left."""
+        names = {table.name for status in client.status() for table in status.tables}
+        others = names if before is None else {name for name in names if not name.startswith(self._job.prefix)}
+        if others:
+            raise TablesInTheWay(tables=", ".join(sorted(others)))
+        if names:
+            drop_tables(client)
+
+    def _read(self) -> Run | None:
+        """The last run of any job in this folder."""
+        try:
+            return Run(**json.loads(self._storage.read(FILE)))
+        except FileNotFoundError:
+            return None
+        except (TypeError, ValueError) as error:
+            reason = f"it is damaged ({error}); remove it"
+            raise JobError(where=self._storage.at(FILE), reason=reason) from None
 
     def _write(self, run: Run) -> None:
         self._storage.replace(FILE, json.dumps(asdict(run), indent=1).encode())
 
 
-def _goes_on(client: Client, but: int = 0) -> bool:
-    """Whether all shards have their rows, and another worker than `but` trains."""
+def _enter_run(client: Client, number: int) -> int:
+    """Have the shards refuse workers of runs before this number, or the next that they have not seen; which it is."""
+    try:
+        client.enter_run(number)
+    except StaleRun as error:  # one with a clock that is ahead has begun a run on these shards
+        number = int(str(error.fields["want"])) + 1
+        client.enter_run(number)
+    return number
+
+
+def _has_members(client: Client, apart_from: int) -> bool:
+    """Whether all shards have their rows, and a worker apart from this one has a lease."""
     try:
         client.lineage.check()
     except RowsLost:
         return False
-    return any(member.worker != but for status in client.status() for member in status.members)
+    return any(member.worker != apart_from for status in client.status() for member in status.members)

@@ -212,6 +212,13 @@ class Client:
         self.compressor.share = 1.0 / terms.workers if terms.staleness == 0 else 1.0
         return self.membership
 
+    def enter_run(self, run: int) -> None:
+        """Have all shards refuse what workers of earlier runs send, and earlier processes of this worker. StaleRun."""
+        terms = Terms(workers=1, staleness=None, run=run)
+        member = Membership(self.connections, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout)
+        member.join(0)
+        member.leave()
+
     def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:
         """Make sure that a table exists on every shard; the shards where this call created it.
 

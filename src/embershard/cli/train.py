@@ -545,12 +545,8 @@ def _meet_shards(
 
     with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
         if checkpoint is not None and checkpoint.manifest.snapshot:
-            from embershard.worker.checkpoint.checkpoint import SNAPSHOT
-            from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot
+            from embershard.worker.checkpoint.checkpoint import restore_shards
 
-            held = {(table.name, table.dim, table.optimizer) for one in client.status() for table in one.tables}
-            tables = read_manifest(checkpoint.url, SNAPSHOT).tables
-            own = {(name, table.spec.dim, table.spec.optimizer.name) for name, table in tables.items()}
-            restore_snapshot(client, checkpoint.url, SNAPSHOT, replace_tables=replace or held <= own)
+            restore_shards(client, checkpoint, replace=replace)
         else:
             client.lineage.check()

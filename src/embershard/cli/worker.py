@@ -37,7 +37,7 @@ from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
 from embershard.deploy.workers import LEAVE_SIGNAL
 from embershard.proto.compiled.jit import compile_missing
-from embershard.proto.errors import JobError, StaleRun, StaleWorker
+from embershard.proto.errors import JobError, SnapshotTimeout, SnapshotUnknown, StaleRun, StaleWorker
 from embershard.proto.monitoring.logs import log_as_json, logs_json
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.security.tls import TLS
@@ -66,11 +66,13 @@ from embershard.worker.session.connect import connect
 from embershard.worker.session.session import Session
 from embershard.worker.training.budget import Position
 from embershard.worker.training.loader import DataShare, LoaderProcess
-from embershard.worker.training.saver import check_restored, position_of
+from embershard.worker.training.saver import NotRestored, check_restored, position_of
 from embershard.worker.training.trainer import Trainer
 
-# which another start may cure, too, with --recover: it counts those that do not
-_RECOVERED_ERRORS = (CheckpointNotWritten, FirstWorkerMissing, StaleRun, StaleWorker)
+# which another start may cure, too, with --recover: the first worker counts its starts without progress
+_RECOVERED_ERRORS = (
+    CheckpointNotWritten, FirstWorkerMissing, NotRestored, SnapshotTimeout, SnapshotUnknown, StaleRun, StaleWorker,
+)  # fmt: skip
 RANK_VARIABLES = ["RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"]  # torchrun's, Slurm's, Kubernetes'; the first counts
 
 
@@ -145,12 +147,13 @@ def worker(
         bool,
         typer.Option(
             "--recover",
-            help="For workers that a cluster starts again: take part in the run that goes on, or have the first worker "
-            "give all shards the latest checkpoint and begin another. Without checkpoint.folder it has no meaning.",
+            help="For workers that a cluster starts again: the first one begins a run, and gives all shards the latest "
+            "checkpoint; the others take part in it. Without checkpoint.folder it has no meaning.",
         ),
     ] = False,
     attempts: Annotated[
-        int, typer.Option(help="With --recover: runs in a row that may end without a new checkpoint.", min=1)
+        int,
+        typer.Option(help="With --recover: tries in a row without a new checkpoint, after which the job ends.", min=1),
     ] = 3,
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
@@ -183,6 +186,8 @@ def worker(
     _check_mode(settings, ps, world_size)
     if recover and (resume is not None or run):
         raise typer.BadParameter("--recover finds the run and its checkpoint: leave out --resume and --run")
+    if recover and start_workers is not None:
+        raise typer.BadParameter("--recover begins with all workers: leave out --start-workers")
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
     folder = output or settings.output
     if profile and folder is None:
@@ -239,7 +244,7 @@ def _recovered(job: Job, ps: str | None, place: WorkerRanks, attempts: int) -> I
         else:
             run = runs.wait(client, place.rank, place.join_timeout.total_seconds())
     yield run
-    if place.rank == 0 and not run.is_done:
+    if not run.is_done:  # by each: the first worker may have been lost at the end
         runs.end(run)
 
 
