@@ -8,8 +8,8 @@ image     the image of shards has no torch; both have their kernels: a container
 bits      staleness 0: all rows and optimizer states of the last checkpoint are those of the same job on this machine
 shard     a shard is killed: it comes back with its rows, from the volume of its log
 worker    a worker is killed: it is started again, and trains
-first     the first worker is killed: it is started again, and the job ends with a result
-memory    a shard without a log is killed: the workers begin again from the latest checkpoint, by --recover
+first     the first worker is killed: it begins again from the latest checkpoint, with the other one
+memory    a shard without a log is killed: the workers begin again from the latest checkpoint
 cancel    podman-compose down: every process ends
 
 Bars: the bits are equal; each job ends well; a shard takes pushes again, and a worker trains again, within 60 s of a
@@ -22,6 +22,7 @@ debootstrap. Prints a table and one JSON line; exits 1 below a bar.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -52,6 +53,7 @@ from engines.engine_job import (
 from timing import finish, load, print_table
 
 CASES = {"shard": "shard-0", "worker": "worker-1", "first": "worker-0", "memory": "shard-0"}
+RESUMED = ("first", "memory")  # from a checkpoint
 ALL = ["image", "bits", *CASES, "cancel"]
 SHARD, WORKER = "localhost/embershard:bar", "localhost/embershard-worker:bar"
 OFTEN: Settings = {**ASYNCHRONOUS, "checkpoint": {"every": 200_000}}
@@ -162,7 +164,7 @@ def run_case(case: str, podman: Podman, folder: Path) -> dict[str, Any]:
     """Look at the images, or run a job, and what happens to it."""
     if case == "image":
         return {"case": case, **look_at_images(podman)}
-    settings = SYNCHRONOUS if case == "bits" else ASYNCHRONOUS if case != "memory" else OFTEN
+    settings = SYNCHRONOUS if case == "bits" else OFTEN if case in RESUMED else ASYNCHRONOUS
     durability = "memory" if case == "memory" else "log"
     job = ContainerJob.start(podman, folder / f"ads-{case}", settings, durability)
     found: dict[str, Any] = {"case": case}
@@ -176,13 +178,16 @@ def run_case(case: str, podman: Podman, folder: Path) -> dict[str, Any]:
             await_(job, lambda: samples(job) >= 20_000, "20,000 samples")
         else:
             await_(job, partial(samples, job), "a sample")
-            if case == "memory":
-                checkpoints = podman.mount_point(f"{job.project}_checkpoints")
+            checkpoints = podman.mount_point(f"{job.project}_checkpoints")
+            if case in RESUMED:
                 await_(job, lambda: any(checkpoints.glob("step-*/checkpoint.json")), "a checkpoint")
             killed = CASES[case]
             role = "ps" if killed.startswith("shard") else "worker"
             spared = {name for name, _ in job.processes(role)} - {killed}
             found |= disturb(job, [role], lambda _, process: process.kill(), spared=spared)
+            run = json.loads((checkpoints / "RUN").read_text())
+            if not run["is_done"] or (run["checkpoint"] is not None) != (case in RESUMED):
+                found["wrong"] = [f"its run is {run}"]
     finally:
         if "left" not in found and sys.exc_info()[0] is not None:
             print(job.said, file=sys.stderr)

@@ -6,6 +6,7 @@ Plain objects, no operator and no templates: kubectl, kustomize, Argo and Flux t
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment
@@ -16,6 +17,7 @@ USER = 10001  # of the image
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _STATE, _KEYS, _JOB, _ACCESS, _SCRATCH = "/state", "/keys", "/job", "/access", "/tmp"  # in the container
 _READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
+_WORKERS_MINUTES = 30  # until the last worker has found a node
 _LOST_EXIT_CODE, _NO_PROGRESS_EXIT_CODE = 75, 76  # deploy/attempts.py
 _FAILED_EXIT_CODE = 1
 
@@ -31,16 +33,21 @@ def kubernetes_objects(
     storage: str = "20Gi",
     spread: bool = True,
     data_claim: str = "",
+    service_account: str = "",
 ) -> list[Object]:
     """The objects, in the order in which they can be applied; `job` is the text of the job file.
 
     `issuer` is a cert-manager Issuer of the namespace, which issues the certificates of shards and workers; without one
     connections are not encrypted, and the NetworkPolicy alone keeps strangers away. `storage` is the size of each
     shard's volume for its log. Shards `spread` over nodes: two never share one. `data_claim` is a volume claim that
-    workers mount at /data. BadDeployment where a job would not survive what a cluster does.
+    workers mount at /data. Pods have the rights of `service_account`, as to object storage. BadDeployment where a job
+    would not survive what a cluster does.
     """
-    recovers = _has_checkpoints(job)
-    if deployment.durability == "memory" and not recovers:
+    checkpoints = _checkpoint_folder(job)
+    if checkpoints and "://" not in checkpoints:
+        reason = "pods do not share a folder: name a URL, as in s3://bucket/ads"
+        raise BadDeployment(what=f"checkpoint.folder {checkpoints}", reason=reason)
+    if deployment.durability == "memory" and not checkpoints:
         reason = (
             "shards that lose their rows need a checkpoint: give the job a checkpoint.folder, or choose log or fsync"
         )
@@ -51,21 +58,24 @@ def kubernetes_objects(
         raise BadDeployment(what="image ''", reason="name the image of the shards")
     if not _NAMESPACE.fullmatch(namespace):
         raise BadDeployment(what=f"namespace {namespace!r}", reason="a namespace has at most 63 of a-z, 0-9 and -")
-    names = _Names(deployment, namespace, bool(issuer))
+    if checkpoints and checkpoints not in deployment.snapshots:  # one below another is no harm
+        deployment = replace(deployment, snapshots=(*deployment.snapshots, checkpoints))
+    names = _Names(deployment, namespace, bool(issuer), service_account)
     objects = [
         _config_map(names, job),
         _service(names),
         _stateful_set(names, image, storage, spread),
         _disruption_budget(names),
         _network_policy(names),
-        _worker_job(names, worker_image or image, data_claim, recovers),
+        _worker_job(names, worker_image or image, data_claim, recovers=bool(checkpoints)),
     ]
     if issuer:
         objects[1:1] = [_certificate(names, "shard", issuer), _certificate(names, "worker", issuer)]
     return objects
 
 
-def _has_checkpoints(job: str) -> bool:
+def _checkpoint_folder(job: str) -> str:
+    """checkpoint.folder of a job file; empty where it has none."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -74,14 +84,15 @@ def _has_checkpoints(job: str) -> bool:
     except YAMLError as error:
         raise BadDeployment(what="job", reason=f"it is no YAML: {str(error).splitlines()[0]}") from None
     checkpoint = found.get("checkpoint") if isinstance(found, dict) else None
-    return isinstance(checkpoint, dict) and bool(checkpoint.get("folder"))
+    return str(checkpoint.get("folder") or "") if isinstance(checkpoint, dict) else ""
 
 
 class _Names:
     """What the objects of a deployment are called, and how they find each other."""
 
-    def __init__(self, deployment: Deployment, namespace: str, tls: bool) -> None:
+    def __init__(self, deployment: Deployment, namespace: str, tls: bool, service_account: str) -> None:
         self.deployment, self.namespace, self.tls = deployment, namespace, tls
+        self.account: Object = {"serviceAccountName": service_account} if service_account else {}
         self.job = f"{deployment.name}-job"
         self.service = f"{deployment.name}-shards"
         self.shard = f"{deployment.name}-shard"
@@ -147,9 +158,12 @@ def _service(names: _Names) -> Object:
 def _stateful_set(names: _Names, image: str, storage: str, spread: bool) -> Object:
     deployment = names.deployment
     words = deployment.shard_words(shard="auto", listen=f"0.0.0.0:{PORT}")
-    words += ["--log-dir", _STATE, "--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
+    has_log = deployment.durability != "memory"
+    words += ["--log-dir", _STATE] if has_log else []
+    words += ["--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
     words += ["--tls", _KEYS, "--access", f"{_ACCESS}/access.yaml"] if names.tls else ["--insecure"]
-    mounts: list[Object] = [{"name": "state", "mountPath": _STATE}, {"name": "scratch", "mountPath": _SCRATCH}]
+    mounts: list[Object] = [{"name": "scratch", "mountPath": _SCRATCH}]
+    mounts += [{"name": "state", "mountPath": _STATE}] if has_log else []
     volumes: list[Object] = [{"name": "scratch", "emptyDir": {}}]
     if names.tls:
         mounts += [{"name": "keys", "mountPath": _KEYS, "readOnly": True}]
@@ -177,6 +191,7 @@ def _stateful_set(names: _Names, image: str, storage: str, spread: bool) -> Obje
     pod: Object = {
         "securityContext": {**_POD_SECURITY, "fsGroup": USER},
         "automountServiceAccountToken": False,
+        **names.account,
         "terminationGracePeriodSeconds": 60,  # a shard finishes what it has accepted, within 30 s
         "containers": [container],
         "volumes": volumes,
@@ -194,17 +209,17 @@ def _stateful_set(names: _Names, image: str, storage: str, spread: bool) -> Obje
         "podManagementPolicy": "Parallel",
         "selector": {"matchLabels": names.labels("shard")},
         "template": {"metadata": {"labels": names.labels("shard")}, "spec": pod},
-        "volumeClaimTemplates": [claim],
+        **({"volumeClaimTemplates": [claim]} if has_log else {}),
     }
     return names.object("apps/v1", "StatefulSet", names.shard, spec=spec)
 
 
-def _worker_job(names: _Names, image: str, data_claim: str, recovers: bool) -> Object:
+def _worker_job(names: _Names, image: str, data_claim: str, *, recovers: bool) -> Object:
     deployment = names.deployment
     words = ["worker", f"{_JOB}/job.yaml", "--ps", names.addresses, "--output", f"{_SCRATCH}/run"]
     words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1"]
     words += ["--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
-    words += ["--recover"] if recovers else []
+    words += ["--recover", "--join-timeout", str(60 * _WORKERS_MINUTES)] if recovers else []
     words += ["--tls", _KEYS, "--tls-server-name", names.server_name] if names.tls else []
     mounts = [{"name": "job", "mountPath": _JOB, "readOnly": True}, {"name": "scratch", "mountPath": _SCRATCH}]
     volumes: list[Object] = [
@@ -248,6 +263,7 @@ def _worker_job(names: _Names, image: str, data_claim: str, recovers: bool) -> O
                 "restartPolicy": "Never",
                 "securityContext": {**_POD_SECURITY, "fsGroup": USER},  # so that it may read its key
                 "automountServiceAccountToken": False,
+                **names.account,
                 "containers": [container],
                 "volumes": volumes,
             },
@@ -257,8 +273,9 @@ def _worker_job(names: _Names, image: str, data_claim: str, recovers: bool) -> O
 
 
 def _disruption_budget(names: _Names) -> Object:
-    """One shard at a time may be moved: it comes back from its log, and workers wait for it."""
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": names.labels("shard")}}
+    """One shard at a time may be moved, which comes back from its log; none that has none, as it would end the run."""
+    most = 0 if names.deployment.durability == "memory" else 1
+    spec = {"maxUnavailable": most, "selector": {"matchLabels": names.labels("shard")}}
     return names.object("policy/v1", "PodDisruptionBudget", names.shard, spec=spec)
 
 

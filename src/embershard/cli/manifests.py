@@ -86,6 +86,7 @@ def kubernetes(
     durability: DurabilityOption = "log",
     snapshots: SnapshotsOption = None,
     data_claim: Annotated[str, typer.Option(help="Volume claim that workers mount at /data.")] = "",
+    service_account: Annotated[str, typer.Option(help="Service account of all pods, as for rights to storage.")] = "",
     pack: Annotated[bool, typer.Option("--pack", help="Let shards share a node.")] = False,
 ) -> None:
     """Print the objects for kubectl apply: shards as a StatefulSet, workers as an indexed Job, and what they need."""
@@ -110,6 +111,7 @@ def kubernetes(
         storage=storage,
         spread=not pack,
         data_claim=data_claim,
+        service_account=service_account,
     )
     typer.echo("---\n".join(map(_yaml, objects)), nl=False)
 

@@ -114,10 +114,28 @@ def test_workers_of_a_job_with_checkpoints_recover(tmp_path):
     words, lost, no_progress = workers_of(JOB)
     assert "--recover" not in words
     assert (lost, no_progress) == ("Count", "FailJob")
-    words, lost, no_progress = workers_of(JOB + "checkpoint: {folder: s3://a/b}\n", "--durability", "memory")
+    words, lost, no_progress = workers_of(JOB + "checkpoint: {folder: s3://a/b}\n")
     check_words(words)
     assert "--recover" in words
     assert (lost, no_progress) == ("Ignore", "FailJob")
+
+
+def test_shards_without_a_log_have_no_volume_for_it_and_write_the_jobs_checkpoints(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB + "checkpoint: {folder: s3://a/b}\n")
+    objects = kubernetes(str(path), "--durability", "memory", "--service-account", "storage")
+    spec = objects["StatefulSet", "ads-shard"]["spec"]
+    words = spec["template"]["spec"]["containers"][0]["args"]
+    assert words[words.index("--snapshots") + 1] == "s3://a/b"
+    assert "--log-dir" not in words
+    assert "volumeClaimTemplates" not in spec
+    assert objects["PodDisruptionBudget", "ads-shard"]["spec"]["maxUnavailable"] == 0
+    for kind, name in (("StatefulSet", "ads-shard"), ("Job", "ads-worker")):
+        assert objects[kind, name]["spec"]["template"]["spec"]["serviceAccountName"] == "storage"
+        kubernetes_validate.validate(objects[kind, name], VERSIONS[-1], strict=True)
+    path.write_text(JOB + "checkpoint: {folder: checkpoints}\n")
+    with pytest.raises(BadDeployment, match="URL"):
+        kubernetes(str(path))
 
 
 def test_each_volume_that_is_mounted_exists_and_each_selector_finds_its_pods(job):
