@@ -634,7 +634,7 @@ class _Rate:
             raise TooManyDeclares(per_second=DECLARES_PER_SECOND, retry_after_ms=_DECLARE_RETRY_MS)
 
     def count(self) -> None:
-        """One was made."""
+        """Count a new table against the limit of tables made in a second."""
         self._allowed -= 1
 
 

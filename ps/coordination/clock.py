@@ -312,7 +312,7 @@ class Clock:
         self._epochs, self._joined = dict(control["epochs"]), set(control["joined"])
 
     def workers_here(self) -> tuple[int, ...]:
-        """The members, ascending."""
+        """Return the numbers of the workers that are members, ascending."""
         return tuple(sorted(self.members))
 
     def _begin(self, request: Join) -> None:

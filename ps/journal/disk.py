@@ -58,7 +58,7 @@ class DiskFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what was not synced may still be lost with the machine's power."""
         ...
 
 
@@ -78,7 +78,7 @@ class Disk(Protocol):
     """The files of a machine. All methods raise OSError."""
 
     def list(self, folder: Path) -> list[str]:
-        """Names in a folder."""
+        """Return the names of the files in a folder."""
         ...
 
     def make_folder(self, folder: Path) -> None:
@@ -94,7 +94,7 @@ class Disk(Protocol):
         ...
 
     def remove(self, path: Path) -> None:
-        """Remove a file."""
+        """Remove a file; it may come back after a loss of power until its folder is synced."""
         ...
 
     def remove_folder(self, folder: Path) -> None:
@@ -131,7 +131,7 @@ class LocalDisk:
     """The file systems of this machine."""
 
     def list(self, folder: Path) -> list[str]:
-        """Names in a folder."""
+        """Return the names of the files in a folder."""
         return os.listdir(folder)
 
     def make_folder(self, folder: Path) -> None:
@@ -149,7 +149,7 @@ class LocalDisk:
         old.rename(new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file."""
+        """Remove a file; it may come back after a loss of power until its folder is synced."""
         path.unlink()
 
     def remove_folder(self, folder: Path) -> None:

@@ -44,7 +44,7 @@ class RecoveryProgress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
+        """Return the seconds since the recovery began."""
         return self._clock.now() - self._began
 
     @property

@@ -75,7 +75,7 @@ class AnyPlace(SnapshotPlaces):
     """Every place that fsspec reaches: of a shard in the process of who asks it."""
 
     def check(self, url: str) -> None:
-        """Accept every URL."""
+        """Accept every URL: the client is this process, and could write there itself."""
 
     def open(self, url: str, name: str = "") -> Storage:
         """The storage of a place."""

@@ -37,7 +37,7 @@ class TLSPort:
         return self.handshakes >= self.max_handshakes
 
     def begin(self, handshake: Coroutine[None, None, None]) -> None:
-        """Run a handshake."""
+        """Run a handshake as a task, which counts as under way until it ends."""
         self.handshakes += 1
         task = asyncio.get_running_loop().create_task(handshake)
         self._tasks.add(task)

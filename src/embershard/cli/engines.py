@@ -19,7 +19,7 @@ from embershard.worker.job.job import Job
 
 
 class EngineName(enum.Enum):
-    """The engines of --engine."""
+    """Name where the processes of a job run (--engine)."""
 
     LOCAL = "local"
     SLURM = "slurm"
