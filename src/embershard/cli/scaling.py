@@ -147,7 +147,7 @@ class _Window:
         return fewest > 0 if self._began is None else now - self._began >= WINDOW_SECONDS and fewest >= _FEWEST
 
     def end(self, now: float, statuses: Sequence[ShardStatus]) -> Measured | None:
-        """Return what was measured since the last call; None for the first, or if a shard is away or another process."""
+        """Return what was measured since the last call; None at first, or if a shard is away or restarted."""
         before, taken = self._statuses, self._taken
         self._statuses, self._began = statuses, now if statuses else None
         self._taken = {rank: [] for rank in self.ranks}
