@@ -300,6 +300,9 @@ bar-conservation: setup  ## no gradient lost or applied twice, under lost replie
 bench-cluster: setup  ## what bar-scale measured, carried by simulation to 1,000 shards and 10,000 workers (a quarter of an hour)
 	$(BIN)/python bench/cluster/run.py $(ARGS)
 
+bar-latency: setup  ## small pulls: one client, 32 at once, and a small step beside torch (2 minutes; ARGS="--tree DIR --tree DIR")
+	$(BIN)/python bench/bar_latency.py $(ARGS)
+
 bar-cluster: setup  ## that simulation against real shards and workers, 1 to 8 of each: within 25 % (10 minutes; ARGS="--work train")
 	$(BIN)/python bench/cluster/bar_cluster.py $(ARGS)
 

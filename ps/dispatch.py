@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 from embershard.proto.errors import EmbershardError, InternalError, QuotaExceeded
 from embershard.proto.messages import METHODS, Declare, GetStatus, Hello, Pull, Push, Reply, Request, ShardStatus
@@ -20,15 +22,30 @@ from embershard.ps.shard import Shard
 
 T = TypeVar("T")
 
+
+@dataclass(frozen=True, slots=True)
+class _Incoming(Generic[T]):
+    """A request that a transport has brought; see Dispatch.submit."""
+
+    kind: type[Request]
+    read: Callable[[], Request]
+    write: Callable[[Reply], T]
+    num_bytes: int
+    deadline: float
+    peer: str
+    principal: Principal | None
+    is_small: bool
+
+
 _log = logging.getLogger(__name__)
 
 
 class Dispatch:
     """The shard as every transport sees it. `submit` may be called from any thread.
 
-    Hello and Status are answered at once in the caller's thread: health does not wait behind pushes. Everything else
-    goes through the apply thread, reading and writing included, so that no I/O thread works for longer than a small
-    call.
+    Hello and Status are answered at once in the caller's thread: health does not wait behind pushes. Small pulls and
+    pushes are, too, while nothing else runs. Everything else goes through the apply thread, reading and writing
+    included, so that no I/O thread works for longer than a small call.
 
     While a `recovery` makes the shard's state, in another thread, only Status is answered, until `open`. `access` says
     who may do what; without it, everybody may do everything.
@@ -86,62 +103,44 @@ class Dispatch:
         deadline: float,
         peer: str = "",
         principal: Principal | None = None,
+        is_small: bool = False,
     ) -> Future[T]:
         """Queue the request that `read` gives; the future has `write` of its reply, or an EmbershardError.
 
         `num_bytes` is what the request holds while it waits; `deadline`, on time.monotonic()'s clock, is when nobody
         waits for the reply any more: its future is cancelled then.
         `peer` is where it comes from, for people, and `principal` who sent it: NotAllowed where they may not, before a
-        byte of it is decoded. Cancelling a future drops work that has not begun.
+        byte of it is decoded. Cancelling a future drops work that has not begun. What `is_small` is done before this
+        returns, where nothing else runs or waits.
         A request that has to wait for other workers is read again each time that it may be answered.
         """
+        incoming = _Incoming(kind, read, write, num_bytes, deadline, peer, principal, is_small)
         if self.access is not None:
             try:
                 self.access.check(principal, kind)
                 if principal is not None and principal.usage.is_limited:
-                    return self._submit_limited(kind, read, write, num_bytes, deadline, peer, principal)
+                    return self._submit_limited(incoming, principal)
             except QuotaExceeded as error:
                 return _failed(error)
             except EmbershardError as error:
                 self.access.refused(principal, peer, METHODS[kind][0], error)
                 return _failed(error)
-        return self._submit(kind, read, write, num_bytes, deadline, peer, principal)
+        return self._submit(incoming)
 
-    def _submit_limited(
-        self,
-        kind: type[Request],
-        read: Callable[[], Request],
-        write: Callable[[Reply], T],
-        num_bytes: int,
-        deadline: float,
-        peer: str,
-        principal: Principal,
-    ) -> Future[T]:
+    def _submit_limited(self, incoming: _Incoming[T], principal: Principal) -> Future[T]:
         """As submit, of a principal with quotas."""
-        principal.usage.take_bytes(num_bytes)
-        future = self._submit(kind, read, write, num_bytes, deadline, peer, principal)
-        future.add_done_callback(lambda _: principal.usage.give_bytes(num_bytes))
+        principal.usage.take_bytes(incoming.num_bytes)
+        future = self._submit(incoming)
+        future.add_done_callback(lambda _: principal.usage.give_bytes(incoming.num_bytes))
         return future
 
-    def _submit(
-        self,
-        kind: type[Request],
-        read: Callable[[], Request],
-        write: Callable[[Reply], T],
-        num_bytes: int,
-        deadline: float,
-        peer: str,
-        principal: Principal | None,
-    ) -> Future[T]:
+    def _submit(self, incoming: _Incoming[T]) -> Future[T]:
+        kind, principal = incoming.kind, incoming.principal
         if (recovery := self._recovery) is not None and kind is not GetStatus:
             return _failed(recovery.error())
         if kind not in (Hello, GetStatus):
             try:
-                future = self._apply.submit(
-                    lambda: self._handled(kind, read, write, peer, principal),
-                    num_bytes,
-                    deadline,
-                )
+                future = self._apply_to(incoming)
                 audit = None if self.access is None else self.access.audit
                 if audit is None or principal is None or principal.role != "admin" or kind not in AUDITED:
                     return future
@@ -150,46 +149,41 @@ class Dispatch:
                 return _failed(error)
         done: Future[T] = Future()
         try:
-            done.set_result(_guarded(kind, lambda: write(self._at_once(read()))))
+            done.set_result(_guarded(kind, lambda: incoming.write(self._at_once(incoming.read()))))
         except EmbershardError as error:
             return _failed(error)
         return done
 
-    def _handled(
-        self,
-        kind: type[Request],
-        read: Callable[[], Request],
-        write: Callable[[Reply], T],
-        peer: str,
-        principal: Principal | None,
-    ) -> T:
-        """What `write` makes of the reply to what `read` gives; on the apply thread."""
+    def _apply_to(self, incoming: _Incoming[T]) -> Future[T]:
+        """Have the tables answer; ShardBusy where too much waits for them."""
+        work, num_bytes, deadline = partial(self._handled, incoming), incoming.num_bytes, incoming.deadline
+        done = self._apply.run_now(work, num_bytes, deadline) if incoming.is_small else None
+        return self._apply.submit(work, num_bytes, deadline) if done is None else done
+
+    def _handled(self, incoming: _Incoming[T]) -> T:
+        """What `write` makes of the reply to what `read` gives; the caller holds the tables."""
         tracer = self.tracer
         if tracer is None:
-            return _guarded(kind, lambda: write(self._handle(read(), peer, principal)))
+            return _guarded(
+                incoming.kind,
+                lambda: incoming.write(self._handle(incoming.read(), incoming.peer, incoming.principal)),
+            )
         try:
-            return _guarded(kind, lambda: self._traced(tracer, read, write, peer, principal))
+            return _guarded(incoming.kind, lambda: self._traced(tracer, incoming))
         finally:
             tracer.end()  # only now: the log of a defect belongs to the request
 
-    def _traced(
-        self,
-        tracer: RequestTracer,
-        read: Callable[[], Request],
-        write: Callable[[Reply], T],
-        peer: str,
-        principal: Principal | None,
-    ) -> T:
+    def _traced(self, tracer: RequestTracer, incoming: _Incoming[T]) -> T:
         """As _handled, with the spans of a request that is marked."""
         moments = [self._apply.arrived, time.monotonic()]
-        request = read()
+        request = incoming.read()
         moments.append(time.monotonic())
         context = Context.read(request.trace) if isinstance(request, (Pull, Push)) else None
         if context is not None:
             tracer.begin(context)
-        reply = self._handle(request, peer, principal)
+        reply = self._handle(request, incoming.peer, incoming.principal)
         moments.append(time.monotonic())
-        written = write(reply)
+        written = incoming.write(reply)
         if context is not None:
             kind = "gather" if isinstance(request, Pull) else "apply"
             tracer.handled(

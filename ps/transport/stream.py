@@ -9,9 +9,11 @@ import asyncio
 import logging
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -38,6 +40,7 @@ from embershard.proto.messages import (
     Heartbeat,
     Join,
     Pull,
+    Push,
     Rendezvous,
     RendezvousResult,
     Reply,
@@ -81,6 +84,9 @@ RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
 # Rows that wait to be read: of one peer, before its requests are left unread and no more rows are made for it; of all.
 UNSENT_BYTES = MAX_MESSAGE_BYTES
 ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
+# A pull or push in a frame up to this size is answered on the event loop while nothing else runs: the milliseconds of a
+# larger one would keep other frames from arriving meanwhile.
+AT_ONCE_BYTES = 2**16
 _RETRY_MS = 100
 # a TLS record with the alert handshake_failure: what a server says that speaks no TLS
 _HANDSHAKE_FAILURE = bytes([0x15, 3, 1, 0, 2, 2, 40])
@@ -114,7 +120,7 @@ class StreamServer:
         self.tls = tls
         self.limit = limit
         self.features = Feature.CHECKSUM if dispatch.access is None else Feature.CHECKSUM | Feature.TOKEN
-        self.loop = asyncio.get_running_loop()
+        self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self.counters, self.rejected = dispatch.counters.transports["stream"], dispatch.counters.rejected
         self.passed_on = dispatch.counters.transports["grpc"]  # whose connections come through here
         self.connections: set[Connection] = set()
@@ -131,6 +137,14 @@ class StreamServer:
     def protocol(self) -> Connection:
         """A new connection's protocol, as loop.create_server wants it."""
         return Connection(self)
+
+    def call(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function on the event loop: now, if this is its thread, else soon; not at all once it has ended."""
+        if threading.get_ident() == self._thread:
+            function(*args)
+            return
+        with suppress(RuntimeError):  # the loop has ended, and the connections with it
+            self.loop.call_soon_threadsafe(function, *args)
 
     def turn_away(self, held_bytes: int, reason: str) -> ShardBusy:
         """The error of a request for which there is no memory now; each `reason` is counted by a thread of its own."""
@@ -545,6 +559,7 @@ class Connection(asyncio.BufferedProtocol):
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer.address,
             principal=self._known_principal(),
+            is_small=kind in (Pull, Push) and header.num_bytes <= AT_ONCE_BYTES,
         )
         future.add_done_callback(self._sender(header, kind))
 
@@ -556,15 +571,11 @@ class Connection(asyncio.BufferedProtocol):
             counters.answered(kind, time.monotonic() - arrived, error)
 
         def send(future: Future[Pieces]) -> None:
-            try:
-                if future.cancelled():  # its deadline passed: nobody waits for it
-                    self._server.loop.call_soon_threadsafe(counters.expired, kind)
-                    return
-                error = future.exception()
-                pieces = future.result() if error is None else self._error(header, error)
-                self._server.loop.call_soon_threadsafe(finish, pieces, error)
-            except RuntimeError:
-                pass  # the loop has ended, and the connection with it
+            if future.cancelled():  # its deadline passed: nobody waits for it
+                self._server.call(counters.expired, kind)
+                return
+            error = future.exception()
+            self._server.call(finish, future.result() if error is None else self._error(header, error), error)
 
         return send
 

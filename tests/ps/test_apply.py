@@ -222,6 +222,61 @@ class TestParking:
         assert clock.excused >= 0.1
 
 
+def run_now(thread, work=threading.get_ident, deadline=float("inf")):
+    return thread.run_now(work, 1, deadline)
+
+
+class TestRunNow:
+    @pytest.fixture
+    def clock(self):
+        return Clock()
+
+    @pytest.fixture
+    def thread(self, start, clock):
+        made = start()
+        made.watch(clock)
+        return made
+
+    def test_work_is_done_by_the_caller_where_nothing_else_runs(self, thread):
+        assert run_now(thread).result(0) == threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            run_now(thread, lambda: 1 // 0).result(0)
+        assert run_now(thread, deadline=time.monotonic() - 1).cancelled()
+
+    def test_work_is_left_to_the_thread_while_other_work_runs(self, thread):
+        gate, done = occupy(thread), []
+        assert run_now(thread, lambda: done.append("now")) is None
+        gate.set()
+        idle(thread)
+        assert done == []
+
+    def test_work_that_is_submitted_meanwhile_comes_after_it(self, thread):
+        done = []
+
+        def work():
+            done.append(submit(thread, lambda: done.append("behind")))
+            time.sleep(0.05)
+            done.append("first")
+
+        run_now(thread, work)
+        done[0].result(60)
+        assert done[1:] == ["first", "behind"]
+
+    def test_what_it_lets_be_answered_is_answered_and_what_has_to_wait_waits(self, thread, clock):
+        parked = run_now(thread, clock.after(1))
+        assert not parked.done()
+        assert run_now(thread, clock.move).result(0) == b"moved"
+        assert parked.result(60) == b"done"
+
+    def test_what_waits_is_put_back_before_its_deadline(self, thread, clock):
+        with pytest.raises(ClockAhead):
+            run_now(thread, clock.after(1), deadline=time.monotonic() + 0.3).result(60)
+
+    def test_nothing_is_taken_once_it_is_closed(self, thread):
+        thread.close()
+        assert run_now(thread) is None
+
+
 class TestLeases:
     @pytest.fixture
     def shard(self):
