@@ -11,9 +11,11 @@ import threading
 
 import uvloop
 
+from embershard.proto.transport.shared_socket import Poller
 from embershard.proto.wire import local_socket
 
 _loop: asyncio.AbstractEventLoop | None = None
+_poller: Poller | None = None
 _lock = threading.Lock()
 
 
@@ -27,6 +29,16 @@ def io_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
+def io_poller() -> Poller | None:
+    """Return what reads the sockets that all threads of this process share; None where the system has no epoll."""
+    global _poller
+    loop = io_loop()
+    with _lock:
+        if _poller is None and sys.platform == "linux":
+            _poller = Poller(loop)
+        return _poller
+
+
 def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
     """Whether a loop is this process's, and not that of the parent which forked it."""
     return loop is _loop
@@ -34,8 +46,8 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 def _forget() -> None:
     """In a forked child: its parent's thread is not here, and may have held the lock."""
-    global _loop, _lock
-    _loop, _lock = None, threading.Lock()
+    global _loop, _poller, _lock
+    _loop, _poller, _lock = None, None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,7 +1,8 @@
 """A shard behind the `stream` transport: frames over TCP or a Unix socket (docs/wire.md).
 
-One thread of this process moves the bytes of all shards, on a uvloop; replies are received straight into the arrays
-that the caller named, requests leave from the memory of their arrays.
+A thread that has a request sends it itself, and reads what arrives while it waits for its reply; otherwise one I/O
+thread moves the bytes of all shards, on a uvloop, and always where TLS or an emulated link is between. Replies are
+received straight into the arrays that the caller named, requests leave from the memory of their arrays.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import socket
 import sys
 import termios
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -41,7 +43,8 @@ from embershard.proto.security.tokens import pack_token
 from embershard.proto.timing import span
 from embershard.proto.transport.announcements import current_address, folder_of
 from embershard.proto.transport.emulated_link import EmulatedLink
-from embershard.proto.transport.io_thread import connect_beside, io_loop, runs_here
+from embershard.proto.transport.io_thread import connect_beside, io_loop, io_poller, runs_here
+from embershard.proto.transport.shared_socket import Poller, SharedSocket
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
@@ -57,8 +60,7 @@ from embershard.proto.wire import (
 if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS
 
-# A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
-# while it lives might have its arrays written after its end.
+# A call whose deadline has passed ends once nothing writes into its arrays any more. So much later we stop waiting.
 _GRACE_SECONDS = 10.0
 
 
@@ -66,6 +68,7 @@ _GRACE_SECONDS = 10.0
 class StreamCall:
     """A request under way, and its reply."""
 
+    owner: StreamTransport
     request: type[Request]
     head: bytes
     bulk: list[memoryview]
@@ -77,22 +80,28 @@ class StreamCall:
     end: int = 0  # of its bytes among those sent on its connection
     gone: int = 0  # bytes of its connection that had arrived before it was sent
     places: Sequence[memoryview] | None = None  # where its reply arrives
-    timer: asyncio.TimerHandle | None = None
     answer: Future[Reply] = field(default_factory=Future)
 
     def result(self) -> Reply:
         """Wait for the reply and return it; see PendingReply."""
+        answer, end = self.answer, self.started + self.seconds
+        if (poller := self.owner.poller) is not None and not answer.done():
+            poller.run_until(answer.done, end)
+        if not answer.done():
+            with suppress(FutureTimeout):
+                return answer.result(max(0.0, end - time.monotonic()))
+            self.owner.expire(self)
         try:
-            return self.answer.result(self.seconds + _GRACE_SECONDS)
+            return answer.result(_GRACE_SECONDS)
         except FutureTimeout:
             raise Unreachable("no answer") from None
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""
-        if self.timer is not None:
-            self.timer.cancel()
         if not self.answer.done():
             self.answer.set_exception(error)
+            if (poller := self.owner.poller) is not None:
+                poller.wake()
 
     def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
         """Return the memory for an array of the reply: the caller's own, where it fits."""
@@ -107,8 +116,6 @@ class StreamCall:
         """End with the reply, whose rows are the caller's own arrays where they came there, unless it has ended."""
         if isinstance(reply, Rows):
             reply = replace(reply, tables=tuple(map(_same, self.into, reply.tables)))
-        if self.timer is not None:
-            self.timer.cancel()
         if not self.answer.done():
             self.answer.set_result(reply)
 
@@ -151,7 +158,10 @@ class StreamTransport:
         self.received_bytes = 0
         self._features = Feature.CHECKSUM if checksum else Feature(0)
         self._loop = io_loop()
-        # from here on: of the I/O thread alone
+        # TLS and the emulated link are the loop's: only its thread may touch their connections
+        self.poller = io_poller() if tls is None and link is None else None
+        self.lock = threading.RLock()  # of all that follows, and of the connection
+        self._on_loop = 0  # calls that the loop has still to start
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._waiting: list[StreamCall] = []
@@ -170,7 +180,12 @@ class StreamTransport:
             raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
         with span("encode"):
             bulk = [np.ascontiguousarray(array).data for array in arrays(request)]
-            call = StreamCall(type(request), head_bytes(request), bulk, into, timeout.total_seconds())
+            call = StreamCall(self, type(request), head_bytes(request), bulk, into, timeout.total_seconds())
+        with self.lock:
+            if self._connection is not None and self._connection.is_shared and not self._on_loop:
+                self._send(self._connection, call)
+                return call
+            self._on_loop += 1
         self._loop.call_soon_threadsafe(self._start, call)
         return call
 
@@ -180,32 +195,45 @@ class StreamTransport:
         self._loop.call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-        if self._connection is not None:
-            self._connection.drop(str(TransportClosed()))
-        self._fail_waiting(TransportClosed())
+        with self.lock:
+            if self._connecting is not None:
+                self._connecting.cancel()
+            if self._connection is not None:
+                self._connection.drop(str(TransportClosed()))
+            self._fail_waiting(TransportClosed())
 
     def _start(self, call: StreamCall) -> None:
-        if self.closed:
-            call.fail(TransportClosed())
-            return
+        with self.lock:
+            self._on_loop -= 1
+            if self.closed:
+                call.fail(TransportClosed())
+            elif self._connection is not None:
+                self._send(self._connection, call)
+            elif not call.answer.done():  # its deadline may have passed
+                self._waiting.append(call)
+                if self._connecting is None:
+                    self._connecting = self._loop.create_task(self._connect())
+
+    def _send(self, connection: _Connection, call: StreamCall) -> None:
         call.number = next(self._numbers) & 0xFFFFFFFF or next(self._numbers) & 0xFFFFFFFF
-        call.timer = self._loop.call_later(call.seconds, self._expire, call)
-        if self._connection is not None:
-            self._connection.send(call)
-            return
-        self._waiting.append(call)
-        if self._connecting is None:
-            self._connecting = self._loop.create_task(self._connect())
+        if not call.answer.done():
+            connection.send(call)
+
+    def expire(self, call: StreamCall) -> None:
+        """End a call whose deadline has passed, as soon as nothing is received into its arrays or sent from them."""
+        connection = self._connection
+        if connection is not None and not connection.is_shared:
+            self._loop.call_soon_threadsafe(self._expire, call)
+        else:
+            self._expire(call)
 
     def _expire(self, call: StreamCall) -> None:
-        """The deadline of a call has come."""
-        if call in self._waiting:
-            self._waiting.remove(call)
-        elif self._connection is not None and not self._connection.expire(call):
-            return
-        call.fail(Unreachable("no answer"))
+        with self.lock:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif self._connection is not None and not self._connection.expire(call):
+                return
+            call.fail(Unreachable("no answer"))
 
     async def _connect(self) -> None:
         error: Exception
@@ -220,14 +248,18 @@ class StreamTransport:
         except (OSError, ValueError) as failure:  # a name that cannot be one is a UnicodeError
             error = Unreachable(getattr(failure, "strerror", None) or str(failure))
         else:
-            self._connecting = None
-            self._connection = connection
-            waiting, self._waiting = self._waiting, []
-            for call in waiting:
-                connection.send(call)
+            with self.lock:
+                self._connecting = None
+                if self.poller is not None:
+                    connection.share(self.poller)
+                self._connection = connection
+                waiting, self._waiting = self._waiting, []
+                for call in waiting:
+                    self._send(connection, call)
             return
-        self._connecting = None
-        self._fail_waiting(error)
+        with self.lock:
+            self._connecting = None
+            self._fail_waiting(error)
 
     def _fail_waiting(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, []
@@ -280,7 +312,10 @@ class StreamTransport:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One connection, from its hello to its end; of the I/O thread alone."""
+    """One connection, from its hello to its end.
+
+    All of it happens with the owner's lock held; once it is shared by any thread, else by the I/O thread alone.
+    """
 
     def __init__(self, owner: StreamTransport) -> None:
         self._owner, self._link = owner, owner.link
@@ -299,6 +334,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.refused: EmbershardError | None = None  # why the shard ended it
         self._reason = "the connection broke"
         self._transport: asyncio.Transport
+        self._shared: SharedSocket | None = None  # what sends and receives in its place
         self._outer: asyncio.Transport | None = None  # below TLS
         self._socket: socket.socket
 
@@ -337,7 +373,23 @@ class _Connection(asyncio.BufferedProtocol):
             outer.abort()
             raise
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether any thread may send and receive, not the loop's alone."""
+        return self._shared is not None
+
+    def share(self, poller: Poller) -> None:
+        """From here on, have the threads that send and wait move the bytes."""
+        if self.lost is None:
+            self._shared = SharedSocket(self._transport, self, self._owner.lock, poller)
+
     def connection_lost(self, error: Exception | None) -> None:
+        with self._owner.lock:
+            self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
+        if self._shared is not None:
+            self._shared.abort()
         self._owner.lost(self)
         if self._link is not None:
             self._link.leave(self._transport)
@@ -363,7 +415,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._reason = reason
         if self._link is not None:
             self._link.leave(self._transport)
-        self._transport.abort()
+        (self._shared or self._transport).abort()
 
     def send(self, call: StreamCall) -> None:
         """Write a call's request to the connection."""
@@ -379,7 +431,7 @@ class _Connection(asyncio.BufferedProtocol):
                 call.end = self._sent
                 call.num_bytes += num_bytes
                 if self._link is None:
-                    self._transport.writelines(pieces)
+                    (self._shared or self._transport).writelines(pieces)
                 else:
                     self._link.send(self._transport, pieces)
         except EmbershardError as error:
@@ -408,7 +460,7 @@ class _Connection(asyncio.BufferedProtocol):
         waiting = 0 if self._link is None else self._link.unsent(self._transport)
         if self._outer is not None:
             waiting += self._outer.get_write_buffer_size()
-        return self._sent - self._transport.get_write_buffer_size() - waiting
+        return self._sent - (self._shared or self._transport).get_write_buffer_size() - waiting
 
     def _gone(self) -> int:
         """Those of them that the other side's system has, as far as this one says."""

@@ -48,6 +48,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.routing import Route
 from embershard.proto.timing import Deadline, charge_to, span
+from embershard.proto.transport.shared_socket import Poller
 from embershard.proto.transport.transport import PendingReply, Transport, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
 from embershard.worker.client.kept import KeptPushes, with_first_incomplete
@@ -211,6 +212,8 @@ class ShardConnections:
         self._connections = {connection.greeting.shard: connection for connection in connections}
         self._verifying = {shard: clock.lock() for shard in self._connections}  # held by who asks it who it is
         self._worker = worker
+        pollers = [getattr(connection.transport, "poller", None) for connection in connections]
+        self._reading: Poller | None = pollers[0] if all(pollers) else None  # a thread that waits reads its replies
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
     def __len__(self) -> int:
@@ -262,7 +265,8 @@ class ShardConnections:
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
                 for pause in _pauses(self.clock):
-                    waiting = self._try(waiting, into or {}, left, deadline, outcomes)
+                    with self._reading or nullcontext():
+                        waiting = self._try(waiting, into or {}, left, deadline, outcomes)
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
                     recovers = awaits_recovery and self._is_recovering(waiting, outcomes)

@@ -1,0 +1,128 @@
+"""Which thread reads what arrives, and what becomes of replies that nobody, or several threads, wait for."""
+
+import threading
+from contextlib import closing
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from embershard.proto import messages as m
+from embershard.proto.transport import stream
+from embershard.proto.transport.io_thread import io_poller
+from embershard.proto.transport.stream import StreamTransport
+from embershard.proto.transport.transport import Unreachable
+from harness.eventually import eventually
+from harness.served import ServedShard
+from harness.shards import table
+
+PATIENCE = timedelta(seconds=60)
+
+
+@pytest.fixture
+def shard():
+    served = ServedShard()
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def transport(shard):
+    with closing(StreamTransport(shard.address)) as made:
+        made.submit(m.Declare(table(dim=2)), PATIENCE).result()
+        yield made
+
+
+@pytest.fixture
+def readers(monkeypatch):
+    """The threads that have read replies, in order."""
+    threads, finish = [], stream.StreamCall.finish
+
+    def noting(call, reply):
+        threads.append(threading.get_ident())
+        finish(call, reply)
+
+    monkeypatch.setattr(stream.StreamCall, "finish", noting)
+    return threads
+
+
+def pull(num_rows=4) -> m.Pull:
+    return m.Pull(1, (m.TableIds("items", np.arange(num_rows, dtype=np.int64)),))
+
+
+def test_a_thread_that_has_said_that_it_waits_reads_its_own_replies(transport, readers):
+    with io_poller():
+        pending = [transport.submit(pull(n), PATIENCE) for n in (1, 1000, 100_000)]
+        assert [answer.result().tables[0].size for answer in pending] == [2, 2000, 200_000]
+    assert readers == [threading.get_ident()] * 3
+
+
+def test_a_reply_that_nobody_waits_for_is_read_by_the_io_thread(transport, readers):
+    answer = transport.submit(pull(), PATIENCE)
+    assert eventually(answer.answer.done)
+    assert threading.get_ident() not in readers
+    with io_poller():
+        answer.result()
+    later = transport.submit(pull(), PATIENCE)  # nor after a thread has read
+    assert eventually(later.answer.done)
+
+
+def test_threads_that_wait_at_the_same_time_each_get_their_reply(transport):
+    failures = []
+
+    def work(num_rows):
+        try:
+            for _ in range(100):
+                into = np.full((num_rows, 2), np.nan, np.float32)
+                with io_poller():
+                    reply = transport.submit(pull(num_rows), PATIENCE, [into]).result()
+                assert reply.tables[0] is into
+                assert np.isfinite(into).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 10, 300, 5000, 40_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_thread_that_waits_reads_also_for_other_connections(shard, transport, readers):
+    with closing(StreamTransport(shard.address)) as other:
+        other.submit(m.Hello(), PATIENCE).result()
+        readers.clear()
+        with io_poller():
+            first, second = other.submit(pull(), PATIENCE), transport.submit(pull(), PATIENCE)
+            second.result()
+            first.result()
+    assert readers == [threading.get_ident()] * 2
+
+
+def test_an_interrupt_while_it_reads_ends_the_connection_and_the_next_call_makes_another(transport, monkeypatch):
+    received = stream._Connection.buffer_updated
+
+    def interrupted(connection, num_bytes):
+        monkeypatch.setattr(stream._Connection, "buffer_updated", received)
+        raise KeyboardInterrupt
+
+    with io_poller():
+        answer = transport.submit(pull(), PATIENCE)
+        monkeypatch.setattr(stream._Connection, "buffer_updated", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer.result()
+    with pytest.raises(Unreachable):
+        answer.result()
+    assert transport.submit(pull(), PATIENCE).result().tables[0].size == 8
+
+
+def test_closing_a_transport_ends_the_wait_of_a_thread_that_reads(shard, transport):
+    gate = threading.Event()
+    shard.apply.submit(gate.wait, 1, float("inf"))
+    answer = transport.submit(pull(), PATIENCE)
+    threading.Timer(0.1, transport.close).start()
+    with pytest.raises(Unreachable, match="closed by this worker"):
+        answer.result()
+    gate.set()
