@@ -216,9 +216,12 @@ class Side:
         seen["client_cpu_us"], seen["shard_cpu_us"] = 1e6 * answer["cpu"] / len(seconds), 1e6 * cpu / len(seconds)
         seen["cpu_us"] = seen["client_cpu_us"] + seen["shard_cpu_us"]
         for total, processes in self.many.items():
+            before = cpu_seconds(self.two["pids"])
             answers = self._pull(processes)
+            cpu = cpu_seconds(self.two["pids"]) - before + sum(one["cpu"] for one in answers)
             seconds = list(chain(*(one["seconds"] for one in answers)))
             seen[f"pulls_per_second_{total}"] = len(seconds) / WINDOW_SECONDS
+            seen[f"cpu_us_{total}"] = 1e6 * cpu / len(seconds)
             seen[f"p50_ms_{total}"] = 1e3 * median(seconds)
             seen[f"p99_ms_{total}"] = 1e3 * float(np.quantile(seconds, 0.99))
         step = asked(self.step, "go")

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 class ClockLock(AbstractContextManager[bool], Protocol):
     """A lock, as threading.Lock and RLock are."""
 
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take it; without `blocking`, only if nobody has it. Whether it was taken."""
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it; without `blocking`, only if nobody has it, else within `timeout` seconds. Whether it was taken."""
         ...
 
     def release(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,11 +25,12 @@ QUEUE_REQUESTS = 1024
 _MIN_RETRY_MS, _MAX_RETRY_MS = 5, 1000
 _SMOOTHING = 0.1  # weight of the newest request in the mean duration
 _TICK_SECONDS = 0.25  # between looks at the time, while nothing else happens
+_SMALL_SECONDS = 0.001  # for which small work waits for other small work to end, before it is queued
 # After a longer time between two looks, leases are extended by the rest of it: this process was stopped, perhaps with
 # their requests in its sockets.
 _STEP_SECONDS = 1.0
 
-_CLOSED, _LOOK = object(), object()  # in the queue: that nothing follows; that parked work may be answered now
+_CLOSED, _LOOK = object(), object()  # what the thread is told: that nothing follows; that there may be work
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class _Job(Generic[T]):
     num_bytes: int
     deadline: float  # after which nobody waits for it
     arrived: float
+    is_small: bool
     future: Future[T] = field(default_factory=Future)
     is_held: bool = False  # its answer waits to be released, and its bytes count for that long
 
@@ -74,8 +77,8 @@ class _Job(Generic[T]):
 class ApplyThread:
     """Runs work one after the other, in the order of its arrival. `submit` may be called from any thread.
 
-    `run_now` is for small work: where nothing runs and nothing waits, the calling thread does it itself, which saves
-    two switches of threads.
+    `run_now` is for small work: where nothing runs and nothing large waits, the calling thread does it itself, and what
+    small work waits before it, which saves two switches of threads.
 
     Work whose deadline passed in the queue, or whose future was cancelled, is dropped before it starts. At least one
     job is taken, however large: the bounds say how much may wait.
@@ -104,7 +107,9 @@ class ApplyThread:
         self.counters = Counters() if counters is None else counters  # of the queue and the busy time: of the thread
         self._lock = clock.lock()  # of the sizes of the queue, never held while work runs
         self._working = clock.lock()  # held by the thread that touches the tables
-        self._jobs = clock.queue()
+        self._runs_large = False  # whether it may hold it for long
+        self._waiting: deque[_Job[Any]] = deque()  # guarded by _lock
+        self._signals = clock.queue()
         self._queued_bytes = 0
         self._queued_requests = 0
         self._held_bytes = 0  # of requests whose answers wait to be released
@@ -134,9 +139,9 @@ class ApplyThread:
         """Try parked work again when this has moved, and let its time pass."""
         self._watched = watched
 
-    def submit(self, work: Callable[[], T], num_bytes: int, deadline: float) -> Future[T]:
+    def submit(self, work: Callable[[], T], num_bytes: int, deadline: float, *, is_small: bool = False) -> Future[T]:
         """Queue work that holds `num_bytes`; ShardBusy where the queue is full, ShuttingDown once it is closed."""
-        job: _Job[T] = _Job(work, num_bytes, deadline, self._clock.now())
+        job: _Job[T] = _Job(work, num_bytes, deadline, self._clock.now(), is_small)
         with self._lock:
             if self._closed:
                 raise ShuttingDown()
@@ -148,33 +153,46 @@ class ApplyThread:
                 raise ShardBusy(queued_bytes=waiting, retry_after_ms=self._retry_after_ms())
             self._queued_bytes += num_bytes
             self._queued_requests += 1
-            self._jobs.put(job)
+            self._waiting.append(job)
+            self._signals.put(_LOOK)
         return job.future
 
     def run_now(self, work: Callable[[], T], num_bytes: int, deadline: float) -> Future[T] | None:
-        """Do work in this thread and return its future; None, and nothing is done, where other work runs or waits."""
-        with self._lock:
-            if self._closed or self._queued_requests or not self._working.acquire(blocking=False):
-                return None
+        """Do work in this thread and return its future; None where other work runs, or waits and is not small."""
+        if self._runs_large or not self._working.acquire(timeout=_SMALL_SECONDS):
+            return None
         try:
+            if not self._run_small():
+                return None
             now = self._now()  # only now: no lease has ended by this time that the work would have kept
-            job: _Job[T] = _Job(work, num_bytes, deadline, now)
+            job: _Job[T] = _Job(work, num_bytes, deadline, now, True)
             parked = self._parked
             self._do(job, now)
             self.counters.queue.add(0.0)
             self._note_busy(self._clock.now() - now)
             if self._parked is not parked or (parked and self._generation != self._seen_generation):
-                self._jobs.put(_LOOK)
+                self._signals.put(_LOOK)
         finally:
             self._working.release()
         return job.future
+
+    def _run_small(self) -> bool:
+        """Do the small work that waits; False where larger work waits, or no more is taken."""
+        while True:
+            with self._lock:
+                if self._closed or (self._waiting and not self._waiting[0].is_small):
+                    return False
+                if not self._waiting:
+                    return True
+                job = self._waiting.popleft()
+            self._run_waiting(job)
 
     def close(self) -> None:
         """Take nothing more; what was accepted is still done, but for what is parked."""
         with self._lock:
             if not self._closed:
                 self._closed = self.counters.draining = True
-                self._jobs.put(_CLOSED)
+                self._signals.put(_CLOSED)
 
     def join(self, timeout: float) -> bool:
         """Wait for what was accepted, at most `timeout` seconds; whether it is done."""
@@ -189,22 +207,26 @@ class ApplyThread:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=max(0.0, min(_TICK_SECONDS, self._first_due - self._clock.now())))
+                signal = self._signals.get(timeout=max(0.0, min(_TICK_SECONDS, self._first_due - self._clock.now())))
             except Empty:
-                job = None
+                signal = None
             with self._working:
-                if job is _CLOSED:
+                if signal is _CLOSED:  # the signal of each accepted job came before
                     break
-                if job is None:
+                with self._lock:
+                    job = self._waiting.popleft() if self._waiting else None
+                if job is not None:
+                    self._runs_large = not job.is_small
+                    self._run_waiting(job)
+                elif signal is None:
                     self._pass_time(self._now())
-                elif job is not _LOOK:
-                    self._run_queued(job)
                 if self._parked:
                     self._try_parked()
+                self._runs_large = False
         for job in self._parked:
             self.release(job, None, ShuttingDown())
 
-    def _run_queued(self, job: _Job[Any]) -> None:
+    def _run_waiting(self, job: _Job[Any]) -> None:
         started = self._now()
         self.counters.queue.add(started - job.arrived)
         self._do(job, started)

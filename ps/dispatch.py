@@ -158,7 +158,7 @@ class Dispatch:
         """Have the tables answer; ShardBusy where too much waits for them."""
         work, num_bytes, deadline = partial(self._handled, incoming), incoming.num_bytes, incoming.deadline
         done = self._apply.run_now(work, num_bytes, deadline) if incoming.is_small else None
-        return self._apply.submit(work, num_bytes, deadline) if done is None else done
+        return self._apply.submit(work, num_bytes, deadline, is_small=incoming.is_small) if done is None else done
 
     def _handled(self, incoming: _Incoming[T]) -> T:
         """What `write` makes of the reply to what `read` gives; the caller holds the tables."""

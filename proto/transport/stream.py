@@ -15,10 +15,8 @@ import termios
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, cast
@@ -76,32 +74,56 @@ class StreamCall:
     seconds: float
     started: float = field(default_factory=time.monotonic)
     number: int = 0
-    num_bytes: int = 0  # of its frames
+    sent_bytes: int = 0  # of its frames
+    received_bytes: int = 0
     end: int = 0  # of its bytes among those sent on its connection
     gone: int = 0  # bytes of its connection that had arrived before it was sent
     places: Sequence[memoryview] | None = None  # where its reply arrives
-    answer: Future[Reply] = field(default_factory=Future)
+    outcome: Reply | Exception | None = None  # once it has ended
+    ended: threading.Event | None = None  # of the threads that wait for that and do not read
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the call has moved until now, both ways."""
+        return self.sent_bytes + self.received_bytes
 
     def result(self) -> Reply:
         """Wait for the reply and return it; see PendingReply."""
-        answer, end = self.answer, self.started + self.seconds
-        if (poller := self.owner.poller) is not None and not answer.done():
-            poller.run_until(answer.done, end)
-        if not answer.done():
-            with suppress(FutureTimeout):
-                return answer.result(max(0.0, end - time.monotonic()))
+        end = self.started + self.seconds
+        if (poller := self.owner.poller) is not None and self.outcome is None:
+            poller.run_until(self.is_done, end)
+        if self.outcome is None and not self._wait(end - time.monotonic()):
             self.owner.expire(self)
-        try:
-            return answer.result(_GRACE_SECONDS)
-        except FutureTimeout:
-            raise Unreachable("no answer") from None
+            self._wait(_GRACE_SECONDS)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        if self.outcome is None:
+            raise Unreachable("no answer")
+        return self.outcome
+
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self.outcome is not None
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for another thread to end it; whether one has."""
+        with self.owner.lock:
+            ended = self.ended = self.ended or threading.Event()
+        return self.outcome is not None or ended.wait(max(0.0, seconds))
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
-            if (poller := self.owner.poller) is not None:
-                poller.wake()
+        if self._end(error) and (poller := self.owner.poller) is not None:
+            poller.wake()
+
+    def _end(self, outcome: Reply | Exception) -> bool:
+        """End, unless it has ended; whether it has now."""
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        if self.ended is not None:  # looked for only now: who waits puts it there and then looks at the outcome
+            self.ended.set()
+        return True
 
     def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
         """Return the memory for an array of the reply: the caller's own, where it fits."""
@@ -115,9 +137,16 @@ class StreamCall:
     def finish(self, reply: Reply) -> None:
         """End with the reply, whose rows are the caller's own arrays where they came there, unless it has ended."""
         if isinstance(reply, Rows):
-            reply = replace(reply, tables=tuple(map(_same, self.into, reply.tables)))
-        if not self.answer.done():
-            self.answer.set_result(reply)
+            reply = Rows(
+                tuple(map(_same, self.into, reply.tables)),
+                reply.version,
+                reply.codecs,
+                reply.settings,
+                reply.coding_seconds,
+                reply.held_seconds,
+                reply.acknowledged,
+            )
+        self._end(reply)
 
 
 def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
@@ -209,14 +238,14 @@ class StreamTransport:
                 call.fail(TransportClosed())
             elif self._connection is not None:
                 self._send(self._connection, call)
-            elif not call.answer.done():  # its deadline may have passed
+            elif not call.is_done():  # its deadline may have passed
                 self._waiting.append(call)
                 if self._connecting is None:
                     self._connecting = self._loop.create_task(self._connect())
 
     def _send(self, connection: _Connection, call: StreamCall) -> None:
         call.number = next(self._numbers) & 0xFFFFFFFF or next(self._numbers) & 0xFFFFFFFF
-        if not call.answer.done():
+        if not call.is_done():
             connection.send(call)
 
     def expire(self, call: StreamCall) -> None:
@@ -329,6 +358,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._calls: dict[int, StreamCall] = {}
         self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
         self._sent = 0  # bytes, those that asyncio still holds included
+        self._answered = 0  # of these, up to the end of the last request that was answered
         self._heard = 0.0
         self.lost: Unreachable | EmbershardError | None = None  # why it ended
         self.refused: EmbershardError | None = None  # why the shard ended it
@@ -424,12 +454,11 @@ class _Connection(asyncio.BufferedProtocol):
             with span("send"):
                 pieces = encode(kind, call.number, timeout_ms, call.head, call.bulk, checksum=self._checksum)
                 self._calls[call.number] = call
-                call.gone = self._gone()
-                num_bytes = sum(map(len, pieces))
-                self._owner.sent_bytes += num_bytes
-                self._sent += num_bytes
+                call.gone = self._sent if self._answered == self._sent else self._gone()
+                call.sent_bytes = sum(map(len, pieces))
+                self._owner.sent_bytes += call.sent_bytes
+                self._sent += call.sent_bytes
                 call.end = self._sent
-                call.num_bytes += num_bytes
                 if self._link is None:
                     (self._shared or self._transport).writelines(pieces)
                 else:
@@ -552,7 +581,8 @@ class _Connection(asyncio.BufferedProtocol):
             # the second arrives in the caller's arrays
             raise NotAShard(address=self._owner.address, reason="it sent two replies to one call")
         del self._calls[header.call]
-        call.num_bytes += header.num_bytes
+        call.received_bytes = header.num_bytes
+        self._answered = max(self._answered, call.end)
         reply = METHODS[call.request][1]
         if header.kind == ERROR_KIND:
             call.fail(from_wire(header.head, ""))

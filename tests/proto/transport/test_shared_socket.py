@@ -59,12 +59,12 @@ def test_a_thread_that_has_said_that_it_waits_reads_its_own_replies(transport, r
 
 def test_a_reply_that_nobody_waits_for_is_read_by_the_io_thread(transport, readers):
     answer = transport.submit(pull(), PATIENCE)
-    assert eventually(answer.answer.done)
+    assert eventually(answer.is_done)
     assert threading.get_ident() not in readers
     with io_poller():
         answer.result()
     later = transport.submit(pull(), PATIENCE)  # nor after a thread has read
-    assert eventually(later.answer.done)
+    assert eventually(later.is_done)
 
 
 def test_threads_that_wait_at_the_same_time_each_get_their_reply(transport):

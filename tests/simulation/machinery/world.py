@@ -229,7 +229,7 @@ class _Lock:
         self._count = 0
         self._waiters: deque[_Waiter] = deque()
 
-    def acquire(self, blocking: bool = True) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         me = greenlet.getcurrent()
         if self._owner is me and self._again:
             self._count += 1
