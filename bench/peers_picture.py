@@ -11,7 +11,9 @@ from typing import Any
 OURS = "embershard"
 TITLES = {
     "ps": "pull and push, 2 shards, 1 worker: ms per step (less is better)",
-    "dlrm1": "DLRM, 2 shards, 1 worker: thousand samples per second",
+    "dlrm1-512": "DLRM, 2 shards, 1 worker, batch 512: thousand samples per second",
+    "dlrm1": "DLRM, 2 shards, 1 worker, batch 2,048: thousand samples per second",
+    "dlrm1-8192": "DLRM, 2 shards, 1 worker, batch 8,192: thousand samples per second",
     "dlrm2": "DLRM, 2 shards, 2 workers: thousand samples per second",
 }
 
