@@ -165,11 +165,11 @@ bar-data: setup $(VENV)-data/.ready  ## tables of other programs, trained at the
 bar-kernels: setup  ## pull and push against torch's index ops and memcpy
 	$(BIN)/python bench/kernels.py
 
-bar-rows: setup  ## 100 million rows on one machine
-	$(BIN)/python bench/rows.py
+bar-rows: setup  ## 100 million rows on one machine, at their first touch and touched (16 GiB; ARGS="--rows 10000000")
+	$(BIN)/python bench/rows.py $(ARGS)
 
-bench-growth: setup  ## worst pull while a table grows to 20 million rows
-	$(BIN)/python bench/growth.py
+bench-growth: setup  ## worst pull while a table grows to 20 million rows: at most 8 times the median (10 GiB)
+	$(BIN)/python bench/growth.py $(ARGS)
 
 bench-lookup: setup  ## forward and backward of a lookup against torch's own
 	$(BIN)/python bench/lookup.py
@@ -205,7 +205,7 @@ bench-wire: setup  ## what a frame costs, and a checksum of its buffers
 	$(BIN)/python bench/wire.py
 
 bar-scale: setup  ## how cost grows with rows, shards, workers and batch (5 minutes, 16 GiB)
-	$(BIN)/python bench/scale.py
+	$(BIN)/python bench/scale.py $(ARGS)
 
 bar-link: setup  ## a link of 1 Gbit/s and of 100 Mbit/s is kept busy (root, iproute2)
 	$(BIN)/python bench/link.py

@@ -18,7 +18,8 @@ from embershard.ps.monitoring.counters import Counters
 
 T = TypeVar("T")
 
-# Several of the largest messages, or about a second of apply work; the requests' own bound is for tiny ones.
+# Several of the largest messages, or about a second of apply work; the requests' own bound is for tiny ones. It is
+# twice the members where that is more: each has a pull and a push under way at most.
 QUEUE_BYTES = 256 * 2**20
 QUEUE_REQUESTS = 1024
 
@@ -41,6 +42,11 @@ class Watched(Protocol):
     @property
     def generation(self) -> int:
         """Grows with whatever may let a parked request be answered."""
+        ...
+
+    @property
+    def num_members(self) -> int:
+        """The workers that are members of the job."""
         ...
 
     def advance(self, now: float) -> None:
@@ -135,6 +141,11 @@ class ApplyThread:
         """Return the seconds since the thread last looked at its queue, as it always does unless a request hangs."""
         return 0.0 if self._closed else self._clock.now() - self._looked
 
+    @property
+    def _most_requests(self) -> int:
+        """Requests that may be queued, and as many parked."""
+        return max(self._max_requests, 0 if self._watched is None else 2 * self._watched.num_members)
+
     def watch(self, watched: Watched) -> None:
         """Try parked work again when this has moved, and let its time pass."""
         self._watched = watched
@@ -147,7 +158,7 @@ class ApplyThread:
                 raise ShuttingDown()
             waiting = self._queued_bytes + self._held_bytes
             if (self._queued_requests or self._held_bytes) and (
-                self._queued_requests >= self._max_requests or waiting + num_bytes > self._max_bytes
+                self._queued_requests >= self._most_requests or waiting + num_bytes > self._max_bytes
             ):
                 self.counters.rejected["queue"] += 1
                 raise ShardBusy(queued_bytes=waiting, retry_after_ms=self._retry_after_ms())
@@ -266,7 +277,7 @@ class ApplyThread:
         error = self._try(job)
         if error is None:
             return
-        full = self._parked_bytes + job.num_bytes > self._max_bytes or len(self._parked) >= self._max_requests
+        full = self._parked_bytes + job.num_bytes > self._max_bytes or len(self._parked) >= self._most_requests
         if self._parked and full:
             self._answer(job, None, error)
             return

@@ -228,6 +228,11 @@ class Shard:
         return self.core.clock.generation
 
     @property
+    def num_members(self) -> int:
+        """The workers that are members of the job; may be read by any thread."""
+        return len(self.core.clock.members)
+
+    @property
     def keeps_arrays(self) -> bool:
         """Whether arrays of a request may be needed after its reply: for the push's clock, or for the log."""
         return self.core.clock.staleness == 0 or self._log is not None

@@ -26,14 +26,13 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from timing import finish
 
 _EXACT_PAIRS = 100 * 1000  # of shards and workers; beyond that shards are sampled
-PARTS = ("sizes", "sampling", "queues", "modes", "remedies", "failures", "capacity")
+PARTS = ("sizes", "sampling", "modes", "remedies", "failures", "capacity")
 _SAMPLED, _FEW = 32, 16  # shards
 _LINK = "shard's link"
 _CPU_SECONDS = 30 * 60
 SIZES = ((8, 32), (16, 64), (32, 128), (64, 64), (64, 256), (100, 1000), (256, 1000), (1000, 10_000))
 LIMITS = {  # of a shard, by what uses them up
     "connections, one of each worker (`--connections`)": 10_000,
-    "requests in its queue, two of each worker at worst": 1024,
     "workers whose pulls' ids it keeps for their pushes": 4096,
     "workers in all": 65_536,
 }
@@ -81,13 +80,6 @@ def sizes(base: Cluster, prices: Prices, seconds: dict[str, float]) -> Iterator[
     for shards, workers in SIZES:
         name = f"{shards} x {workers:,}"
         yield name, timed(name, seconds, replace(base, shards=shards, workers=workers), prices)
-
-
-def queues(base: Cluster, prices: Prices) -> Iterator[tuple[str, Outcome]]:
-    """The largest ones, if as many requests could wait as their workers send at once."""
-    for shards, workers in SIZES[-3:]:
-        c = replace(base, shards=shards, workers=workers, queue=2 * workers)
-        yield f"{shards} x {workers:,}, {c.queue:,} requests may wait", run(c, prices, _SAMPLED)
 
 
 def few(base: Cluster) -> Cluster:
@@ -150,8 +142,7 @@ def print_limits() -> None:
     """What the largest clusters use of what a shard takes."""
     rows = []
     for name, limit in LIMITS.items():
-        each = 2 if "two of each" in name else 1
-        used = [f"{each * workers:,}{' (over)' if each * workers > limit else ''}" for _, workers in SIZES[-4:]]
+        used = [f"{workers:,}{' (over)' if workers > limit else ''}" for _, workers in SIZES[-4:]]
         rows.append([name, f"{limit:,}", *used])
     print_table(["of a shard", "limit", *(f"{s} x {w:,}" for s, w in SIZES[-4:])], rows)
 
@@ -211,8 +202,7 @@ def main() -> None:
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     seconds: dict[str, float] = {}
     parts = {"sizes": sizes(base, prices, seconds), "sampling": sampling(base, prices, seconds),
-             "queues": queues(base, prices), "modes": modes(base, prices),
-             "remedies": remedies(base, prices)}  # fmt: skip
+             "modes": modes(base, prices), "remedies": remedies(base, prices)}  # fmt: skip
     print_prices(prices)
     for name in args.only:
         print(f"{name} ({base.shards} shards x {base.workers} workers where nothing else is said):\n", flush=True)

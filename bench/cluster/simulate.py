@@ -36,7 +36,7 @@ class Cluster:
     cached: float = 0.0  # share of the rows that a worker need not pull
     row_bytes: float = 1.0  # of rows and gradients, to float32's
     cold: bool = False  # messages cost what they cost where a model trains on the same cores
-    queue: int = 1024  # requests that a shard lets wait (QUEUE_REQUESTS)
+    queue: int = 1024  # requests that a shard lets wait (QUEUE_REQUESTS), or two of each worker if these are more
     refused: float = 0.5  # cost of a request that is refused or parked, to a message's
 
 
@@ -137,7 +137,7 @@ def make_work(
         goal=goal,
         until=failure.until if failure else np.inf,
         warmup=warmup,
-        queue=c.queue,
+        queue=max(c.queue, 2 * c.workers),
         cores=c.cores,
         latency=c.latency_us / 1e6,
         call=worker.call_us / 1e6,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION, address_of
-from embershard.proto.compiled.jit import compiled
+from embershard.proto.compiled.jit import compiled, load
 from embershard.proto.errors import BadOptimizer, InvalidRequest, NoAddressSpace, WrongDim
 from embershard.proto.optim.user_defined import RowOptimizer
 from embershard.proto.routing import NUM_BUCKETS
@@ -101,6 +101,7 @@ class Table:
         self._frozen: tuple[CopyOnWriteRows, ...] = ()  # while snapshots and bases read
         self._frozen_lock = threading.Lock()
         self.changes: ChangeTracker | None = None  # once somebody wants to know
+        load(kernels.gather)  # not in the first pull, which would take ten times as long as the next
         self._reserve_first()
         self.budget.check(spec.name, self.nbytes)
         self.charge()

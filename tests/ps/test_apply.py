@@ -110,7 +110,7 @@ class Clock:
     """What parked work waits for."""
 
     def __init__(self) -> None:
-        self.generation, self.times, self.excused = 0, [], 0.0
+        self.generation, self.times, self.excused, self.num_members = 0, [], 0.0, 0
 
     def advance(self, now):
         self.times.append(now)
@@ -175,6 +175,21 @@ class TestParking:
         assert not any(future.done() for future in futures)
         submit(thread, clock.move, 100)
         assert {future.result(60) for future in futures} == {b"done"}
+
+    def test_a_pull_and_a_push_of_every_member_may_wait(self, thread, clock):
+        clock.num_members = 3
+        futures = []
+        for _ in range(6):
+            futures.append(submit(thread, clock.after(1), 0))
+            idle(thread)
+        assert not any(future.done() for future in futures)  # all are parked
+        gate = occupy(thread, 0)
+        queued = [submit(thread, num_bytes=0) for _ in range(5)]
+        with pytest.raises(ShardBusy):
+            submit(thread, num_bytes=0)
+        clock.move()
+        gate.set()
+        assert {future.result(60) for future in (*futures, *queued)} == {b"done", b""}
 
     def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(self, thread):
         tries = itertools.count()
@@ -300,6 +315,8 @@ class TestLeases:
     def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(self, shard, thread, send):
         for worker in range(2):
             send(join(worker, workers=2, staleness=-1, lease_ms=1000))
+        idle(thread)
+        assert shard.num_members == 2
         gate, begin, beats = occupy(thread), time.monotonic(), []
         while time.monotonic() - begin < 1.5:
             time.sleep(0.1)

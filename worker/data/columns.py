@@ -92,12 +92,12 @@ class Columns:
 
     def rows(self, table: pa.Table, layout: Layout) -> Samples:
         """Samples of a parsed table."""
-        from embershard.worker.data.hashing import hash_texts  # here: its kernels need numba, and parsing does not
+        from embershard.worker.data.hashing import hash_column  # here: its kernels need numba, and parsing does not
 
         features, numeric = layout.names("id", "text"), layout.names("number")
         ids = np.empty((table.num_rows, len(features)), np.int64)
         for i, name in enumerate(features):
-            ids[:, i] = column(table, name) if self.ids == "global" else hash_texts(name, table.column(name))
+            ids[:, i] = column(table, name) if self.ids == "global" else hash_column(name, table.column(name))
         dense = np.empty((table.num_rows, len(numeric)), np.float32) if numeric else None
         for i, name in enumerate(numeric):
             assert dense is not None

@@ -30,6 +30,11 @@ class Block:
     first_line: int  # number of its first line, from 1
     text: bytes
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it has no line with more than blanks."""
+        return not self.text or self.text.isspace()
+
 
 def is_delimiter(text: str) -> bool:
     """Whether it can part the fields of a line: parsers take one byte, which has no other meaning."""

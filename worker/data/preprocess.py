@@ -145,22 +145,28 @@ class Preprocessor:
         BadValue for a value that its feature cannot have; KeyError for a column that is missing.
         """
         arrays = {name: _array(columns[name]) for name in self.columns}
-        ids, dense, weights = [], [], []
+        rows, *others = {len(array) for array in arrays.values()}
+        if others:
+            shown = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
+            raise ValueError(f"columns of different lengths: {shown}")
+        schema = self.schema
+        ids = np.empty((rows, schema.num_id_columns), np.int64)
+        floats = np.empty((rows, schema.num_dense_columns), np.float32)
+        for place, name in enumerate(name for name, feature in self.features.items() if feature.is_dense):
+            floats[:, place] = self._number(name, self.features[name], arrays)
         first: _Values | None = None  # of the paired ones
-        for name, feature in self.features.items():
-            if feature.is_dense:
-                dense.append(self._number(name, feature, arrays))
-                continue
-            values = self._values(name, feature, arrays)
-            if name in self.paired:
+        for field in schema.fields:
+            feature = self.features[field.name]
+            values = self._values(field.name, feature, arrays)
+            if field.name in self.paired:
                 first = first or values
                 values.check_lengths(first)
-            ids.append(self._encoded(feature, name, values))
-            if feature.is_weighted:
-                weights.append(self._weights_of(name, feature, arrays, values))
-        matrix = np.concatenate(ids, 1) if len(ids) > 1 else ids[0]
-        floats = [column.astype(np.float32) for column in (*dense, *weights)]
-        return matrix, np.concatenate(floats, 1) if floats else None
+            own = ids[:, field.start : field.start + field.width]
+            values.write(self._encoded(field.name, feature, values), own, PADDING)
+            if field.weights is not None:
+                weights = floats[:, field.weights : field.weights + field.width]
+                values.write(self._weights_of(field.name, feature, arrays, values), weights, 0)
+        return ids, floats if schema.num_dense_columns else None
 
     @cached_property
     def columns(self) -> dict[str, str]:
@@ -271,8 +277,8 @@ class Preprocessor:
             raise BadValue(int(long[0]), column, reason)
         return _Values(pc.list_flatten(array), column, starts, keep_last=feature.kind == "sequence")
 
-    def _encoded(self, feature: FeatureSpec, name: str, values: _Values) -> Ids:
-        """(N, width) ids."""
+    def _encoded(self, name: str, feature: FeatureSpec, values: _Values) -> Ids:
+        """The id of each value."""
         table = feature.table or name
         given = self._tables[table]
         if given["bucketised"]:
@@ -288,7 +294,7 @@ class Preprocessor:
                 place = np.searchsorted(known, ids)
                 found = known[np.minimum(place, len(known) - 1)] == ids if len(known) else np.zeros(len(ids), np.bool_)
                 ids = np.where(found, order[np.minimum(place, max(len(known) - 1, 0))] if len(known) else 0, len(known))
-        return values.padded(ids, feature.width, PADDING)
+        return ids
 
     def _vocabulary(self, table: str) -> tuple[Ids, Ids]:
         """Hashes of the known values, ascending, and the id of each."""
@@ -303,19 +309,18 @@ class Preprocessor:
         return {}
 
     def _weights_of(self, name: str, feature: FeatureSpec, arrays: Columns, values: _Values) -> Floats:
-        """(N, width) weights of a list's values."""
+        """The weight of each of a list's values."""
         if feature.weight_separator is not None:
-            return values.padded(values.weights(feature.weight_separator), feature.width, 0)
+            return values.weights(feature.weight_separator)
         assert feature.weights is not None
         own = self._values(name, FeatureSpec(**{**asdict(feature), "column": feature.weights}), arrays)
         own.check_lengths(values, "weights")
-        numbers = numbers_of(feature.weights, own.flat, own.row)
-        return own.padded(np.nan_to_num(numbers), feature.width, 0)
+        return np.nan_to_num(numbers_of(feature.weights, own.flat, own.row))
 
     # --- numbers
 
     def _number(self, name: str, feature: FeatureSpec, arrays: Columns) -> Floats:
-        """(N, 1) numbers as the transforms make them, `missing` where there is none."""
+        """(N,) numbers as the transforms make them, `missing` where there is none."""
         column = feature.column or name
         x = numbers_of(column, arrays[column])
         figures = self.fitted.get("numbers", {}).get(name, {})
@@ -329,7 +334,7 @@ class Preprocessor:
             else:
                 knots = np.asarray(figures["quantiles"])
                 x = np.where(np.isnan(x), x, np.interp(x, knots, np.linspace(0, 1, len(knots))))
-        return np.where(np.isnan(x), feature.missing, x).reshape(-1, 1)
+        return np.where(np.isnan(x), feature.missing, x)
 
     def _buckets(self, name: str, feature: FeatureSpec, values: _Values) -> Ids:
         """(N,) 0 for a missing number, else 1 + the number of boundaries at or below it."""
@@ -447,18 +452,7 @@ class _Values:
 
     def hashes(self, table: str, weight_separator: str | None) -> Ids:
         """The hash of each value."""
-        from embershard.worker.data.hashing import hash_texts  # here: its kernels need numba, and a look at files not
-
-        flat = self.flat
-        if pa.types.is_dictionary(flat.type):
-            indices = pc.fill_null(flat.indices, len(flat.dictionary)).to_numpy(zero_copy_only=False)
-            texts = texts_of(self.column, flat.dictionary, self.row)
-            hashes: Ids = np.append(hash_texts(table, texts), hash_texts(table, pa.array([""])))[indices]
-            return hashes
-        texts = texts_of(self.column, flat, self.row)
-        if weight_separator is not None:
-            texts = pc.list_element(pc.split_pattern(texts, weight_separator, max_splits=1, reverse=True), 0)
-        return hash_texts(table, texts)
+        return hashes_of(table, self.column, self.flat, self.row, weight_separator)
 
     def weights(self, separator: str) -> Floats:
         """The weight that each value ends with, 1 where it has none."""
@@ -467,18 +461,19 @@ class _Values:
         given = pc.if_else(has, _last(parts), "1")
         return numbers_of(self.column, given, self.row)
 
-    def padded(self, numbers: npt.NDArray[Any], width: int, fill: float) -> npt.NDArray[Any]:
-        """(N, width) of the numbers of each sample, from the left."""
+    def write(self, numbers: npt.NDArray[Any], out: npt.NDArray[Any], fill: float) -> None:
+        """Write the numbers of each sample into its row of `out`, (N, width), from the left, and `fill` behind them."""
         if self.starts is None:
-            return numbers.reshape(-1, 1)
-        starts, ends = self.starts[:-1], self.starts[1:]
-        if self.keep_last:
-            starts = np.maximum(starts, ends - width)
-        places = starts[:, None] + np.arange(width)
-        mask = places < ends[:, None]
-        out = np.full(places.shape, fill, numbers.dtype)
-        out[mask] = numbers[places[mask]]
-        return out
+            out[:, 0] = numbers
+            return
+        lengths = np.diff(self.starts)
+        kept = np.minimum(lengths, out.shape[1])
+        if kept.sum() < len(numbers):
+            first = self.starts[:-1] + (lengths - kept if self.keep_last else 0)
+            place = np.arange(len(numbers)) - np.repeat(first, lengths)
+            numbers = numbers[(place >= 0) & (place < out.shape[1])]
+        out[...] = fill
+        out[np.arange(out.shape[1]) < kept[:, None]] = numbers
 
 
 def _last(parts: pa.Array) -> pa.Array:
@@ -520,6 +515,31 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
     return texts
 
 
+def hashes_of(
+    table: str,
+    column: str,
+    array: pa.Array,
+    row: Callable[[int], int] = int,
+    weight_separator: str | None = None,
+) -> Ids:
+    """(N,) the hash of each value, without the weight behind it; those of a dictionary are computed once each."""
+    # here: its kernels need numba, and a look at files not
+    from embershard.worker.data.hashing import hash_column, hash_texts, ids_of_indices
+
+    if pa.types.is_dictionary(array.type):
+        try:
+            own = hashes_of(table, column, array.dictionary, weight_separator=weight_separator)
+        except BadValue:  # has it a row of these, and which? Others may share the dictionary
+            return hashes_of(table, column, array.cast(array.type.value_type), row, weight_separator)
+        return ids_of_indices(table, own, array.indices)
+    if pa.types.is_integer(array.type):
+        return hash_column(table, array)
+    texts = texts_of(column, array, row)
+    if weight_separator is not None:
+        texts = pc.list_element(pc.split_pattern(texts, weight_separator, max_splits=1, reverse=True), 0)
+    return hash_texts(table, texts)
+
+
 def _exact(values: _Values, limit: int) -> Ids:
     """Ids that are numbers already."""
     bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
@@ -536,7 +556,7 @@ def _exact(values: _Values, limit: int) -> Ids:
     wrong = np.flatnonzero((ids < 0) | (ids >= limit))
     if len(wrong):
         place = int(wrong[0])
-        raise BadValue(values.row(place), values.column, f"id {values.flat[place]} is not in 0 to below {bound}")
+        raise BadValue(values.row(place), values.column, f"id {array[place]} is not in 0 to below {bound}")
     return ids
 
 

@@ -104,7 +104,7 @@ def read_tables(
     for block in read_blocks(path, block_bytes):
         if skip_lines and block.first_line == 1:
             block = without_lines(block, skip_lines)
-        if block.text.strip():
+        if not block.is_blank:
             table = parse(path, block, layout)
             rows += table.num_rows
             yield table
@@ -151,6 +151,7 @@ def parse(path: File, block: Block, layout: Layout) -> pa.Table:
                 null_values=list(layout.missing),
                 strings_can_be_null=False,
                 decimal_point=layout.decimal,
+                check_utf8=not block.text.isascii(),
             ),
         )
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
@@ -201,7 +202,8 @@ def _row_per_line(rows: int, text: bytes, delimiter: str) -> bool:
     last = text[text.rfind(b"\n") + 1 :]  # has none behind it that would be missing
     if _opens_quote(last.decode("utf-8", "replace"), delimiter):
         return False
-    if b"\r" not in text and rows == text.count(b"\n") + 1:
+    lines = 1 + int(np.count_nonzero(np.frombuffer(text, np.uint8) == 10))  # bytes.count takes four times as long
+    if rows == lines and b"\r" not in text:
         return True
     return rows == sum(map(bool, text.splitlines()))  # Arrow, too, ends a line at CR and skips empty ones
 
@@ -312,7 +314,7 @@ class TextSource:
         for block in read_blocks(path, LOOK_BYTES):
             if self.has_header and block.first_line == 1:
                 block = without_lines(block, 1)
-            if block.text.strip():
+            if not block.is_blank:
                 return block, self.parser(path, block, self.layout)
         raise JobError(where=str(path), reason="no line of data in the file")
 
@@ -365,7 +367,7 @@ class TextSource:
     def _parse(self, path: File, block: Block) -> Iterator[Samples]:
         if self.has_header and block.first_line == 1:
             block = without_lines(block, 1)
-        if block.text.strip():
+        if not block.is_blank:
             try:
                 yield self.to_rows(self.parser(path, block, self.layout), self.layout)
             except BadValue as error:

@@ -1,5 +1,7 @@
 """The same claims over the compiled table and over its plain reference; test_optim compares what optimizers do."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -314,3 +316,18 @@ def test_an_error_while_rows_are_restored_ends_the_thread_that_takes_memory(monk
     with pytest.raises(KeyError), compiled(4).filling(10**6):
         raise KeyError
     assert not any(thread.name == "populate" for thread in threading.enumerate())
+
+
+def test_the_first_pull_of_a_process_loads_no_kernel():
+    code = """
+import numpy as np
+from embershard.proto.compiled import jit
+from embershard.proto.spec import SGD, TableSpec
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
+table = Table(TableSpec(name="t", dim=2, optimizer=SGD(lr=1.0)), OptimizerRegistry().find(SGD(lr=1.0)))
+jit._FirstCall.load = None
+print(table.gather(np.arange(3)).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(3, 2)\n", done.stderr

@@ -11,7 +11,7 @@ import embershard as es
 from embershard.proto.optim.initial_rows import initial_rows
 from embershard.proto.reference import mix64
 from embershard.proto.spec import Initializer
-from embershard.worker.data.hashing import hash_numbers, hash_texts
+from embershard.worker.data.hashing import hash_column, hash_numbers, hash_texts
 from embershard.worker.data.inputs.feature_ids import feature_ids, feature_key, spelled
 
 VECTORS = json.loads((Path(__file__).resolve().parents[3] / "docs" / "ids.json").read_text())
@@ -44,6 +44,31 @@ def test_slices_and_chunks_hash_as_the_whole(kind):
     assert hash_texts("f", texts[1:3]).tolist() == whole[1:3].tolist()
     assert hash_texts("f", pa.chunked_array([texts[:1], texts[1:]])).tolist() == whole.tolist()
     assert hash_texts("f", pa.chunked_array([], kind)).tolist() == []
+
+
+INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=str)
+def test_integers_have_the_ids_of_their_decimal_texts(kind):
+    bounds = np.iinfo(kind.to_pandas_dtype())
+    powers = [sign * 10**digits - less for digits in range(20) for less in (0, 1) for sign in (1, -1)]
+    values = [bounds.min, None, *(value for value in powers if bounds.min <= value <= bounds.max), bounds.max]
+    want = [plain_hash("f", "" if value is None else str(value)) for value in values]
+    array = pa.array(values, kind)
+    assert hash_column("f", array).tolist() == want
+    assert hash_column("f", array[2:]).tolist() == want[2:]
+    assert hash_column("f", pa.chunked_array([array[:1], array[1:].drop_null()])).tolist() == [want[0], *want[2:]]
+
+
+@pytest.mark.parametrize("values", [["a", None, "", "b", "a"], [7, None, -1, 7, 2**40]], ids=["texts", "integers"])
+def test_a_dictionary_has_the_ids_of_its_values(values):
+    array = pa.array(values).dictionary_encode()
+    want = [plain_hash("f", "" if value is None else str(value)) for value in values]
+    assert hash_column("f", array).tolist() == want
+    assert hash_column("f", array[1:3]).tolist() == want[1:3]
+    own = pa.DictionaryArray.from_arrays(pa.array([1, 0, None, 1], pa.int8()), pa.array([None, "b"]))
+    assert hash_column("f", own).tolist() == [plain_hash("f", text) for text in ("b", "", "", "b")]
 
 
 def test_ids_are_non_negative_and_spread_without_collisions():

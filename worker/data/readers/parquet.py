@@ -145,26 +145,53 @@ class ParquetSource:
 
     def _parts(self, path: File, group: int, rows: int) -> Iterator[pa.Table]:
         file = open_parquet(path)
+        texts = self._text_leaves(file)
+        if texts:
+            file = open_parquet(path, file.metadata, list(texts))
         try:
             with reading(path):
-                for part in file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False):
+                parts = file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False)
+                for number, part in enumerate(parts):
+                    if number == 0 or part.num_rows == rows:  # a short last part has whole dictionaries all the same
+                        self._as_text.update(name for name in texts.values() if not _repeats(part.column(name)))
                     yield pa.Table.from_batches([part])
         except (pa.ArrowException, OSError) as error:
             where = f"{path}: row group {group}"
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None
+
+    def _text_leaves(self, file: pq.ParquetFile) -> dict[str, str]:
+        """Paths of texts to read as dictionaries, whose values are then hashed once each, and their columns."""
+        schema, leaves = file.schema_arrow, {}
+        for place in range(len(file.schema)):
+            path = file.schema.column(place).path  # of a list's values: history.list.element, or as other writers say
+            name = path if path in self.layout.columns else path.partition(".")[0]
+            if self.layout.columns.get(name) == "text" and name not in self._as_text:
+                kind = schema.field(name).type
+                if _is_text(kind.value_type if is_list(kind) else kind):
+                    leaves[path] = name
+        return leaves
+
+    @cached_property
+    def _as_text(self) -> set[str]:
+        """Columns whose values hardly occur twice in a part, so that a dictionary of them costs more than it saves."""
+        return set()
 
     def _typed(self, where: str, table: pa.Table) -> pa.Table:
         """The columns with the types of the layout. JobError where one has no such values."""
         typed = {}
         for name in table.column_names:
             kind, values = self.layout.columns[name], table.column(name)
-            if pa.types.is_dictionary(values.type):
-                values = values.cast(values.type.value_type)
-            if kind == "text" and is_list(values.type):
+            of = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+            if kind == "text" and is_list(of):
                 declare = f"use data.reader tabular, with features: {name}: {{type: list}}, or name it in data.skip"
-                raise JobError(where=where, reason=f"column {name!r} is a list ({values.type}): {declare}")
-            if kind == "text" and pa.types.is_floating(values.type):
-                raise JobError(where=where, reason=f"column {name!r} has {values.type} values: not categorical")
+                raise JobError(where=where, reason=f"column {name!r} is a list ({of}): {declare}")
+            if kind == "text" and pa.types.is_floating(of):
+                raise JobError(where=where, reason=f"column {name!r} has {of} values: not categorical")
+            if kind == "text" and (pa.types.is_integer(of) or _is_text(of)):
+                typed[name] = values  # as it is: a dictionary's values are hashed once, integers without their texts
+                continue
+            if pa.types.is_dictionary(values.type):
+                values = values.cast(of)
             try:
                 # a number may be rounded, as one in a CSV file is
                 values = values.cast(TYPES[kind], safe=kind != "number" or not pa.types.is_integer(values.type))
@@ -180,10 +207,26 @@ class ParquetSource:
         return checked
 
 
-def open_parquet(path: File) -> pq.ParquetFile:
-    """A Parquet file, here or at a URL. JobError where it is none, or is not whole."""
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind)) or pa.types.is_large_string(kind)
+
+
+def _repeats(values: pa.Array) -> bool:
+    """Whether a dictionary, or that of lists' values, has at most half as many values as there are cells."""
+    flat = values.values if is_list(values.type) else values
+    return 2 * len(flat.dictionary) <= len(flat)
+
+
+def open_parquet(
+    path: File, metadata: pq.FileMetaData | None = None, dictionaries: Sequence[str] = ()
+) -> pq.ParquetFile:
+    """A Parquet file, here or at a URL, whose texts at these paths are read as dictionaries.
+
+    JobError where it is none, or is not whole.
+    """
     try:
         with reading(path):
-            return pq.ParquetFile(open_binary(path) if is_url(path) else path)
+            source = open_binary(path) if is_url(path) else path
+            return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(dictionaries))
     except (pa.ArrowException, OSError) as error:
         raise JobError(where=str(path), reason=f"not a whole Parquet file ({error})") from None

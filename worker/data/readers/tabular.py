@@ -24,6 +24,7 @@ from embershard.worker.data.preprocess import (
     Fitting,
     Preprocessor,
     check_undeclared,
+    hashes_of,
     is_list,
     numbers_of,
     preprocessed_columns,
@@ -327,7 +328,7 @@ def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
 
 def _row_keys(table: pa.Table) -> Ids:
     """(N,) a hash of each row's values."""
-    from embershard.worker.data.hashing import hash_numbers, hash_texts  # its kernels need numba
+    from embershard.worker.data.hashing import hash_numbers  # its kernels need numba
 
     keys = np.zeros(table.num_rows, np.int64)
     for name in table.column_names:
@@ -339,7 +340,7 @@ def _row_keys(table: pa.Table) -> Ids:
         if pa.types.is_floating(array.type):
             values = np.nan_to_num(array.to_numpy(zero_copy_only=False).astype(np.float64), nan=-0.5).view(np.int64)
         else:
-            values = hash_texts(name, texts_of(name, array))
+            values = hashes_of(name, name, array)
         if lengths is not None:
             sums = np.concatenate([[0], np.cumsum(values * (np.arange(len(values)) % 61 + 1))])
             ends = np.cumsum(lengths)

@@ -253,7 +253,8 @@ def _json_schema(path: File, wanted: Wanted) -> pa.Schema:
                         reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the lines before"
                         raise JobError(where=f"{path}:{number}", reason=f"{reason}; write all its values alike")
     check_columns(f"{path}:1", list(names), wanted)
-    return pa.schema([(name, _json_type(kind, values[name])) for name, (kind, _) in wanted.items()])
+    # in the file's order, in which Arrow finds a line's keys without a look into its map of them
+    return pa.schema([(name, _json_type(wanted[name][0], values[name])) for name in names if name in wanted])
 
 
 def _kind_of(value: object) -> str:
@@ -296,7 +297,7 @@ def _parse_json(schema: pa.Schema, path: File, block: Block, layout: Layout) -> 
     def read(text: bytes) -> pa.Table:
         read_options = pa_json.ReadOptions(use_threads=False, block_size=len(text) + 1)
         parse_options = pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-        return pa_json.read_json(pa.BufferReader(text), read_options, parse_options)
+        return pa_json.read_json(pa.BufferReader(text), read_options, parse_options).select(list(layout.columns))
 
     text = block.text.removeprefix(b"\xef\xbb\xbf") if block.first_line == 1 else block.text
     try:
