@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -33,11 +34,13 @@ class _OneHandshake(ssl.SSLContext):
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **options: Any) -> ssl.SSLObject:
         connection = self._shared.wrap_bio(incoming, outgoing, *args, **options)
-        shake = connection.do_handshake
+        held = weakref.ref(connection)  # which holds this function: a cycle would keep both until a collection
 
         def do_handshake() -> None:
+            known = held()
+            assert known is not None  # it is what calls
             try:
-                shake()
+                type(known).do_handshake(known)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 raise
             except ssl.SSLError:

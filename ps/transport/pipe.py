@@ -110,6 +110,7 @@ class _End(asyncio.Protocol):
     transport: asyncio.Transport
     other: _End | None = None
     ended = False  # whether its peer has sent everything
+    _flush: asyncio.TimerHandle | None = None  # ends it, where its peer does not read what is left
 
     def __init__(self, closed: Callable[[], None] = lambda: None) -> None:
         self._closed = closed
@@ -138,9 +139,16 @@ class _End(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed()
+        if self._flush is not None:
+            self._flush.cancel()  # else it would keep both ends in memory
         if self.other is not None:
-            self.other.transport.close()
-            asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.other.transport.abort)
+            self.other.close()
+
+    def close(self) -> None:
+        """End once the peer has read what is left, or after some time."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.transport.abort)
 
 
 class _Records:
