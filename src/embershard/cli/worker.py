@@ -37,7 +37,14 @@ from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
 from embershard.deploy.workers import LEAVE_SIGNAL
 from embershard.proto.compiled.jit import compile_missing
-from embershard.proto.errors import JobError, SnapshotTimeout, SnapshotUnknown, StaleRun, StaleWorker
+from embershard.proto.errors import (
+    JobError,
+    SnapshotTimeout,
+    SnapshotUnknown,
+    SnapshotUnreadable,
+    StaleRun,
+    StaleWorker,
+)
 from embershard.proto.monitoring.logs import log_as_json, logs_json
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.security.tls import TLS
@@ -71,7 +78,8 @@ from embershard.worker.training.trainer import Trainer
 
 # which another start may cure, too, with --recover: the first worker counts its starts without progress
 _RECOVERED_ERRORS = (
-    CheckpointNotWritten, FirstWorkerMissing, NotRestored, SnapshotTimeout, SnapshotUnknown, StaleRun, StaleWorker,
+    CheckpointNotWritten, FirstWorkerMissing, NotRestored, SnapshotTimeout, SnapshotUnknown, SnapshotUnreadable,
+    StaleRun, StaleWorker,
 )  # fmt: skip
 RANK_VARIABLES = ["RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"]  # torchrun's, Slurm's, Kubernetes'; the first counts
 
