@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.compiled.intrinsics import detached, first_match, prefetch
+from embershard.proto.compiled.intrinsics import array_at, detached, first_match, prefetch
 from embershard.proto.compiled.jit import called, inlined
 from embershard.proto.routing import BUCKET_SHIFT, mix64
 
@@ -69,6 +69,17 @@ HASH_INDEX = types.NamedTuple(
     HashIndex,
 )
 
+_ARRAYS = 11  # of a HashIndex; the rest are numbers
+STORE_WORDS = 2 * _ARRAYS + 5
+
+
+def addresses(store: HashIndex) -> npt.NDArray[np.int64]:
+    """(STORE_WORDS,) the address and the size of each array, and the numbers: what `store_at` reads."""
+    arrays = [np.asarray(array) for array in store[:_ARRAYS]]
+    words = [word for array in arrays for word in (array.ctypes.data, array.size)]
+    return np.array([*words, *(np.uint64(number).view(np.int64) for number in store[_ARRAYS:])], np.int64)
+
+
 _U = np.uint64  # uint64 throughout: a signed index costs a test for negative ones, a mixed one becomes a float
 _0, _1, _3, _7, _8, _16, _32 = _U(0), _U(1), _U(3), _U(7), _U(8), _U(16), _U(32)
 _BYTE, _HALF, _WORD = _U(0xFF), _U(0xFFFF), _U(0xFFFFFFFF)
@@ -98,6 +109,29 @@ def open_store(store: HashIndex) -> HashIndex:
         store.stride,
         store.dim,
         store.initializer,
+    )
+
+
+@inlined
+def store_at(words: npt.NDArray[np.int64]) -> HashIndex:
+    """The store of `addresses`, for the inside of a kernel."""
+    return HashIndex(
+        array_at(words[0], words[1], np.float32),
+        array_at(words[2], words[3], np.int64),
+        array_at(words[4], words[5], np.uint64),
+        array_at(words[6], words[7], np.uint32),
+        array_at(words[8], words[9], np.uint32),
+        array_at(words[10], words[11], np.uint64),
+        array_at(words[12], words[13], np.uint32),
+        array_at(words[14], words[15], np.uint8),
+        array_at(words[16], words[17], np.int64),
+        array_at(words[18], words[19], np.float32),
+        array_at(words[20], words[21], np.float64),
+        _U(words[22]),
+        _U(words[23]),
+        _U(words[24]),
+        _U(words[25]),
+        _U(words[26]),
     )
 
 

@@ -18,10 +18,11 @@ from torch.autograd.function import FunctionCtx
 from embershard.proto.arrays import Ids
 from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
+from embershard.worker.nn.bundle import take
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.dense import ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
-from embershard.worker.session.reads import LookupResult
+from embershard.worker.session.reads import BundleRows, LookupResult
 from embershard.worker.session.tables import RemoteTable
 
 
@@ -89,17 +90,26 @@ class _RemoteRows(nn.Module):
         """The device that looked-up rows are put on."""
         return self._anchor.device
 
-    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None, Ids]:
-        """(index, rows, padding, ids of the rows): rows[index] are those of `ids`, rows[padding] is the padding row."""
-        read = self.table.session.read(self.table.spec, ids, self.device)
+    def takes_bundle(self, ids: torch.Tensor) -> bool:
+        """Whether the rows of these ids may come in a bundle: where nothing but their sum counts of a gradient."""
+        weight = self._weight
+        whole = isinstance(weight, RemoteWeight) and (weight.in_use or weight.batch_rows)
+        plain = self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq
+        return plain and not whole and not self.frozen and self.device.type == "cpu"
+
+    def _check_range(self, least: int, largest: int) -> None:
+        if self.num_embeddings is not None and (least < 0 or largest >= self.num_embeddings):
+            raise IndexError(
+                f"table {self.table.spec.name!r}: id {least if least < 0 else largest} is out of range, "
+                f"ids must be 0 to {self.num_embeddings - 1}"
+            )
+
+    def _read(self, read: LookupResult) -> tuple[torch.Tensor, torch.Tensor, int | None, Ids]:
+        """(index, rows, padding, ids of the rows): rows[index] are those read, rows[padding] is the padding row."""
+        read = read.alone()
         route = read.route
         if self.num_embeddings is not None and len(route.ids):
-            low, high = int(route.ids.min()), int(route.ids.max())
-            if low < 0 or high >= self.num_embeddings:
-                raise IndexError(
-                    f"table {self.table.spec.name!r}: id {low if low < 0 else high} is out of range, "
-                    f"ids must be 0 to {self.num_embeddings - 1}"
-                )
+            self._check_range(int(route.ids.min()), int(route.ids.max()))
         padding = None
         if self.padding_idx is not None:
             found = np.flatnonzero(route.ids == self.padding_idx)
@@ -108,15 +118,18 @@ class _RemoteRows(nn.Module):
             self._renormalise(read)
         rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
         if not self.frozen and torch.is_grad_enabled():
-            if isinstance(weight := self._weight, RemoteWeight):
-                if weight.batch_rows:
-                    weight.keep_lookup(route.ids)
-                weight.looked_up_at = self.table.session.clock
+            self._note_lookup(route.ids)
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _collector(self.table, route, padding, self.scale_grad_by_freq)
             )
         return read.index, rows, padding, route.ids
+
+    def _note_lookup(self, ids: Ids) -> None:
+        if isinstance(weight := self._weight, RemoteWeight):
+            if weight.batch_rows:
+                weight.keep_lookup(ids)
+            weight.looked_up_at = self.table.session.clock
 
     def _renormalise(self, read: LookupResult) -> None:
         """Scale rows over max_norm down, here and on the shards, as torch does in its table."""
@@ -218,10 +231,25 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
         """Rows of the ids `input` (any shape, int32 or int64), `(*input.shape, dim)`."""
         if (whole := self._whole()) is not None:
             return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
-        index, rows, padding, _ = self._read(input)
+        read = self.table.session.read(self.table.spec, input, self.device)
+        if read.bundle is not None and (found := self._from_bundle(read, read.bundle)) is not None:
+            return found
+        index, rows, padding, _ = self._read(read)
         if rows.requires_grad and rows.device.type == "cpu":
             return _RowLookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(index, rows, padding)
+
+    def _from_bundle(self, read: LookupResult, bundle: BundleRows) -> torch.Tensor | None:
+        """The rows of a lookup, where they may come from a bundle, and no forward has taken them."""
+        if not self.takes_bundle(read.ids):
+            return None
+        self._check_range(bundle.least[read.member], bundle.largest[read.member])
+        if not torch.is_grad_enabled():
+            return F.embedding(read.index, read.rows)
+        found = take(bundle, read.member, self.table.session.collect)
+        if found is not None:
+            self._note_lookup(read.route.ids)
+        return found
 
 
 class _RowLookup(torch.autograd.Function):
@@ -299,7 +327,7 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
                 include_last_offset=self.include_last_offset,
                 padding_idx=self.padding_idx,
             )
-        index, rows, padding, ids = self._read(input)
+        index, rows, padding, ids = self._read(self.table.session.read(self.table.spec, input, self.device))
         index, rows, padding = _in_order_of_ids(index, rows, padding, ids)
         return F.embedding_bag(
             index,
@@ -310,6 +338,10 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+
+    def takes_bundle(self, ids: torch.Tensor) -> bool:
+        """Never: the order in which torch sums a bag's gradients is that of its own table's ids."""
+        return False
 
     def _check(self, input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> None:
         table = f"table {self.table.spec.name!r}"

@@ -28,6 +28,9 @@ class EmbeddingModule(Protocol):
     def device(self) -> torch.device | None:
         """Return the device for its rows; None for that of the ids."""
 
+    def takes_bundle(self, ids: torch.Tensor) -> bool:
+        """Whether it can read the rows of these ids from a bundle."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Table:
@@ -35,6 +38,10 @@ class _Table:
 
     spec: TableSpec
     device: None = None
+
+    def takes_bundle(self, ids: torch.Tensor) -> bool:
+        """Never: nobody knows what its modules do with rows."""
+        return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +103,10 @@ def _lookups(
         if name not in embeddings:
             known = ", ".join(embeddings) or "none"
             raise ValueError(f"{source} names {name!r}, which is no embedding (known: {known})")
-    return [Lookup((it := embeddings[name]).spec, ids, it.device or ids.device) for name, ids in inputs.items()]
+    return [
+        Lookup((it := embeddings[name]).spec, ids, it.device or ids.device, it.takes_bundle(ids))
+        for name, ids in inputs.items()
+    ]
 
 
 def _arity(function: Callable[..., object] | None) -> int | None:

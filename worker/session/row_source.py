@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from embershard.proto.arrays import Floats
-from embershard.proto.messages import Pushed
+from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Placement, Route
 from embershard.worker.client.push import Gradients, LrScale, Versions
 
@@ -34,9 +34,13 @@ class RowSource(Protocol):
         """Whether ids of a table may travel packed, for which they have to ascend."""
         ...
 
+    def takes_bundles(self, table: str) -> bool:
+        """Whether a table may be read and pushed in a bundle, by the names of its members."""
+        ...
+
     def pull(
         self,
-        reads: Sequence[tuple[str, Route]],
+        reads: Sequence[tuple[TableKey, Route]],
         out: Sequence[Floats] | None = None,
         *,
         keep: bool = False,
