@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from embershard.deploy.supervisor import LocalShards
 from embershard.local_shards import local
 from embershard.proto.spec import Adagrad
+from embershard.worker.device import keep_freed_memory
 from embershard.worker.nn.wrap import wrap
 from embershard.worker.session.connect import connect
 from embershard.worker.session.session import Session
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["speed", "fixed"])
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as `embershard worker` does; for torch's sides, too
     print(f"{machine()}; {load()}")
     failures: list[str] = []
     result: dict[str, Any] = {"load_before": load()}

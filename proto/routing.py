@@ -144,18 +144,18 @@ class BundleRoute(Route):
             numbers={},
         )
 
+    def member(self, number: int) -> tuple[Route, Ids]:
+        """A table's own route, without an index, and where its ids lie in this one."""
+        counts = self.counts[:, number]
+        ends = np.cumsum(self.counts).reshape(self.counts.shape)[:, number]
+        places = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        splits, index = np.concatenate(([0], np.cumsum(counts))), np.empty(0, np.int64)
+        return Route(self.ids[places], splits, index, space_key=self.space_keys[number], epoch=self.epoch), places
+
     def members(self) -> Iterator[tuple[str, Route, Ids]]:
         """Each table that has ids: its name, its own route, without an index, and where its ids lie in this one."""
-        ends = np.cumsum(self.counts).reshape(self.counts.shape)
-        for number, (table, key) in enumerate(zip(self.tables, self.space_keys, strict=True)):
-            counts = self.counts[:, number]
-            if not counts.any():
-                continue
-            bounds = zip(ends[:, number].tolist(), counts.tolist(), strict=True)
-            places = np.concatenate([np.arange(end - count, end) for end, count in bounds])
-            splits = np.concatenate(([0], np.cumsum(counts)))
-            index = np.empty(0, np.int64)
-            yield table, Route(self.ids[places], splits, index, space_key=key, epoch=self.epoch), places
+        for number in np.flatnonzero(self.counts.any(0)).tolist():
+            yield self.tables[number], *self.member(number)
 
 
 class RoutedBundle(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
@@ -181,9 +182,11 @@ class Client:
         """Whether ids of a table may travel packed, which they do where its rows or its gradients are coded."""
         return table in self.compressor.coded_pushes or table in self.compressor.coded_pulls
 
-    def takes_bundles(self, table: str) -> bool:
-        """Whether rows of a table may travel together with those of others."""
-        return self.compressor.takes_bundles(table) and all(one.greeting.bundles for one in self.connections)
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """Those of some tables whose rows may travel together."""
+        if not all(one.greeting.bundles for one in self.connections):
+            return frozenset()
+        return self.compressor.in_bundles(tables)
 
     def _travels(self, route: BundleRoute, lr_scale: LrScale = 1.0) -> bool:
         """Whether a bundle may travel as it is, with one factor on the learning rates of its tables."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -132,10 +133,10 @@ class Compressor:
         """Whether its pushes travel as payloads."""
         return table in self.coded_pushes
 
-    def takes_bundles(self, table: str) -> bool:
-        """Whether a table may travel together with others: its rows and gradients as they are, and no residual."""
-        is_plain = table not in self.coded_pushes and table not in self.coded_pulls
-        return is_plain and not (self.has_feedback and self._tables[table].drains)
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """Those of some tables that may travel together: rows and gradients as they are, and without a residual."""
+        plain = set(tables) - self.coded_pushes.keys() - self.coded_pulls.keys()
+        return {table for table in plain if not self._tables[table].drains} if self.has_feedback else plain
 
     def are_plain(self, tables: Sequence[str]) -> bool:
         """Whether rows and gradients of all of these tables travel as they are."""

@@ -18,11 +18,11 @@ from torch.autograd.function import FunctionCtx
 from embershard.proto.arrays import Ids
 from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
-from embershard.worker.nn.bundle import take
+from embershard.worker.nn.bundle import look_up, take
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.dense import ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
-from embershard.worker.session.reads import BundleRows, LookupResult
+from embershard.worker.session.reads import How, LookupResult
 from embershard.worker.session.tables import RemoteTable
 
 
@@ -88,14 +88,18 @@ class _RemoteRows(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device that looked-up rows are put on."""
-        return self._anchor.device
+        anchor = self._buffers["_anchor"]  # past __getattr__: every lookup asks
+        assert anchor is not None
+        return anchor.device
 
-    def takes_bundle(self, ids: torch.Tensor) -> bool:
-        """Whether the rows of these ids may come in a bundle: where nothing but their sum counts of a gradient."""
+    def _takes_bundle(self) -> bool:
+        """Whether rows may come in a bundle: where nothing but their sum counts of a gradient."""
+        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq or self.frozen:
+            return False
         weight = self._weight
-        whole = isinstance(weight, RemoteWeight) and (weight.in_use or weight.batch_rows)
-        plain = self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq
-        return plain and not whole and not self.frozen and self.device.type == "cpu"
+        if isinstance(weight, RemoteWeight) and (weight.in_use or weight.batch_rows):
+            return False
+        return self.device.type == "cpu"
 
     def _check_range(self, least: int, largest: int) -> None:
         if self.num_embeddings is not None and (least < 0 or largest >= self.num_embeddings):
@@ -124,6 +128,19 @@ class _RemoteRows(nn.Module):
                 _collector(self.table, route, padding, self.scale_grad_by_freq)
             )
         return read.index, rows, padding, route.ids
+
+    def _from_bundle(self, read: LookupResult) -> torch.Tensor | None:
+        """What it makes of the rows of a lookup, where they came for it in a bundle, and no forward has taken them."""
+        bundle, member = read.bundle, read.member
+        if bundle is None or bundle.readers[member] is not self or self.frozen:
+            return None
+        self._check_range(bundle.least[member], bundle.largest[member])
+        if not torch.is_grad_enabled():
+            return look_up(read.rows, read.index, bundle.how)
+        found = take(read, bundle, self.table.session.collect)
+        if found is not None:
+            self._note_lookup(read.route.ids)
+        return found
 
     def _note_lookup(self, ids: Ids) -> None:
         if isinstance(weight := self._weight, RemoteWeight):
@@ -232,24 +249,16 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
         if (whole := self._whole()) is not None:
             return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
         read = self.table.session.read(self.table.spec, input, self.device)
-        if read.bundle is not None and (found := self._from_bundle(read, read.bundle)) is not None:
+        if (found := self._from_bundle(read)) is not None:
             return found
         index, rows, padding, _ = self._read(read)
         if rows.requires_grad and rows.device.type == "cpu":
             return _RowLookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(index, rows, padding)
 
-    def _from_bundle(self, read: LookupResult, bundle: BundleRows) -> torch.Tensor | None:
-        """The rows of a lookup, where they may come from a bundle, and no forward has taken them."""
-        if not self.takes_bundle(read.ids):
-            return None
-        self._check_range(bundle.least[read.member], bundle.largest[read.member])
-        if not torch.is_grad_enabled():
-            return F.embedding(read.index, read.rows)
-        found = take(bundle, read.member, self.table.session.collect)
-        if found is not None:
-            self._note_lookup(read.route.ids)
-        return found
+    def how(self, ids: torch.Tensor) -> How:
+        """What it makes of the rows of these ids, where it can read them from a bundle: "rows"."""
+        return "rows" if self._takes_bundle() else ""
 
 
 class _RowLookup(torch.autograd.Function):
@@ -327,7 +336,10 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
                 include_last_offset=self.include_last_offset,
                 padding_idx=self.padding_idx,
             )
-        index, rows, padding, ids = self._read(self.table.session.read(self.table.spec, input, self.device))
+        read = self.table.session.read(self.table.spec, input, self.device)
+        if per_sample_weights is None and (found := self._from_bundle(read)) is not None:
+            return found
+        index, rows, padding, ids = self._read(read)
         index, rows, padding = _in_order_of_ids(index, rows, padding, ids)
         return F.embedding_bag(
             index,
@@ -339,9 +351,11 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
             padding_idx=padding,
         )
 
-    def takes_bundle(self, ids: torch.Tensor) -> bool:
-        """Never: the order in which torch sums a bag's gradients is that of its own table's ids."""
-        return False
+    def how(self, ids: torch.Tensor) -> How:
+        """What it makes of the rows of these ids, where it can read them from a bundle: "sum" or "mean"."""
+        if ids.dim() != 2 or not ids.shape[1] or not self._takes_bundle():
+            return ""
+        return "sum" if self.mode == "sum" else "mean" if self.mode == "mean" else ""
 
     def _check(self, input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> None:
         table = f"table {self.table.spec.name!r}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from embershard.proto.spec import TableSpec
-from embershard.worker.session.reads import Lookup
+from embershard.worker.session.reads import How, Lookup
 
 B = TypeVar("B")
 Inputs = Callable[[B], Mapping[str, torch.Tensor]]
@@ -28,8 +28,8 @@ class EmbeddingModule(Protocol):
     def device(self) -> torch.device | None:
         """Return the device for its rows; None for that of the ids."""
 
-    def takes_bundle(self, ids: torch.Tensor) -> bool:
-        """Whether it can read the rows of these ids from a bundle."""
+    def how(self, ids: torch.Tensor) -> How:
+        """What it makes of the rows of these ids, where it can read them from a bundle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class _Table:
     spec: TableSpec
     device: None = None
 
-    def takes_bundle(self, ids: torch.Tensor) -> bool:
-        """Never: nobody knows what its modules do with rows."""
-        return False
+    def how(self, ids: torch.Tensor) -> How:
+        """Unknown."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ def _lookups(
             known = ", ".join(embeddings) or "none"
             raise ValueError(f"{source} names {name!r}, which is no embedding (known: {known})")
     return [
-        Lookup((it := embeddings[name]).spec, ids, it.device or ids.device, it.takes_bundle(ids))
+        Lookup((it := embeddings[name]).spec, ids, it.device or ids.device, it.how(ids), it)
         for name, ids in inputs.items()
     ]
 

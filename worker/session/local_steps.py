@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
 
@@ -92,7 +93,7 @@ def _grown(array: Floats, more: int, row: Floats | float) -> Floats:
 
 
 def _name(table: TableKey) -> str:
-    """The table; never a bundle, see LocalSteps.takes_bundles."""
+    """The table; never a bundle, see LocalSteps.in_bundles."""
     assert isinstance(table, str)
     return table
 
@@ -132,9 +133,9 @@ class LocalSteps:
         """Whether ids of a table may travel packed."""
         return self._client.packs_ids(table)
 
-    def takes_bundles(self, table: str) -> bool:
-        """Never: copies are kept by table."""
-        return False
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """None: copies are kept by table."""
+        return frozenset()
 
     @property
     def clock(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,10 @@ from embershard.worker.kernels import Mask, overlap, overlap_by_part
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.row_source import RowSource
 
+# What a module makes of the rows of its ids: nothing else, or the sum or mean for each row of 2-D ids; "" where nobody
+# knows, or where more than their sum counts of gradients
+How = Literal["", "rows", "sum", "mean"]
+
 
 class Lookup(NamedTuple):
     """Rows to be pulled: those of `ids` in a table, for a module on `device`."""
@@ -27,7 +31,8 @@ class Lookup(NamedTuple):
     spec: TableSpec
     ids: torch.Tensor  # any shape, int32 or int64
     device: torch.device
-    in_bundle: bool = False  # whether that module can read them from a bundle
+    how: How = ""
+    reader: object = None  # that module, where it can read them from a bundle
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +43,13 @@ class BundleRows:
     rows: torch.Tensor  # (U, dim) float32 on the host, in route order
     index: torch.Tensor  # (N,) of the flat ids of all tables
     ends: list[int]  # of each table's, in the index
+    flat: Ids  # (N,) the ids themselves
     shapes: list[torch.Size]  # of each table's ids
+    how: How  # what the readers make of their rows
+    readers: list[object]  # of each table
     least: list[int]  # id of each table; 0 where it has none
     largest: list[int]
     specs: Mapping[str, TableSpec]  # by table
-    outputs: list[torch.Tensor | None] | None = None  # of each table; None once a module has taken it
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +66,14 @@ class LookupResult:
     index: torch.Tensor  # of the shape of `ids`, on the device: rows[index] are the rows of `ids`
     bundle: BundleRows | None = None
     member: int = 0
+    # of all tables of the bundle, until their readers take them; apart from it, which the outputs' graph holds
+    outputs: list[torch.Tensor | None] = field(default_factory=list)
 
     def is_of(self, ids: torch.Tensor) -> bool:
         """Whether these are the rows of this very tensor, or of one that is the same part of the same tensor."""
         mine = self.ids
         if mine is not ids:
-            base = mine._base
-            if base is None or base is not ids._base or mine.data_ptr() != ids.data_ptr():
+            if mine.data_ptr() != ids.data_ptr() or (base := mine._base) is None or base is not ids._base:
                 return False
             if mine.shape != ids.shape or mine.stride() != ids.stride() or mine.dtype != ids.dtype:
                 return False
@@ -86,16 +94,11 @@ class LookupResult:
         """The same rows, in a copy of their own, apart from the rest of a bundle."""
         if self.bundle is None:
             return self
-        name = self.bundle.route.tables[self.member]
-        nothing = Route(_NO_IDS, np.zeros_like(self.route.splits), _NO_IDS, space_key=0, epoch=self.route.epoch)
-        found = (part for part in self.bundle.route.members() if part[0] == name)
-        _, route, places = next(found, (name, nothing, _NO_IDS))
+        route, places = self.bundle.route.member(self.member)
         index = np.searchsorted(places, self.index.numpy())
         route = replace(route, index=index.reshape(-1))
         return LookupResult(self.ids, self.version, route, self.rows[torch.from_numpy(places)], torch.from_numpy(index))
 
-
-_NO_IDS = np.empty(0, np.int64)
 
 LookupResults = dict[str, list[LookupResult]]  # by table
 
@@ -113,7 +116,7 @@ class PrefetchedRows:
 
         An `exact` read is not that of the batch, whose rows came by the tables' codecs.
         """
-        result = _find(self.forward, lookup)
+        result = _find(self.forward, lookup) if self.forward else None
         if result is None and self.batch is not None and not exact:
             result = _find(self.batch, lookup)
             self.found += result is not None
@@ -129,12 +132,14 @@ class PrefetchedRows:
 
 
 def _find(results: LookupResults, lookup: Lookup) -> LookupResult | None:
-    ids, device = lookup.ids, lookup.device
-    candidates = [result for result in results.get(lookup.spec.name, ()) if result.rows.device == device]
+    candidates = results.get(lookup.spec.name, ())
     for result in candidates:
-        if result.is_of(ids):
+        if result.is_of(lookup.ids) and result.rows.device == lookup.device:
             return result
-    return next((result for result in candidates if result.has_rows_of(ids)), None)
+    for result in candidates:
+        if result.rows.device == lookup.device and result.has_rows_of(lookup.ids):
+            return result
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +185,8 @@ class PullBatch:
         self._dense: list[tuple[DenseWeights, Route, Floats]] = []
         self._groups: list[_Group] = []
         groups: dict[tuple[int, int], list[Lookup]] = {}
-        bundles, single = _bundles({(lookup.spec.name, id(lookup.ids)): lookup for lookup in lookups}.values(), source)
+        unique = {(lookup.spec.name, id(lookup.ids)): lookup for lookup in lookups}
+        bundles, single = _bundles(list(unique.values()), source)
         self._groups += (_bundle_group(bundle, source.placement) for bundle in bundles)
         for lookup in single:
             # one id space, one tensor: one route, whatever the number of tables
@@ -297,19 +303,23 @@ class PullBatch:
         return results
 
 
-def _bundles(lookups: Iterable[Lookup], source: RowSource) -> tuple[list[list[Lookup]], list[Lookup]]:
+def _bundles(lookups: Sequence[Lookup], source: RowSource) -> tuple[list[list[Lookup]], list[Lookup]]:
     """The lookups of tables of one dim that can be read as one, and those that stay alone."""
-    by_dim: dict[int, dict[str, Lookup]] = {}
+    alike: dict[tuple[int, How], dict[str, Lookup]] = {}
+    names = set[str]()
     single: list[Lookup] = []
+    fits = source.in_bundles([lookup.spec.name for lookup in lookups if lookup.how])
     for lookup in lookups:
         spec = lookup.spec
-        fits = lookup.in_bundle and lookup.ids.dtype in (torch.int64, torch.int32) and source.takes_bundles(spec.name)
-        if not fits or spec.name in by_dim.setdefault(spec.dim, {}):  # or it is read twice
+        if not lookup.how or spec.name not in fits or lookup.ids.dtype not in (torch.int64, torch.int32):
+            single.append(lookup)
+        elif spec.name in names:  # it is read twice
             single.append(lookup)
         else:
-            by_dim[spec.dim][spec.name] = lookup
+            names.add(spec.name)
+            alike.setdefault((spec.dim, lookup.how), {})[spec.name] = lookup
     bundles: list[list[Lookup]] = []
-    for them in by_dim.values():
+    for them in alike.values():
         found = list(them.values())
         pieces = [found[start : start + MAX_MEMBERS] for start in range(0, len(found), MAX_MEMBERS)]
         bundles += (piece for piece in pieces if len(piece) > 1)
@@ -330,18 +340,20 @@ def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
     index = torch.from_numpy(route.index)
     shapes = [lookup.ids.shape for lookup in lookups]
     specs = {lookup.spec.name: lookup.spec for lookup in lookups}
-    bundle = BundleRows(route, rows, index, ends.tolist(), shapes, least, largest, specs)
+    readers = [lookup.reader for lookup in lookups]
+    bundle = BundleRows(route, rows, index, ends.tolist(), flat, shapes, lookups[0].how, readers, least, largest, specs)
     missing = np.ones(len(route.ids), np.bool_)
     return _Group(lookups, versions, route, missing, {tables: rows}, {rows.device: index}, bundle)
 
 
 def _results(group: _Group, bundle: BundleRows) -> Iterator[tuple[str, LookupResult]]:
     """The rows of each table of a bundle, by its name."""
-    sizes = [lookup.ids.numel() for lookup in group.lookups]
+    sizes = [shape.numel() for shape in bundle.shapes]
+    outputs: list[torch.Tensor | None] = []
     parts = zip(group.lookups, group.versions, torch.split(bundle.index, sizes), strict=True)
     for member, (lookup, version, index) in enumerate(parts):
         shaped = index if lookup.ids.dim() == 1 else index.view(lookup.ids.shape)
-        result = LookupResult(lookup.ids, version, group.route, bundle.rows, shaped, bundle, member)
+        result = LookupResult(lookup.ids, version, group.route, bundle.rows, shaped, bundle, member, outputs)
         yield lookup.spec.name, result
 
 

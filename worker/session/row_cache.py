@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -134,9 +135,9 @@ class CachedRows:
         """Whether ids of a table may travel packed."""
         return self._source.packs_ids(table)
 
-    def takes_bundles(self, table: str) -> bool:
-        """Never: copies are found by table."""
-        return False
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """None: copies are found by table."""
+        return frozenset()
 
     def for_another_clock(self) -> CachedRows:
         """An empty cache over the same source, with the same counters."""
@@ -172,7 +173,7 @@ class CachedRows:
         kept: list[tuple[RowCache, Ids, Floats, Ids, Floats]] = []
         for (table, route), rows in zip(reads, out, strict=True):
             pulled = rows
-            assert isinstance(table, str)  # see takes_bundles
+            assert isinstance(table, str)  # see in_bundles
             if not self._is_dense(table):
                 cache = self._cache_of(table, rows.shape[1])
                 missed = cache.lookup(route.ids, age, rows)

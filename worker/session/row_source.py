@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Protocol
 
@@ -34,8 +35,8 @@ class RowSource(Protocol):
         """Whether ids of a table may travel packed, for which they have to ascend."""
         ...
 
-    def takes_bundles(self, table: str) -> bool:
-        """Whether a table may be read and pushed in a bundle, by the names of its members."""
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """Those of some tables that may be read and pushed in bundles, by the names of all members."""
         ...
 
     def pull(

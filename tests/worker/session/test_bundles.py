@@ -1,7 +1,9 @@
 """Tables that are read, pulled and pushed together: the bits of one table at a time, in every mode."""
 
 import dataclasses
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -20,10 +22,9 @@ OPTIMIZERS = {"tables.0": es.Adam(lr=0.1), "tables.1": es.SGD(lr=0.1, momentum=0
 class Model(nn.Module):
     """Five tables, of which one has another dim, and what a forward makes of them."""
 
-    def __init__(self, forward=None, rows=ROWS, **arguments):
+    def __init__(self, forward=None, rows=ROWS, dims=(4, 4, 4, 4, 3), **arguments):
         super().__init__()
         torch.manual_seed(0)
-        dims = [4, 4, 4, 4, 3]
         self.tables = nn.ModuleList(nn.Embedding(rows, dim, **arguments) for dim in dims)
         self.linear = nn.Linear(sum(dims), 1)
         self.use = forward or (lambda model, parts: model.linear(torch.cat(parts, -1)))
@@ -310,6 +311,90 @@ def test_a_large_batch_is_divided_into_messages(seen):
     check_equal(*found)
     assert any(0 in part.counts for part in bundles(seen, Pull))
     assert any(0 in part.counts for part in bundles(seen, Push))
+
+
+@pytest.mark.parametrize("use", [one_use, lambda model, parts: model.linear(torch.cat(parts, -1))], ids=["part", "all"])
+@pytest.mark.parametrize("prefetch", [None, 1])
+def test_rows_of_a_step_are_freed_without_the_collector_of_garbage(use, prefetch):
+    """Also where some outputs are never asked for: autograd's graph holds no way back to them."""
+    seen = []
+
+    def forward(model, parts):
+        seen.extend(weakref.ref(result[0].rows) for result in model.session._prefetched.forward.values())
+        return use(model, parts)
+
+    def step(session, model, ids):
+        model.session, model.tables[2].forward = session, model.tables[1].forward  # table 2 is announced, and not read
+        model(ids).square().mean().backward()
+        session.step()
+
+    gc.disable()
+    try:
+        train(lambda: Announced(forward, dims=[4] * TABLES), 1, batches(), step=step, prefetch=prefetch)
+        alive = [rows for rows in seen if rows() is not None]
+    finally:
+        gc.enable()
+    assert len(seen) == 6 * TABLES
+    assert not alive
+
+
+class Bags(nn.Module):
+    """Bags of several lengths and modes, and rows, of one dim."""
+
+    KINDS = (("sum", 3), ("mean", 3), ("sum", 1), ("mean", 7), ("rows", 2), ("max", 2), ("sum", 5))
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(
+            nn.Embedding(ROWS, 4) if how == "rows" else nn.EmbeddingBag(ROWS, 4, mode=how) for how, _ in self.KINDS
+        )
+        self.linear = nn.Linear(4 * (len(self.KINDS) + 1), 1)
+
+    def ids(self, ids):
+        ends = np.cumsum([length for _, length in self.KINDS])
+        return [ids[:, end - length : end] for end, (_, length) in zip(ends, self.KINDS, strict=True)]
+
+    def forward(self, ids):
+        parts = [table(its) for table, its in zip(self.tables, self.ids(ids), strict=True)]
+        return self.linear(torch.cat([part.flatten(1) for part in parts], -1))
+
+
+class AnnouncedBags(Bags):
+    def embedding_inputs(self, ids):
+        return {f"tables.{i}": its for i, its in enumerate(self.ids(ids))}
+
+
+@pytest.mark.parametrize("size", [0, 5, 300])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_bags_in_a_bundle_have_the_bits_of_one_table_at_a_time(shards, size, seen):
+    length = sum(length for _, length in Bags.KINDS)
+    draw = np.random.default_rng(0)
+    # many equal ids in a bag and across bags: the order of their gradients shows
+    data = [torch.from_numpy(draw.zipf(1.3, (size, length)) % ROWS) for _ in range(4)]
+    expected = train(Bags, shards, data, optimizer=es.Adagrad(lr=0.1))
+    assert not bundles(seen, Pull)
+    for prefetch in (None, 0):
+        seen.clear()
+        check_equal(expected, train(AnnouncedBags, shards, data, optimizer=es.Adagrad(lr=0.1), prefetch=prefetch))
+        if size:
+            assert {3, 2} <= {len(part.members) for part in bundles(seen, Pull)}  # sums and means
+
+
+def test_bags_of_a_bundle_may_be_called_with_weights_or_without_gradients():
+    def step(session, model, ids):
+        first = model.tables[0], model.ids(ids)[0]
+        with torch.no_grad():
+            plain = model(ids)
+        out = model(ids)
+        assert torch.equal(out, plain)
+        again = first[0](first[1], per_sample_weights=torch.linspace(0, 1, first[1].numel()).view_as(first[1]))
+        (out.square().mean() + again.sum()).backward()
+        session.step()
+
+    length = sum(length for _, length in Bags.KINDS)
+    data = [ids[..., :1].repeat(1, length) for ids in batches()]
+    check_equal(*(train(make, 2, data, step=step) for make in (Bags, AnnouncedBags)))
 
 
 class Alternating(Announced):
