@@ -105,15 +105,23 @@ class CheckedRead(NamedTuple):
 class Members(NamedTuple):
     """The tables of a bundle, of one dim, and what kernels and checks want to know of each."""
 
-    tables: tuple[Table, ...]
+    tables: tuple[Table, ...]  # different ones
     addresses: Ids  # (T,), see kernels.gather
     space_keys: Words  # (T,)
+    most_growth: Ids  # (T,), see Table.most_growth
+    may_raise: bool  # whether a row function may
 
     @staticmethod
     def of(tables: Sequence[Table]) -> Members:
         """These tables as a bundle."""
         keys = np.array([table.spec.space_key for table in tables], np.uint64)
-        return Members(tuple(tables), np.concatenate([table.addresses for table in tables]), keys)
+        return Members(
+            tuple(tables),
+            np.concatenate([table.addresses for table in tables]),
+            keys,
+            np.array([table.most_growth for table in tables]),
+            any(table.may_raise for table in tables),
+        )
 
     @property
     def dim(self) -> int:
@@ -212,12 +220,27 @@ class CheckedBundle(NamedTuple):
         """Every table, and the number of its ids."""
         return zip(self.members.tables, self.counts, strict=True)
 
+    def most_growth(self) -> int:
+        """Bytes that its rows take at most, if all of them are new."""
+        return int(np.diff(self.ends, prepend=0) @ self.members.most_growth)
+
+    def reserve(self) -> None:
+        """Have room for its rows; see Table.reserve."""
+        short = np.empty(len(self.counts), np.bool_)
+        kernels.find_short(self.members.addresses, self.ends, short)
+        for number in np.flatnonzero(short):
+            self.members.tables[number].reserve(self.counts[number])
+
     def takes_one_call(self) -> bool:
-        """Whether one kernel call may apply all of it; see Table.takes_bundles."""
-        return all(table.takes_bundles() for table in self.members.tables)
+        """Whether one kernel call may apply all of it.
+
+        Not where somebody wants rows as they were, or where a row function may raise and the push be undone.
+        """
+        return not self.members.may_raise and not any([table.is_watched for table in self.members.tables])
 
     def apply(self, divisor: float = 1.0, *, count: bool = True) -> Applied:
         """Apply the gradients as CheckedGradients.apply does, in one kernel call: where `takes_one_call` says so."""
+        self.reserve()  # as it is now: other parts of the push may have made rows
         skipped, created = np.zeros((2, len(self.counts)), np.int64)
         pushed = self.gradients, self.gradients.view(np.int32), _NO_AGES
         rate = self.lr_scale / divisor

@@ -27,7 +27,8 @@ PAGE_LIMIT = 448  # cells in use at which a page is split: at 7/8 a search still
 MAX_SPLITS = 20  # of one bucket by its fingerprints; ids that need more cannot be found without the index's key
 HEADER = 2  # floats that the id takes at the head of a record
 
-NUM_ROWS, NUM_PAGES, NUM_ENTRIES, NUM_SLOTS, NUM_FREE, MAY_REUSE = range(6)  # places in HashIndex.counters
+# places in HashIndex.counters
+NUM_ROWS, NUM_PAGES, NUM_ENTRIES, NUM_SLOTS, NUM_FREE, MAY_REUSE, RESERVED = range(7)
 
 
 class HashIndex(NamedTuple):
@@ -41,7 +42,8 @@ class HashIndex(NamedTuple):
     cells: npt.NDArray[np.uint64]  # (reserved pages * 512,)
     free: npt.NDArray[np.uint32]  # the first counters[NUM_FREE] are the slots without a row
     dirty: npt.NDArray[np.uint8]  # a bit per slot: its row is new or was changed; (0,) where nobody wants to know
-    counters: npt.NDArray[np.int64]  # (6,) rows, pages, directory entries, slots, free ones of them; 1: reuse these
+    # (7,) rows, pages, directory entries, slots, free ones of them; 1: reuse these; slots that there is room for
+    counters: npt.NDArray[np.int64]
     fresh: npt.NDArray[np.float32]  # (num_state,) first state of a row
     bounds: npt.NDArray[np.float64]  # (3,) the initializer's numbers
     index_key: np.uint64  # secret: nobody can send ids that collide here, whatever the routing's public hash says

@@ -25,6 +25,8 @@ from embershard.ps.table.hash_index import (
     HEADER,
     NUM_PAGES,
     NUM_ROWS,
+    NUM_SLOTS,
+    RESERVED,
     STORE_WORDS,
     HashIndex,
     addresses,
@@ -95,6 +97,16 @@ def table_words(
     """
     more = hyper.ctypes.data, hyper.size, rates.ctypes.data, rates.size, update
     return np.concatenate([addresses(store), np.array(more, np.int64)])
+
+
+@compiled(types.void(_IDS, _IDS, types.boolean[::1]), *_PARTS)
+def find_short(tables: Ids, ends: Ids, short: npt.NDArray[np.bool_]) -> None:
+    """short[t]: whether table t may have no room for as many new rows as it has ids. tables, ends: as in `gather`."""
+    begin = 0
+    for t in range(tables.size):
+        store = store_at(array_at(tables[t], TABLE_WORDS, np.int64))
+        short[t] = store.counters[NUM_SLOTS] + ends[t] - begin > store.counters[RESERVED]
+        begin = ends[t]
 
 
 @compiled(types.void(_IDS, _IDS, _IDS, types.float32[:, ::1]), *_PARTS)

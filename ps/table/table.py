@@ -32,6 +32,7 @@ from embershard.ps.table.hash_index import (
     NUM_ROWS,
     NUM_SLOTS,
     PAGE_CELLS,
+    RESERVED,
     HashIndex,
 )
 from embershard.ps.table.initial_values import initializer_code
@@ -88,14 +89,13 @@ class Table:
         self.budget = MemoryBudget() if budget is None else budget
         self._charge = Charge(self.budget)
         self._index_key = np.uint64(secrets.randbits(64))
-        self._counters = np.zeros(6, np.int64)
+        self._counters = np.zeros(7, np.int64)
         self._counters[[NUM_PAGES, NUM_ENTRIES, MAY_REUSE]] = 1  # page 0 and the directory entry that leads to it
         self._dirty: Arena | None = None  # HashIndex.dirty, once an image wants the rows that changed since another
         self._marks: dict[str, list[ImageMark]] = {}  # by reader, the oldest first
         self._removed: list[Ids] = []  # since the bits were looked at
         self._free: npt.NDArray[np.uint32] = np.empty(0, np.uint32)  # HashIndex.free
         self._opened: HashIndex
-        self._reserved_slots = 0  # that an earlier call had addresses and huge pages for
         self.pulled_rows = self.pushed_rows = self.skipped_rows = 0  # counted by those who pull and push
         self._frozen: tuple[CopyOnWriteRows, ...] = ()  # while snapshots and bases read
         self._frozen_lock = threading.Lock()
@@ -114,6 +114,11 @@ class Table:
         self._opened = store
         self._words[0] = kernels.table_words(store, self._hyper, self._rates, address_of(self._update))
         self._words[1] = kernels.table_words(store, self._hyper, _NO_RATES, _ADD_ADDRESS)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody wants rows as they were before they change."""
+        return bool(self._frozen) or self.changes is not None
 
     @property
     def num_rows(self) -> int:
@@ -321,12 +326,14 @@ class Table:
         frozen = CopyOnWriteRows(self._store, np.uint64(self.spec.space_key), self.budget)
         with self._frozen_lock:
             self._frozen = (*self._frozen, frozen)
+            self._counters[MAY_REUSE] = False
         return frozen
 
     def thaw(self, frozen: CopyOnWriteRows) -> None:
         """Copy rows for this reader no more; any thread may say so."""
         with self._frozen_lock:
             self._frozen = tuple(one for one in self._frozen if one is not frozen)
+            self._counters[MAY_REUSE] = not self._frozen
 
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
         """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
@@ -353,18 +360,7 @@ class Table:
         if not has_room and self.growth(len(ids)) > self.budget.limit - self.budget.used:
             self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
         self.reserve(len(ids))
-        self._counters[MAY_REUSE] = not self._frozen
         self._keep_aside(ids)
-
-    def takes_bundles(self) -> bool:
-        """Whether a kernel call for several tables may change rows now.
-
-        Not where somebody wants them as they were, or where a user's row function may raise and the push be undone.
-        """
-        if self._frozen or self.changes is not None or self.may_raise:
-            return False
-        self._counters[MAY_REUSE] = True
-        return True
 
     def _keep_aside(self, ids: Ids) -> None:
         """Copy the rows aside that a snapshot has yet to read, before they change."""
@@ -386,12 +382,12 @@ class Table:
     def reserve(self, new_rows: int) -> None:
         """Have address space for so many more rows; NoAddressSpace where the system, or a table, has no more."""
         num_slots, capacity = self.num_slots + new_rows, self.capacity
-        if num_slots <= self._reserved_slots:
+        if num_slots <= self._counters[RESERVED]:  # an earlier call had addresses and huge pages for them
             return
         self._records.use_huge_pages(num_slots * self._stride * 4)
         self._cells.use_huge_pages((int(self._counters[NUM_PAGES]) + new_rows // _PAGE_ROWS) * PAGE_CELLS * 8)
         if num_slots <= capacity:
-            self._reserved_slots = num_slots
+            self._counters[RESERVED] = num_slots
             return
         if num_slots > MAX_ROWS:
             raise self._no_address_space(new_rows, f"a table has at most {MAX_ROWS} rows")

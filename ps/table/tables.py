@@ -264,6 +264,8 @@ class Tables:
         found = self._bundles.get(names)
         if found is None or found[0] != self.revision:
             tables = [self.open_entry(name).table for name in names]
+            if len(set(names)) < len(names):
+                raise InvalidRequest(reason=f"a bundle of {len(names)} tables names one twice")
             if len(dims := {table.spec.dim for table in tables}) != 1:
                 raise InvalidRequest(reason=f"a bundle of tables of dims {sorted(dims)}; they must have one")
             if len(self._bundles) >= _MOST_BUNDLES:
@@ -402,15 +404,26 @@ def check_room(
 
     waiting: ids per table that are to be applied before, those of `waiting_parts`. kept_bytes: of what is kept of it.
     """
+    together = [part for part in parts if isinstance(part, CheckedBundle) and not waiting]
+    alone = [part for part in parts if isinstance(part, CheckedGradients) or waiting]
+    wanted = _sum_sizes(waiting, alone)
+    most = kept_bytes + sum(table.most_growth * count for table, count in wanted.items())
+    if most + sum(part.most_growth() for part in together) > budget.limit - budget.used:
+        wanted = _sum_sizes(waiting, parts)
+        _check_growth(parts, wanted, waiting_parts, budget, kept_bytes)
+    for table, count in wanted.items():
+        table.reserve(count)
+    for part in together:
+        part.reserve()
+
+
+def _sum_sizes(waiting: Mapping[Table, int], parts: Iterable[Checked]) -> dict[Table, int]:
+    """The number of ids of each table, those that wait included."""
     wanted = dict(waiting)
     for part in parts:
         for table, count in part.sizes():
             wanted[table] = wanted.get(table, 0) + count
-    most = sum(table.most_growth * count for table, count in wanted.items())
-    if kept_bytes + most > budget.limit - budget.used:
-        _check_growth(parts, wanted, waiting_parts, budget, kept_bytes)
-    for table, count in wanted.items():
-        table.reserve(count)
+    return wanted
 
 
 def _check_growth(

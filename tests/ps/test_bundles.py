@@ -136,6 +136,7 @@ def test_a_push_names_the_ids_of_a_pull_divided_as_they_were(shard):
     [
         (bundle(members=("sums", "no_such", "plain")), errors.UnknownTable, "'no_such'"),
         (bundle(members=("sums", "wide", "plain")), errors.InvalidRequest, r"tables of dims \[3, 5\]"),
+        (bundle(members=("sums", "plain", "sums")), errors.InvalidRequest, "names one twice"),
         (bundle(counts=(2, 0, 2)), errors.InvalidRequest, "counts say 4 ids, and it has 5"),
         (bundle(counts=(2, 3)), errors.InvalidRequest, "2 counts say 5 ids"),
         (bundle(counts=(8, -3, 0)), errors.InvalidRequest, "3 counts"),
