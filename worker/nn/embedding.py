@@ -67,11 +67,7 @@ class _RemoteRows(nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether rows are read and never pushed: where the weight requires no gradient."""
-        weight = self._weight
-        if weight is None:
-            return self._frozen
-        with torch._C.DisableTorchFunctionSubclass():  # every lookup asks
-            return not weight.requires_grad
+        return self._is_frozen(self._weight)
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
@@ -79,6 +75,12 @@ class _RemoteRows(nn.Module):
             self._frozen = frozen
         else:
             weight.requires_grad_(not frozen)
+
+    def _is_frozen(self, weight: torch.Tensor | None) -> bool:
+        if weight is None:
+            return self._frozen
+        with torch._C.DisableTorchFunctionSubclass():  # every lookup asks
+            return not weight.requires_grad
 
     @property
     def spec(self) -> TableSpec:
@@ -94,12 +96,12 @@ class _RemoteRows(nn.Module):
 
     def _takes_bundle(self) -> bool:
         """Whether rows may come in a bundle: where nothing but their sum counts of a gradient."""
-        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq or self.frozen:
+        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
             return False
         weight = self._weight
         if isinstance(weight, RemoteWeight) and (weight.in_use or weight.batch_rows):
             return False
-        return self.device.type == "cpu"
+        return not self._is_frozen(weight) and self.device.type == "cpu"
 
     def _check_range(self, least: int, largest: int) -> None:
         if self.num_embeddings is not None and (least < 0 or largest >= self.num_embeddings):
@@ -122,7 +124,10 @@ class _RemoteRows(nn.Module):
             self._renormalise(read)
         rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
         if not self.frozen and torch.is_grad_enabled():
-            self._note_lookup(route.ids)
+            if isinstance(weight := self._weight, RemoteWeight):
+                if weight.batch_rows:
+                    weight.keep_lookup(route.ids)
+                weight.looked_up_at = self.table.session.clock
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _collector(self.table, route, padding, self.scale_grad_by_freq)
@@ -131,22 +136,16 @@ class _RemoteRows(nn.Module):
 
     def _from_bundle(self, read: LookupResult) -> torch.Tensor | None:
         """What it makes of the rows of a lookup, where they came for it in a bundle, and no forward has taken them."""
-        bundle, member = read.bundle, read.member
-        if bundle is None or bundle.readers[member] is not self or self.frozen:
+        bundle, member, weight = read.bundle, read.member, self._weight
+        if bundle is None or bundle.readers[member] is not self or self._is_frozen(weight):
             return None
         self._check_range(bundle.least[member], bundle.largest[member])
         if not torch.is_grad_enabled():
             return look_up(read.rows, read.index, bundle.how)
         found = take(read, bundle, self.table.session.collect)
-        if found is not None:
-            self._note_lookup(read.route.ids)
-        return found
-
-    def _note_lookup(self, ids: Ids) -> None:
-        if isinstance(weight := self._weight, RemoteWeight):
-            if weight.batch_rows:
-                weight.keep_lookup(ids)
+        if found is not None and isinstance(weight, RemoteWeight):  # of batch_rows there is none, see _takes_bundle
             weight.looked_up_at = self.table.session.clock
+        return found
 
     def _renormalise(self, read: LookupResult) -> None:
         """Scale rows over max_norm down, here and on the shards, as torch does in its table."""
@@ -169,8 +168,8 @@ class _RemoteRows(nn.Module):
 
     @property
     def _weight(self) -> torch.Tensor | None:
-        weight: torch.Tensor | None = self._parameters.get("weight", self.__dict__.get("weight"))
-        return weight
+        weight = self._parameters.get("weight")
+        return self.__dict__.get("weight") if weight is None else weight
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "weight" and name not in self._parameters:

@@ -72,11 +72,8 @@ class LookupResult:
     def is_of(self, ids: torch.Tensor) -> bool:
         """Whether these are the rows of this very tensor, or of one that is the same part of the same tensor."""
         mine = self.ids
-        if mine is not ids:
-            if mine.data_ptr() != ids.data_ptr() or (base := mine._base) is None or base is not ids._base:
-                return False
-            if mine.shape != ids.shape or mine.stride() != ids.stride() or mine.dtype != ids.dtype:
-                return False
+        if mine is not ids and (not mine.is_set_to(ids) or mine._base is None or mine._base is not ids._base):
+            return False
         return self.version == _version(ids)
 
     def has_rows_of(self, ids: torch.Tensor) -> bool:
