@@ -162,6 +162,9 @@ bar-jobs: setup  ## a model, reader, loss, metrics and callback of a user's own 
 bar-data: setup $(VENV)-data/.ready  ## tables of other programs, trained at the first try or refused with the right line; readers against pyarrow (10 minutes; ARGS=--look)
 	$(BIN)/python bench/bar_data.py --writer $(VENV)-data/bin/python $(ARGS)
 
+bar-tables: setup  ## a hundred small tables in one model against torch's sparse gradients, and what a table costs a step (2 minutes)
+	$(BIN)/python bench/many_tables.py $(ARGS)
+
 bar-kernels: setup  ## pull and push against torch's index ops and memcpy
 	$(BIN)/python bench/kernels.py
 

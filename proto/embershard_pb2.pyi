@@ -13,7 +13,7 @@ class HelloRequest(_message.Message):
     def __init__(self, worker: _Optional[int] = ...) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "max_message_bytes", "lineage", "term")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "max_message_bytes", "lineage", "term", "bundles")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class Greeting(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    BUNDLES_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -30,7 +31,8 @@ class Greeting(_message.Message):
     max_message_bytes: int
     lineage: int
     term: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    bundles: bool
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., term: _Optional[int] = ..., bundles: _Optional[bool] = ...) -> None: ...
 
 class Initializer(_message.Message):
     __slots__ = ("kind", "params")
@@ -143,20 +145,24 @@ class Loaded(_message.Message):
 class PullRequest(_message.Message):
     __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock", "term", "trace")
     class TableIds(_message.Message):
-        __slots__ = ("table", "ids", "route", "codec", "since", "packed_ids")
+        __slots__ = ("table", "ids", "route", "codec", "since", "packed_ids", "members", "counts")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
         ROUTE_FIELD_NUMBER: _ClassVar[int]
         CODEC_FIELD_NUMBER: _ClassVar[int]
         SINCE_FIELD_NUMBER: _ClassVar[int]
         PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
+        MEMBERS_FIELD_NUMBER: _ClassVar[int]
+        COUNTS_FIELD_NUMBER: _ClassVar[int]
         table: str
         ids: bytes
         route: int
         codec: str
         since: int
         packed_ids: bool
-        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., since: _Optional[int] = ..., packed_ids: _Optional[bool] = ...) -> None: ...
+        members: _containers.RepeatedScalarFieldContainer[str]
+        counts: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., since: _Optional[int] = ..., packed_ids: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -194,7 +200,7 @@ class Rows(_message.Message):
 class PushRequest(_message.Message):
     __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference", "early", "term", "trace")
     class TableGradients(_message.Message):
-        __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids", "unique_ids")
+        __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids", "unique_ids", "members", "counts")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
         GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +209,8 @@ class PushRequest(_message.Message):
         CODEC_FIELD_NUMBER: _ClassVar[int]
         PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
         UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
+        MEMBERS_FIELD_NUMBER: _ClassVar[int]
+        COUNTS_FIELD_NUMBER: _ClassVar[int]
         table: str
         ids: bytes
         gradients: bytes
@@ -211,7 +219,9 @@ class PushRequest(_message.Message):
         codec: str
         packed_ids: bool
         unique_ids: bool
-        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., packed_ids: _Optional[bool] = ..., unique_ids: _Optional[bool] = ...) -> None: ...
+        members: _containers.RepeatedScalarFieldContainer[str]
+        counts: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., packed_ids: _Optional[bool] = ..., unique_ids: _Optional[bool] = ..., members: _Optional[_Iterable[str]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]

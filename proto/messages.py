@@ -8,6 +8,7 @@ is given the very object.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -25,6 +26,9 @@ DELTA = "delta"  # the codec of a pull of what changed since: a payload of eleme
 # the reply still arrives.
 PUT_BACK_SECONDS = 0.5
 READ_ONLY_WORKER = 65_535  # the last worker number, which no job of this size has: of who reads beside those that train
+
+MAX_MEMBERS = 2048  # of a bundle: as many tables as a message has room for without one
+TableKey = str | tuple[str, ...]  # a table, or the members of a bundle
 
 Hello = pb.HelloRequest
 Greeting = pb.Greeting
@@ -103,6 +107,9 @@ class TableIds:
 
     `codec` is what the rows are wanted in: "" (float32), a values codec, or "delta", what changed since the version
     `since` (0: everything). Ids that ascend may travel `packed` in their place.
+
+    With `members` it is of a bundle: tables of one dim, whose ids, and rows, lie one table's behind the other's,
+    `counts` of each. `table` is "" then, which no shard has, and there is no codec.
     """
 
     table: str
@@ -111,6 +118,13 @@ class TableIds:
     codec: str = ""
     since: int = 0
     packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
+    members: tuple[str, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> TableKey:
+        """The table, or the members of a bundle."""
+        return self.members or self.table
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +168,7 @@ class TableGradients:
     With a `route` the ids are those that a pull left with the shard under this number, and do not travel again. Others
     may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one. A shard
     does not learn which rows are a worker's residual (`is_residual`). Unless ids are `unique` a shard sums gradients of
-    equal ones.
+    equal ones. `members` and `counts`: as in TableIds.
     """
 
     table: str
@@ -166,6 +180,13 @@ class TableGradients:
     packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
     is_residual: bool = False
     unique: bool = True
+    members: tuple[str, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> TableKey:
+        """The table, or the members of a bundle."""
+        return self.members or self.table
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +321,15 @@ def arrays(message: Message) -> list[Array]:
             return list(message.payloads)
         case _:
             return []
+
+
+def ids_by_table(parts: Iterable[TableIds | TableGradients]) -> Iterator[tuple[str, int]]:
+    """Every table of these parts, and the number of its ids."""
+    for part in parts:
+        if part.members:
+            yield from zip(part.members, part.counts, strict=True)
+        else:
+            yield part.table, len(part.ids)
 
 
 def _ids(part: TableIds | TableGradients) -> Ids | Bytes:

@@ -22,6 +22,7 @@ from embershard.proto.codec.ids import decode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
+    MAX_MEMBERS,
     Declare,
     Load,
     Loaded,
@@ -173,6 +174,8 @@ def _pack_pull(m: Pull) -> pb.PullRequest:
             codec=part.codec,
             since=part.since,
             packed_ids=part.packed is not None,
+            members=part.members,
+            counts=part.counts,
         )
         for part in m.tables
     ]
@@ -192,7 +195,8 @@ def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     tables = []
     for part, data in zip(p.tables, bulk, strict=True):
         values, packed = ids.read(data, part.table, part.packed_ids)
-        tables.append(TableIds(part.table, values, part.route, part.codec, part.since, packed))
+        members, counts = _bundle_of(part) if part.members or part.counts else ((), ())
+        tables.append(TableIds(part.table, values, part.route, part.codec, part.since, packed, members, counts))
     return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.required_clock, p.term, p.trace)
 
 
@@ -227,6 +231,8 @@ def _pack_push(m: Push) -> pb.PushRequest:
             codec=part.codec,
             packed_ids=part.packed is not None and not part.route,
             unique_ids=part.unique,
+            members=part.members,
+            counts=part.counts,
         )
         for part in m.tables
     ]
@@ -251,6 +257,21 @@ def _pack_push(m: Push) -> pb.PushRequest:
 _NO_IDS = np.empty(0, np.int64)
 
 
+def _bundle_of(
+    part: pb.PullRequest.TableIds | pb.PushRequest.TableGradients,
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The members and counts of a bundle. InvalidRequest where they do not go together, or with the rest."""
+    members, counts = tuple(part.members), tuple(part.counts)
+    if part.table or part.codec or part.packed_ids or len(members) != len(counts):
+        raise InvalidRequest(
+            reason=f"a bundle of {len(members)} tables with {len(counts)} counts, table {part.table!r} and codec "
+            f"{part.codec!r}: it has a count for each, and neither a table, a codec nor packed ids"
+        )
+    if len(members) > MAX_MEMBERS:
+        raise InvalidRequest(reason=f"a bundle of {len(members)} tables; send at most {MAX_MEMBERS} together")
+    return members, counts
+
+
 def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     left = iter(bulk)
     ids = IdReader()
@@ -259,9 +280,11 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
         own, packed = (_NO_IDS, None) if part.route else ids.read(next(left), part.table, part.packed_ids)
         gradients = read_values(next(left), part.codec, part.table)
         scale = part.lr_scale if part.HasField("lr_scale") else 1.0
-        tables.append(
-            TableGradients(part.table, own, gradients, scale, part.route, part.codec, packed, unique=part.unique_ids)
+        bundle = _bundle_of(part) if part.members or part.counts else ((), ())
+        made = TableGradients(
+            part.table, own, gradients, scale, part.route, part.codec, packed, False, part.unique_ids, *bundle
         )
+        tables.append(made)
     if any(True for _ in left):
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)

@@ -5,9 +5,10 @@ Everything here is part of the contract: worker and shard must agree to the bit,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +94,9 @@ class Route:
     index: Ids  # (N,) int64
     space_key: int = field(kw_only=True)
     epoch: int = field(kw_only=True)
-    # (table, shard): the number under which the shard keeps these ids since a pull; a push may name it in their place
-    numbers: dict[tuple[str, int], int] = field(default_factory=dict, compare=False, repr=False)
+    # (table or members, shard): the number under which the shard keeps these ids since a pull; a push may name it in
+    # their place
+    numbers: dict[tuple[object, int], int] = field(default_factory=dict, compare=False, repr=False)
 
     def slice_of(self, shard: int) -> slice:
         """Return the slice of the ids (and rows) that belong to a shard of its placement."""
@@ -105,6 +107,84 @@ class Route:
         before = np.concatenate(([0], np.cumsum(keep)))
         index = np.empty(0, np.int64)
         return Route(self.ids[keep], before[self.splits], index, space_key=self.space_key, epoch=self.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class BundleRoute(Route):
+    """The ids of several tables of one batch as one route: of a shard's ids, those of one table lie behind the other's.
+
+    ids[index] are the flat inputs of all tables, one behind the other. An id counts once per table.
+    """
+
+    tables: tuple[str, ...] = field(kw_only=True)
+    space_keys: tuple[int, ...] = field(kw_only=True)  # of each table; space_key says nothing
+    counts: Ids = field(kw_only=True)  # (shards, T): how many of a shard's ids are each table's
+
+    def counts_of(self, shard: int, rows: slice) -> tuple[int, ...]:
+        """How many ids each table has in a part of a shard's slice."""
+        if rows == self.slice_of(shard):
+            return tuple(self.counts[shard].tolist())
+        ends = self.splits[shard] + np.cumsum(self.counts[shard])
+        return tuple(np.diff(np.clip(ends, rows.start, rows.stop), prepend=rows.start).tolist())
+
+    def select(self, keep: npt.NDArray[np.bool_]) -> BundleRoute:
+        """The route of the ids where `keep` ((U,) bool) holds, of the tables that have such; it has no index."""
+        before = np.concatenate(([0], np.cumsum(keep)))
+        ends = before[np.concatenate(([0], np.cumsum(self.counts)))]
+        counts = np.diff(ends).reshape(self.counts.shape)
+        stay = np.flatnonzero(counts.any(0))
+        return replace(
+            self,
+            ids=self.ids[keep],
+            splits=before[self.splits],
+            index=np.empty(0, np.int64),
+            tables=tuple([self.tables[t] for t in stay]),
+            space_keys=tuple([self.space_keys[t] for t in stay]),
+            counts=np.ascontiguousarray(counts[:, stay]),
+            numbers={},
+        )
+
+    def member(self, number: int) -> tuple[Route, Ids]:
+        """A table's own route, without an index, and where its ids lie in this one."""
+        counts = self.counts[:, number]
+        ends = np.cumsum(self.counts).reshape(self.counts.shape)[:, number]
+        places = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        splits, index = np.concatenate(([0], np.cumsum(counts))), np.empty(0, np.int64)
+        return Route(self.ids[places], splits, index, space_key=self.space_keys[number], epoch=self.epoch), places
+
+    def members(self) -> Iterator[tuple[str, Route, Ids]]:
+        """Each table that has ids: its name, its own route, without an index, and where its ids lie in this one."""
+        for number in np.flatnonzero(self.counts.any(0)).tolist():
+            yield self.tables[number], *self.member(number)
+
+
+class RoutedBundle(NamedTuple):
+    """A bundle's route, and the least and the largest id of each table: (0, 0) where it has none."""
+
+    route: BundleRoute
+    least: list[int]
+    largest: list[int]
+
+
+def make_bundle(
+    flat: Ids, ends: Ids, tables: tuple[str, ...], space_keys: tuple[int, ...], placement: Placement
+) -> RoutedBundle:
+    """Route the flat ids of several tables as one; `ends`, (T,), says where each table's end."""
+    keys, num_shards = np.array(space_keys, np.uint64), placement.shards[-1] + 1
+    ids, counts, index, bounds = _route_bundle(flat, ends, keys, placement.shard_of, num_shards)
+    splits = np.zeros(num_shards + 1, np.int64)
+    np.cumsum(counts.sum(1), out=splits[1:])
+    route = BundleRoute(
+        ids,
+        splits,
+        index,
+        space_key=0,
+        epoch=placement.epoch,
+        tables=tables,
+        space_keys=space_keys,
+        counts=counts,
+    )
+    return RoutedBundle(route, bounds[0].tolist(), bounds[1].tolist())
 
 
 def make_route(ids: Ids, space_key: int, placement: Placement) -> Route:
@@ -251,6 +331,65 @@ def _route(
         _group(seen, keys[t], shard_of, cells, grouped[first:last], splits[t], index[start : starts[t + 1]])
         first = last
     return grouped, splits, index
+
+
+@compiled(
+    types.Tuple((types.int64[::1], types.int64[:, ::1], types.int64[::1], types.int64[:, ::1]))(
+        types.Array(types.int64, 1, "C", readonly=True),
+        types.Array(types.int64, 1, "C", readonly=True),
+        types.uint64[::1],
+        types.Array(types.uint16, 1, "C", readonly=True),
+        types.int64,
+    )
+)
+def _route_bundle(
+    ids: Ids, ends: Ids, keys: Words, shard_of: Shards, num_shards: int
+) -> tuple[Ids, npt.NDArray[np.int64], Ids, npt.NDArray[np.int64]]:
+    """Grouped ids, counts (shards, T), index, and least and largest id of each table, (2, T)."""
+    longest, begin = 0, 0
+    for t in range(ends.size):
+        longest, begin = max(longest, ends[t] - begin), ends[t]
+    size = 16
+    while size < 4 * longest:
+        size *= 2
+    cells = np.empty(size, np.int32)
+    homes, missed = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK + 1, np.uint64)
+    unique, shards = np.empty(ids.size + 1, np.int64), np.zeros(ids.size, np.uint16)
+    index, numbers = np.empty(ids.size, np.int64), np.empty(ends.size, np.int64)
+    counts, bounds = np.zeros((num_shards, ends.size), np.int64), np.zeros((2, ends.size), np.int64)
+    begin = 0
+    for t in range(ends.size):
+        size = 16
+        while size < 4 * (ends[t] - begin):
+            size *= 2
+        part = ids[begin : ends[t]]
+        found = np.int64(_number(part, keys[t], cells[:size], unique[begin:], index[begin : ends[t]], homes, missed))
+        numbers[t] = found
+        if found:
+            bounds[0, t] = bounds[1, t] = unique[begin]
+        for u in range(begin, begin + found):
+            bounds[0, t], bounds[1, t] = min(bounds[0, t], unique[u]), max(bounds[1, t], unique[u])
+            if num_shards > 1:
+                shards[u] = shard_of[mix64(_U(unique[u]), keys[t]) >> _U(BUCKET_SHIFT)]
+            counts[shards[u], t] += 1
+        begin = ends[t]
+    fill, total = np.empty((num_shards, ends.size), np.int64), 0
+    for s in range(num_shards):
+        for t in range(ends.size):
+            fill[s, t] = total
+            total += counts[s, t]
+    grouped = np.empty(total, np.int64)
+    begin = 0
+    for t in range(ends.size):
+        for u in range(begin, begin + numbers[t]):
+            place = fill[shards[u], t]
+            fill[shards[u], t] = place + 1
+            grouped[place] = unique[u]
+            cells[u - begin] = place
+        for i in range(begin, ends[t]):
+            index[i] = cells[index[i]]
+        begin = ends[t]
+    return grouped, counts, index, bounds
 
 
 _DIGIT_BITS = _U(11)  # of a radix sort: its counters stay in the first cache

@@ -84,8 +84,8 @@ from embershard.ps.restore import Contents, Restores
 from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.security.table_quotas import TableQuotas
 from embershard.ps.snapshot import ShardImage, Snapshots
+from embershard.ps.table.checked import Stopwatch, read_all
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import Stopwatch, read_all
 from embershard.ps.table.table import Applied, Table
 
 DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
@@ -127,6 +127,7 @@ class Shard:
             version=version,
             instance=f"{clock.random_bits(64):016x}",
             max_message_bytes=max_message_bytes,
+            bundles=True,
         )
         self.system = clock  # core.clock is that of the workers
         self._placement = placement
@@ -508,10 +509,12 @@ class Shard:
             known = None
             if part.route:
                 has_routes = True
-                self.core.tables.open_entry(part.table)
-                known = self._routes.find(token.worker, token.epoch, part.route, part.table)
+                self.core.tables.check_open(part)
+                known = self._routes.find(token.worker, token.epoch, part.route, (part.key, part.counts))
                 if known is None:
-                    raise UnknownRoute(worker=token.worker, route=part.route, table=part.table)
+                    raise UnknownRoute(
+                        worker=token.worker, route=part.route, table=part.table or ", ".join(part.members[:3])
+                    )
             ids.append(known)
         return tuple(ids) if has_routes else ()
 
@@ -611,12 +614,10 @@ class Shard:
         rows = Rows(
             tables, updates.version, codecs, core.compression.revision, self._coding.seconds, held, acknowledged
         )
-        for read in reads:
-            read.table.pulled_rows += len(read.ids)
-            self._pulled_rows += len(read.ids)
+        self._pulled_rows += sum([read.count_pulled() for read in reads])
         for part in request.tables:
             if part.route:
-                self._routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
+                self._routes.keep(request.worker, request.epoch, part.route, (part.key, part.counts), part.ids)
         return rows
 
     def _check_placement(self, epoch: int) -> None:

@@ -98,6 +98,40 @@ def _overlap(ids: Ids, others: Ids, found: Mask) -> None:
         found[u] = cells[cell_of(ids[u], mix64(_U(ids[u]), _0), cells, others)] >= 0
 
 
+def overlap_by_part(ids: Ids, counts: Ids, others: Ids, other_counts: Ids) -> Mask:
+    """(U,) bool: whether ids[u] is among `others`, of those that are in the same part.
+
+    Both int64; `counts`, of one shape, say how many ids each part has. Without the GIL.
+    """
+    found = np.empty(len(ids), np.bool_)
+    _overlap_by_part(ids, np.cumsum(counts), others, np.cumsum(other_counts), found)
+    return found
+
+
+@compiled(types.void(_IDS, _IDS, _IDS, _IDS, types.boolean[::1]))
+def _overlap_by_part(ids: Ids, ends: Ids, others: Ids, other_ends: Ids, found: Mask) -> None:
+    longest, begin = 0, 0
+    for end in other_ends:
+        longest, begin = max(longest, end - begin), end
+    size = 16
+    while size < 2 * longest:
+        size *= 2
+    cells = np.empty(size, np.int32)
+    begin, other_begin = 0, 0
+    for p in range(ends.size):
+        theirs = others[other_begin : other_ends[p]]
+        size = 16
+        while size < 2 * theirs.size:
+            size *= 2
+        part = cells[:size]
+        part[:] = FREE
+        for i in range(theirs.size):
+            part[cell_of(theirs[i], mix64(_U(theirs[i]), _0), part, theirs)] = i
+        for u in range(begin, ends[p]):
+            found[u] = part[cell_of(ids[u], mix64(_U(ids[u]), _0), part, theirs)] >= 0
+        begin, other_begin = ends[p], other_ends[p]
+
+
 _ROWS = types.float32[:, ::1]
 
 

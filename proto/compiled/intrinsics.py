@@ -74,6 +74,29 @@ def window(typingctx, array, start, length):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def array_at(typingctx, address, size, kind):  # type: ignore[no-untyped-def]
+    """The array of so many numbers at an address: (int64, int64, np.float32 or the like), without a reference count."""
+    view_type = types.Array(kind.dtype, 1, "C")
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        from numba.np.arrayobj import populate_array  # here, as in `window`
+
+        view = context.make_array(view_type)(context, builder)
+        itemsize = ir.IntType(64)(kind.dtype.bitwidth // 8)
+        populate_array(
+            view,
+            data=builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer()),
+            shape=[args[1]],
+            strides=[itemsize],
+            itemsize=itemsize,
+            meminfo=None,
+        )
+        return view._getvalue()
+
+    return view_type(types.int64, types.intp, kind), codegen
+
+
+@intrinsic
 def first_match(typingctx, array, start, high):  # type: ignore[no-untyped-def]
     """First i < 8 with array[start + i] >> 32 == high, 8 if there is none: (uint64 array, uint64, uint64) -> uint64.
 

@@ -23,8 +23,9 @@ from embershard.proto.compiled.open_addressing import FREE, cell_of
 from embershard.proto.messages import Push
 from embershard.proto.routing import mix64
 from embershard.ps.memory import Charge, MemoryBudget
+from embershard.ps.table.checked import CheckedGradients
 from embershard.ps.table.table import Applied, Table
-from embershard.ps.table.tables import CheckedGradients, apply_parts
+from embershard.ps.table.tables import apply_parts
 
 _U = np.uint64
 _KEY = _U(secrets.randbits(64))  # of the sum's hash index: so that nobody can send ids that make its searches long

@@ -31,8 +31,8 @@ from embershard.proto.messages import Join, Joined, Leave, LeaveAck, Push
 from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_clock
 from embershard.ps.coordination.dedup import MAX_WORKERS
 from embershard.ps.memory import MemoryBudget
+from embershard.ps.table.checked import CheckedGradients
 from embershard.ps.table.table import Applied
-from embershard.ps.table.tables import CheckedGradients
 
 TERM_VERSIONS = 2**32  # versions of a term begin at a multiple: what was read in another one is of another history
 SEEN = 32  # places of the histogram of staleness; the last one: so much or more

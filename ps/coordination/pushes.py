@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import BadOptimizer
-from embershard.proto.messages import Load, Push, PushToken
+from embershard.proto.messages import Load, Push, PushToken, TableKey
 from embershard.ps.coordination.aggregate import Sender
 from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.security.table_quotas import TableQuotas
+from embershard.ps.table.checked import Checked, CheckedGradients
 from embershard.ps.table.table import Applied, Table
-from embershard.ps.table.tables import CheckedGradients, Tables, apply_parts, check_room
+from embershard.ps.table.tables import Tables, apply_parts, check_room
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
 # one that never does can make a shard remember; what was dropped is sent again with its ids.
@@ -23,6 +24,8 @@ MAX_ROUTES = 1024  # of a worker
 MAX_BYTES = 32 * 2**20  # of a worker
 MAX_ALL_BYTES = 256 * 2**20  # of all: whoever pulls may say that it is any worker
 MAX_WORKERS = 4096
+
+KeptFor = tuple[TableKey, tuple[int, ...]]  # the table, or the members of a bundle and how many ids each of them has
 
 
 class Pushes:
@@ -57,7 +60,7 @@ class Pushes:
         gathers = member is not None and self._clock.gathers(member, request)
         parts = self._check(request, known_ids, kept=gathers)
         if member is not None and gathers:
-            reply = self._clock.gather(member.sender, request, parts, event)
+            reply = self._clock.gather(member.sender, request, _split(parts), event)
         else:
             try:
                 reply = self._apply(member, request, parts)
@@ -74,7 +77,7 @@ class Pushes:
     def gather_again(self, request: Push, known_ids: Sequence[Ids | None], event: int) -> None:
         """Keep a push for its clock that was kept, as `event`, when the state was written."""
         parts = self._check(request, known_ids, kept=True)
-        self._clock.gather(Sender(request.token.worker, request.token.epoch), request, parts, event)
+        self._clock.gather(Sender(request.token.worker, request.token.epoch), request, _split(parts), event)
 
     def control(self) -> Plain:
         """The windows and the counts in plain values."""
@@ -99,8 +102,8 @@ class Pushes:
             self.dedup.record(token, reply)
         return Outcome(reply)
 
-    def _check(self, request: Push, known_ids: Sequence[Ids | None], *, kept: bool) -> list[CheckedGradients]:
-        parts: list[CheckedGradients] = []
+    def _check(self, request: Push, known_ids: Sequence[Ids | None], *, kept: bool) -> list[Checked]:
+        parts: list[Checked] = []
         room = self._max_bytes
         for number, part in enumerate(request.tables):
             known = known_ids[number] if known_ids else None
@@ -108,7 +111,7 @@ class Pushes:
             room -= parts[-1].gradients.nbytes
         pending = self._clock.pending
         if self._tables.quotas is not None:
-            self._check_quotas(self._tables.quotas, [(part.table, part.ids) for part in parts])
+            self._check_quotas(self._tables.quotas, [(part.table, part.ids) for part in _split(parts)])
         kept_bytes = sum(part.nbytes for part in parts) if kept else 0
         check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
@@ -119,7 +122,7 @@ class Pushes:
             self._tables, parts, pending.waiting_ids, lambda: ((one.table, one.ids) for one in pending.parts())
         )
 
-    def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Applied:
+    def _apply(self, member: Member | None, request: Push, parts: list[Checked]) -> Applied:
         divisor = 1.0 if member is None else self._clock.divisor(request.version)
         reply = apply_parts([(part, request.difference) for part in parts], divisor)
         if request.last:
@@ -127,16 +130,21 @@ class Pushes:
         return reply
 
 
+def _split(parts: Sequence[Checked]) -> list[CheckedGradients]:
+    """Gradients of one table each."""
+    return [one for part in parts for one in part.split()]
+
+
 @dataclass(slots=True)
 class _Kept:
     """The routes of one worker's incarnation, the oldest first."""
 
-    routes: OrderedDict[int, tuple[str, Ids]] = field(default_factory=OrderedDict)
+    routes: OrderedDict[int, tuple[KeptFor, Ids]] = field(default_factory=OrderedDict)
     nbytes: int = 0
 
 
 class RouteCache:
-    """Number -> (table, ids), per worker's incarnation; bounded, the oldest are dropped.
+    """Number -> (what it is for, ids), per worker's incarnation; bounded, the oldest are dropped.
 
     An earlier incarnation keeps its own: who only reads may have the number of a worker that trains.
     """
@@ -145,12 +153,12 @@ class RouteCache:
         self._workers: OrderedDict[tuple[int, int], _Kept] = OrderedDict()  # the one that pulled last at the end
         self._nbytes = 0
 
-    def keep(self, worker: int, epoch: int, number: int, table: str, ids: Ids) -> None:
-        """Remember a copy of ids ((U,) int64) of a table."""
+    def keep(self, worker: int, epoch: int, number: int, kept_for: KeptFor, ids: Ids) -> None:
+        """Remember a copy of ids ((U,) int64) of a table or a bundle."""
         kept = self._workers.setdefault((worker, epoch), _Kept())
         self._workers.move_to_end((worker, epoch))
         self._drop(kept, number)
-        kept.routes[number] = (table, ids.copy())  # the array may be a part of a whole message
+        kept.routes[number] = (kept_for, ids.copy())  # the array may be a part of a whole message
         kept.nbytes += ids.nbytes
         self._nbytes += ids.nbytes
         while len(kept.routes) > MAX_ROUTES or kept.nbytes > MAX_BYTES:
@@ -158,13 +166,13 @@ class RouteCache:
         while len(self._workers) > MAX_WORKERS or self._nbytes > MAX_ALL_BYTES:
             self._drop_worker(next(iter(self._workers)))
 
-    def find(self, worker: int, epoch: int, number: int, table: str) -> Ids | None:
-        """The ids kept under a number; None where they are not known, or are another table's."""
+    def find(self, worker: int, epoch: int, number: int, kept_for: KeptFor) -> Ids | None:
+        """The ids kept under a number; None where they are not known, or are another table's, or divided otherwise."""
         kept = self._workers.get((worker, epoch))
         if kept is None:
             return None
-        name, ids = kept.routes.get(number, ("", None))
-        return ids if name == table else None
+        found, ids = kept.routes.get(number, (None, None))
+        return ids if found == kept_for else None
 
     def forget(self, worker: int, epoch: int, number: int) -> None:
         """Drop a route whose push was applied."""

@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from embershard.proto.errors import BadAccessFile, EmbershardError, NotAllowed, NotAuthenticated
-from embershard.proto.messages import METHODS, Compress, Declare, Load, Pull, Push, Request, Restore, Snapshot
+from embershard.proto.messages import (
+    METHODS,
+    Compress,
+    Declare,
+    Load,
+    Pull,
+    Push,
+    Request,
+    Restore,
+    Snapshot,
+    ids_by_table,
+)
 from embershard.proto.security.tokens import token_digest
 from embershard.ps.security.access_file import AccessEntry, read_access_file
 from embershard.ps.security.audit import Act, AuditLog
@@ -279,7 +290,9 @@ class Access:
 def tables_of(request: Request) -> list[str]:
     """The tables that a request reads or changes by their names."""
     match request:
-        case Pull() | Push() | Compress():
+        case Pull() | Push():
+            return [table for table, _ in ids_by_table(request.tables)]
+        case Compress():
             return [part.table for part in request.tables]
         case Load():
             return [request.table]

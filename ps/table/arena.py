@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -16,6 +19,8 @@ _REMAP_MAYMOVE, _REMAP_FIXED = 1, 2
 _POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2 << 20
+_FEW_BYTES = 1 << 26  # whose memory costs less than a thread
+_POPULATED_BYTES = 1 << 21  # at once
 
 S = TypeVar("S", bound=np.generic)
 
@@ -97,6 +102,31 @@ class Arena:
         if not self._huge and used_bytes > _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             _libc.madvise(self._mapping.address, self.nbytes, mmap.MADV_HUGEPAGE)  # an advice may be refused
             self._huge = True
+
+    @contextmanager
+    def populating(self, first: int, end: int, written: Callable[[], int]) -> Iterator[None]:
+        """While bytes `first` to `end` are filled in this context, take their memory in a thread, the last first.
+
+        The first use of a page costs more than writing rows into it, where the machine has to find and to clear the
+        page first; two threads share that cost. `written` says how far the caller is. Few bytes are left alone.
+        """
+        if end - first < _FEW_BYTES:
+            yield
+            return
+        ended = threading.Event()
+
+        def populate() -> None:
+            for at in range(end - _POPULATED_BYTES, first, -_POPULATED_BYTES):
+                if ended.is_set() or written() >= at or not self.populate(at, _POPULATED_BYTES):
+                    return
+
+        thread = threading.Thread(target=populate, name="populate", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def populate(self, first: int, nbytes: int) -> bool:
         """Take the memory of so many bytes from byte `first` on now, not at their first use; False where it cannot be.

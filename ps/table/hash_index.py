@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.compiled.intrinsics import detached, first_match, prefetch
+from embershard.proto.compiled.intrinsics import array_at, detached, first_match, prefetch
 from embershard.proto.compiled.jit import called, inlined
 from embershard.proto.routing import BUCKET_SHIFT, mix64
 
@@ -27,7 +27,8 @@ PAGE_LIMIT = 448  # cells in use at which a page is split: at 7/8 a search still
 MAX_SPLITS = 20  # of one bucket by its fingerprints; ids that need more cannot be found without the index's key
 HEADER = 2  # floats that the id takes at the head of a record
 
-NUM_ROWS, NUM_PAGES, NUM_ENTRIES, NUM_SLOTS, NUM_FREE, MAY_REUSE = range(6)  # places in HashIndex.counters
+# places in HashIndex.counters
+NUM_ROWS, NUM_PAGES, NUM_ENTRIES, NUM_SLOTS, NUM_FREE, MAY_REUSE, RESERVED = range(7)
 
 
 class HashIndex(NamedTuple):
@@ -41,7 +42,8 @@ class HashIndex(NamedTuple):
     cells: npt.NDArray[np.uint64]  # (reserved pages * 512,)
     free: npt.NDArray[np.uint32]  # the first counters[NUM_FREE] are the slots without a row
     dirty: npt.NDArray[np.uint8]  # a bit per slot: its row is new or was changed; (0,) where nobody wants to know
-    counters: npt.NDArray[np.int64]  # (6,) rows, pages, directory entries, slots, free ones of them; 1: reuse these
+    # (7,) rows, pages, directory entries, slots, free ones of them; 1: reuse these; slots that there is room for
+    counters: npt.NDArray[np.int64]
     fresh: npt.NDArray[np.float32]  # (num_state,) first state of a row
     bounds: npt.NDArray[np.float64]  # (3,) the initializer's numbers
     index_key: np.uint64  # secret: nobody can send ids that collide here, whatever the routing's public hash says
@@ -68,6 +70,17 @@ HASH_INDEX = types.NamedTuple(
     ),
     HashIndex,
 )
+
+_ARRAYS = 11  # of a HashIndex; the rest are numbers
+STORE_WORDS = 2 * _ARRAYS + 5
+
+
+def addresses(store: HashIndex) -> npt.NDArray[np.int64]:
+    """(STORE_WORDS,) the address and the size of each array, and the numbers: what `store_at` reads."""
+    arrays = [np.asarray(array) for array in store[:_ARRAYS]]
+    words = [word for array in arrays for word in (array.ctypes.data, array.size)]
+    return np.array([*words, *(np.uint64(number).view(np.int64) for number in store[_ARRAYS:])], np.int64)
+
 
 _U = np.uint64  # uint64 throughout: a signed index costs a test for negative ones, a mixed one becomes a float
 _0, _1, _3, _7, _8, _16, _32 = _U(0), _U(1), _U(3), _U(7), _U(8), _U(16), _U(32)
@@ -98,6 +111,29 @@ def open_store(store: HashIndex) -> HashIndex:
         store.stride,
         store.dim,
         store.initializer,
+    )
+
+
+@inlined
+def store_at(words: npt.NDArray[np.int64]) -> HashIndex:
+    """The store of `addresses`, for the inside of a kernel."""
+    return HashIndex(
+        array_at(words[0], words[1], np.float32),
+        array_at(words[2], words[3], np.int64),
+        array_at(words[4], words[5], np.uint64),
+        array_at(words[6], words[7], np.uint32),
+        array_at(words[8], words[9], np.uint32),
+        array_at(words[10], words[11], np.uint64),
+        array_at(words[12], words[13], np.uint32),
+        array_at(words[14], words[15], np.uint8),
+        array_at(words[16], words[17], np.int64),
+        array_at(words[18], words[19], np.float32),
+        array_at(words[20], words[21], np.float64),
+        _U(words[22]),
+        _U(words[23]),
+        _U(words[24]),
+        _U(words[25]),
+        _U(words[26]),
     )
 
 

@@ -13,7 +13,7 @@ from numba import types
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
-from embershard.proto.compiled.intrinsics import call_row_function, detached, prefetch, window
+from embershard.proto.compiled.intrinsics import array_at, call_row_function, detached, prefetch, window
 from embershard.proto.compiled.jit import called, compiled, inlined
 from embershard.proto.optim import clip as gradients_module
 from embershard.proto.optim.clip import clip_gradient
@@ -24,7 +24,12 @@ from embershard.ps.table.hash_index import (
     HASH_INDEX,
     HEADER,
     NUM_PAGES,
+    NUM_ROWS,
+    NUM_SLOTS,
+    RESERVED,
+    STORE_WORDS,
     HashIndex,
+    addresses,
     erase,
     find,
     home_of,
@@ -33,6 +38,7 @@ from embershard.ps.table.hash_index import (
     open_store,
     prefetch_dirty,
     probe,
+    store_at,
 )
 from embershard.ps.table.initial_values import write_initial
 
@@ -43,7 +49,7 @@ BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to 
 DONE, INDEX_FULL, OPTIMIZER_RAISED = 0, 1, 2  # what apply and load return
 
 _PARTS = (initial, intrinsics, store_module, gradients_module)
-_IDS = types.Array(types.int64, 1, "C", readonly=True)  # readonly: they come straight from a message
+_IDS = types.Array(types.int64, 1, "C", readonly=True)  # they come straight from a message
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
 _AGES = types.Array(types.float32, 1, "C", readonly=True)
 _BITS = types.Array(types.int32, 2, "C", readonly=True)
@@ -75,33 +81,68 @@ def _is_of(store: HashIndex, found: np.uint64, id_: np.int64) -> bool:
     return bool(store.ids[(found - _1) * (store.stride >> _1)] == id_)
 
 
-@compiled(types.void(HASH_INDEX, _IDS, types.float32[:, ::1]), *_PARTS)
-def gather(store: HashIndex, ids: Ids, out: Floats) -> None:
-    """out[i] = weights of ids[i], or its first values where it has no row; changes nothing."""
-    store, ids, out = open_store(store), detached(ids), detached(out)
+# Tables come by their addresses, so that a call for many costs as much as one for a single table: each would be eleven
+# arrays for numba to look at.
+TABLE_WORDS = STORE_WORDS + 5
+_HYPER, _RATES, _UPDATE = STORE_WORDS, STORE_WORDS + 2, STORE_WORDS + 4  # places of the rest of a table
+
+
+def table_words(
+    store: HashIndex, hyper: npt.NDArray[np.float64], rates: npt.NDArray[np.float64], update: int
+) -> npt.NDArray[np.int64]:
+    """(TABLE_WORDS,) what `gather` and `apply` want to know of a table, for as long as these arrays live.
+
+    hyper: as the row function reads it, written by `apply`. rates: (3,) learning rate, clip_value, clip_norm. update:
+    the address of the row function.
+    """
+    more = hyper.ctypes.data, hyper.size, rates.ctypes.data, rates.size, update
+    return np.concatenate([addresses(store), np.array(more, np.int64)])
+
+
+@compiled(types.void(_IDS, _IDS, types.boolean[::1]), *_PARTS)
+def find_short(tables: Ids, ends: Ids, short: npt.NDArray[np.bool_]) -> None:
+    """short[t]: whether table t may have no room for as many new rows as it has ids. tables, ends: as in `gather`."""
+    begin = 0
+    for t in range(tables.size):
+        store = store_at(array_at(tables[t], TABLE_WORDS, np.int64))
+        short[t] = store.counters[NUM_SLOTS] + ends[t] - begin > store.counters[RESERVED]
+        begin = ends[t]
+
+
+@compiled(types.void(_IDS, _IDS, _IDS, types.float32[:, ::1]), *_PARTS)
+def gather(tables: Ids, ends: Ids, ids: Ids, out: Floats) -> None:
+    """out[i] = weights of ids[i], or its first values where it has no row; changes nothing.
+
+    tables: (T,) the address of each table's words. ends: (T,) where its ids end, one table's behind the other's.
+    """
+    tables, ends, ids, out = detached(tables), detached(ends), detached(ids), detached(out)
     hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
-    dim = np.int64(store.dim)
-    for start in range(0, ids.size, BLOCK):
-        count = min(BLOCK, ids.size - start)
-        _hash_block(store, ids, start, count, hashes, homes)
-        for i in range(count):
-            found = probe(store, homes[i], hashes[i])
-            slots[i] = found
-            if found:
-                _prefetch_record(store, found, store.dim + _U(HEADER))
-        for i in range(count):
-            found = slots[i]
-            id_ = ids[start + i]
-            if found and not _is_of(store, found, id_):  # another id with this fingerprint
-                found = find(store, id_, hashes[i])
-            row = window(out, _U(start + i) * store.dim, dim)
-            if found:
-                first = (found - _1) * store.stride + _U(HEADER)
-                for j in range(store.dim):
-                    row[j] = store.floats[first + j]
-            else:
-                write_initial(row, id_, store.row_seed, store.initializer, store.bounds)
+    begin = 0
+    for t in range(tables.size):
+        store = store_at(array_at(tables[t], TABLE_WORDS, np.int64))
+        dim = np.int64(store.dim)
+        for start in range(begin, ends[t], BLOCK):
+            count = min(BLOCK, ends[t] - start)
+            _hash_block(store, ids, start, count, hashes, homes)
+            for i in range(count):
+                found = probe(store, homes[i], hashes[i])
+                slots[i] = found
+                if found:
+                    _prefetch_record(store, found, store.dim + _U(HEADER))
+            for i in range(count):
+                found = slots[i]
+                id_ = ids[start + i]
+                if found and not _is_of(store, found, id_):  # another id with this fingerprint
+                    found = find(store, id_, hashes[i])
+                row = window(out, _U(start + i) * store.dim, dim)
+                if found:
+                    first = (found - _1) * store.stride + _U(HEADER)
+                    for j in range(store.dim):
+                        row[j] = store.floats[first + j]
+                else:
+                    write_initial(row, id_, store.row_seed, store.initializer, store.bounds)
+        begin = ends[t]
 
 
 @inlined
@@ -135,78 +176,93 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
 
 @compiled(
     types.int64(
-        HASH_INDEX,
+        _IDS,
+        _IDS,
         _IDS,
         types.Tuple((_ROWS, _BITS, _AGES)),
-        types.float64[::1],
-        types.float64[::1],
-        types.int64,
-        types.int64[::1],
+        types.float64,
+        types.UniTuple(types.int64[::1], 2),
     ),
     *_PARTS,
 )
 def apply(
-    store: HashIndex,
+    tables: Ids,
+    ends: Ids,
     ids: Ids,
     pushed: tuple[Floats, npt.NDArray[np.int32], Floats],
-    hyper: npt.NDArray[np.float64],
-    clips: npt.NDArray[np.float64],
-    update: int,
-    skipped: Ids,
+    lr_scale: float,
+    counts: tuple[Ids, Ids],
 ) -> int:
     """Update the rows of ids with their gradients, in order, and create those that are new.
 
-    pushed: the gradients (U, dim), their memory as int32, and their ages (U,); (0,) where hyper says them: its last
-    float is the age of the row that is updated. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows
-    whose gradient is not finite, which are left alone. update: the address of the row function. Returns DONE, or why
-    not.
+    tables, ends: as in `gather`. pushed: the gradients (U, dim), their memory as int32, and their ages (U,); (0,) where
+    all are 1: the last float of `hyper` is the age of the row that is updated. counts: of each table, (T,) each, the
+    rows whose gradient is not finite, which are left alone, and the new ones. Returns DONE, or why not.
     """
-    store, ids, hyper, clips = open_store(store), detached(ids), detached(hyper), detached(clips)
+    tables, ends, ids, skipped, created = (
+        detached(tables),
+        detached(ends),
+        detached(ids),
+        detached(counts[0]),
+        detached(counts[1]),
+    )
     gradients, bits, ages = detached(pushed[0]), detached(pushed[1]), detached(pushed[2])
     hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
-    clipped = np.empty(store.dim, np.float32)
-    dim, num_state = np.int64(store.dim), store.fresh.size
-    used = store.dim + _U(HEADER + num_state)
-    for start in range(0, ids.size, BLOCK):
-        count = min(BLOCK, ids.size - start)
-        _hash_block(store, ids, start, count, hashes, homes)
-        pages = store.counters[NUM_PAGES]
-        for i in range(count):
-            slots[i] = _0
-            if not _is_finite(bits, start + i):
-                skipped[0] += 1
-                continue
-            if store.counters[NUM_PAGES] != pages:  # a page was split
-                homes[i] = home_of(store, hashes[i])
-            found = probe(store, homes[i], hashes[i])
-            if found:
-                _prefetch_record(store, found, used)
-                prefetch_dirty(store, found)
-            else:
-                found = _create(store, ids[start + i], hashes[i])
+    clipped = np.empty(gradients.shape[1], np.float32)
+    begin = 0
+    for t in range(tables.size):
+        words = array_at(tables[t], TABLE_WORDS, np.int64)
+        store = store_at(words)
+        hyper = array_at(words[_HYPER], words[_HYPER + 1], np.float64)
+        rates = array_at(words[_RATES], words[_RATES + 1], np.float64)
+        hyper[0], hyper[_U(hyper.size - 1)] = rates[0] * lr_scale, 1.0
+        clips = rates[1] > 0.0 or rates[2] > 0.0
+        update = words[_UPDATE]
+        dim, num_state = np.int64(store.dim), store.fresh.size
+        used = store.dim + _U(HEADER + num_state)
+        before = store.counters[NUM_ROWS]
+        for start in range(begin, ends[t], BLOCK):
+            count = min(BLOCK, ends[t] - start)
+            _hash_block(store, ids, start, count, hashes, homes)
+            pages = store.counters[NUM_PAGES]
+            for i in range(count):
+                slots[i] = _0
+                if not _is_finite(bits, start + i):
+                    skipped[t] += 1
+                    continue
+                if store.counters[NUM_PAGES] != pages:  # a page was split
+                    homes[i] = home_of(store, hashes[i])
+                found = probe(store, homes[i], hashes[i])
+                if found:
+                    _prefetch_record(store, found, used)
+                    prefetch_dirty(store, found)
+                else:
+                    found = _create(store, ids[start + i], hashes[i])
+                    if not found:
+                        return INDEX_FULL
+                slots[i] = found
+            for i in range(count):
+                found, id_ = slots[i], ids[start + i]
                 if not found:
-                    return INDEX_FULL
-            slots[i] = found
-        for i in range(count):
-            found, id_ = slots[i], ids[start + i]
-            if not found:
-                continue
-            if not _is_of(store, found, id_):  # another id with this fingerprint
-                found = _find_or_create(store, id_, hashes[i])
-                if not found:
-                    return INDEX_FULL
-            mark_dirty(store, found)
-            first = (found - _1) * store.stride + _U(HEADER)
-            row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
-            grad = window(gradients, _U(start + i) * store.dim, dim)
-            if clips[0] > 0.0 or clips[1] > 0.0:
-                clip_gradient(grad, clipped, clips[0], clips[1])
-                grad = window(clipped, _0, dim)
-            if ages.size > 0:
-                hyper[_U(hyper.size - 1)] = ages[_U(start + i)]
-            if not call_row_function(update, row, state, grad, hyper):
-                return OPTIMIZER_RAISED
+                    continue
+                if not _is_of(store, found, id_):  # another id with this fingerprint
+                    found = _find_or_create(store, id_, hashes[i])
+                    if not found:
+                        return INDEX_FULL
+                mark_dirty(store, found)
+                first = (found - _1) * store.stride + _U(HEADER)
+                row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
+                grad = window(gradients, _U(start + i) * store.dim, dim)
+                if clips:
+                    clip_gradient(grad, clipped, rates[1], rates[2])
+                    grad = window(clipped, _0, dim)
+                if ages.size > 0:
+                    hyper[_U(hyper.size - 1)] = ages[_U(start + i)]
+                if not call_row_function(update, row, state, grad, hyper):
+                    return OPTIMIZER_RAISED
+        created[t] = store.counters[NUM_ROWS] - before
+        begin = ends[t]
     return DONE
 
 

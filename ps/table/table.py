@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from embershard.ps.table.hash_index import (
     NUM_ROWS,
     NUM_SLOTS,
     PAGE_CELLS,
+    RESERVED,
     HashIndex,
 )
 from embershard.ps.table.initial_values import initializer_code
@@ -43,13 +44,11 @@ MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot
 # addresses, and a table of a TiB has moved seven times.
 _FIRST_BYTES = 1 << 28
 _SMALLEST_BYTES = 1 << 20  # where the system refuses more
-_FEW_BYTES = 1 << 26  # of rows to restore, whose memory costs less than a thread
-_POPULATED_BYTES = 1 << 21  # at once
 _GROWTH = 4
 _PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
 _PAGE_BYTES = PAGE_CELLS * 8 + 4
 _NO_BITS = np.empty(0, np.uint8)
-_NO_CLIPS = np.zeros(2)
+_NO_RATES = np.zeros(3)
 _NO_AGES = np.empty(0, np.float32)
 
 
@@ -79,24 +78,24 @@ class Table:
         self.spec = spec
         params = optimizer.params(spec.optimizer)
         self._hyper = np.array([*params.values(), 1.0])  # (settings + 1,) float64, params() order, then the age
-        self._lr = params["lr"]
+        self._rates = np.array([params["lr"], params["clip_value"], params["clip_norm"]])
         self.may_raise = isinstance(spec.optimizer, Custom)  # a user's function, in the middle of an update
-        self._clips = np.array([params["clip_value"], params["clip_norm"]])
         self._update = optimizer.compiled  # kept: the kernels hold its address
-        self._update_address = address_of(self._update)
+        # what kernels read to apply gradients, and to add differences; and where
+        self._words = np.empty((2, kernels.TABLE_WORDS), np.int64)
+        self.addresses, self._add_addresses = (np.array([words.ctypes.data]) for words in self._words)
         self._fresh = optimizer.initial(spec.dim, params)
         self._stride = (HEADER + spec.dim + len(self._fresh) + 1) // 2 * 2
         self.budget = MemoryBudget() if budget is None else budget
         self._charge = Charge(self.budget)
         self._index_key = np.uint64(secrets.randbits(64))
-        self._counters = np.zeros(6, np.int64)
+        self._counters = np.zeros(7, np.int64)
         self._counters[[NUM_PAGES, NUM_ENTRIES, MAY_REUSE]] = 1  # page 0 and the directory entry that leads to it
         self._dirty: Arena | None = None  # HashIndex.dirty, once an image wants the rows that changed since another
         self._marks: dict[str, list[ImageMark]] = {}  # by reader, the oldest first
         self._removed: list[Ids] = []  # since the bits were looked at
         self._free: npt.NDArray[np.uint32] = np.empty(0, np.uint32)  # HashIndex.free
-        self._store: HashIndex
-        self._reserved_slots = 0  # that an earlier call had addresses and huge pages for
+        self._opened: HashIndex
         self.pulled_rows = self.pushed_rows = self.skipped_rows = 0  # counted by those who pull and push
         self._frozen: tuple[CopyOnWriteRows, ...] = ()  # while snapshots and bases read
         self._frozen_lock = threading.Lock()
@@ -105,6 +104,22 @@ class Table:
         self._reserve_first()
         self.budget.check(spec.name, self.nbytes)
         self.charge()
+
+    @property
+    def _store(self) -> HashIndex:
+        """The arrays as they lie now."""
+        return self._opened
+
+    @_store.setter
+    def _store(self, store: HashIndex) -> None:
+        self._opened = store
+        self._words[0] = kernels.table_words(store, self._hyper, self._rates, address_of(self._update))
+        self._words[1] = kernels.table_words(store, self._hyper, _NO_RATES, _ADD_ADDRESS)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody wants rows as they were before they change."""
+        return bool(self._frozen) or self.changes is not None
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +140,11 @@ class Table:
     def num_state(self) -> int:
         """Floats of optimizer state per row."""
         return len(self._fresh)
+
+    @property
+    def most_growth(self) -> int:
+        """Bytes that a new row takes at most, a page of the index of its own included; see `growth`."""
+        return self._stride * 4 + 2 * (_PAGE_BYTES + 64)
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +177,7 @@ class Table:
         if out is None:
             out = np.empty((len(flat), self.spec.dim), np.float32)
         self._check(flat, out, "the output rows")
-        kernels.gather(self._store, flat, out)
+        kernels.gather(self.addresses, np.array([len(flat)]), flat, out)
         return out
 
     def apply(
@@ -176,24 +196,23 @@ class Table:
         gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
         the budget has no room for the new rows; nothing is applied then. With `has_room` the caller has seen to it.
         """
-        self._hyper[0], self._hyper[-1] = self._lr * lr_scale, 1.0
         ages = _NO_AGES if ages is None else ages
-        update = self._clips, self._update_address
-        return self._update_rows(ids, gradients, "the gradients", update, ages, has_room=has_room)
+        return self._update_rows(ids, gradients, "the gradients", self.addresses, lr_scale, ages, has_room=has_room)
 
     def add(self, ids: Ids, differences: Floats, *, has_room: bool = False) -> Applied:
         """Add differences ((U, dim) float32) to the rows of ids ((U,) int64), past the optimizer and its state.
 
         Rows that do not exist are created. NaN, Inf and errors as in `apply`.
         """
-        return self._update_rows(ids, differences, "the differences", (_NO_CLIPS, _ADD_ADDRESS), has_room=has_room)
+        return self._update_rows(ids, differences, "the differences", self._add_addresses, has_room=has_room)
 
     def _update_rows(
         self,
         ids: Ids,
         rows: Floats,
         what: str,
-        update: tuple[npt.NDArray[np.float64], int],
+        addresses: Ids,
+        lr_scale: float = 1.0,
         ages: Floats = _NO_AGES,
         *,
         has_room: bool,
@@ -203,9 +222,9 @@ class Table:
         self._check(flat, rows, what)
         self._before_write(flat, has_room=has_room)
         before = None if self.changes is None else self.gather(flat)
-        skipped = np.zeros(1, np.int64)
+        skipped, created = np.zeros((2, 1), np.int64)
         pushed = rows, rows.view(np.int32), ages
-        end = kernels.apply(self._store, flat, pushed, self._hyper, *update, skipped)
+        end = kernels.apply(addresses, np.array([len(flat)]), flat, pushed, lr_scale, (skipped, created))
         self.charge()
         self._record(flat, before)
         if end == kernels.OPTIMIZER_RAISED:
@@ -308,12 +327,14 @@ class Table:
         frozen = CopyOnWriteRows(self._store, np.uint64(self.spec.space_key), self.budget)
         with self._frozen_lock:
             self._frozen = (*self._frozen, frozen)
+            self._counters[MAY_REUSE] = False
         return frozen
 
     def thaw(self, frozen: CopyOnWriteRows) -> None:
         """Copy rows for this reader no more; any thread may say so."""
         with self._frozen_lock:
             self._frozen = tuple(one for one in self._frozen if one is not frozen)
+            self._counters[MAY_REUSE] = not self._frozen
 
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
         """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
@@ -340,7 +361,6 @@ class Table:
         if not has_room and self.growth(len(ids)) > self.budget.limit - self.budget.used:
             self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
         self.reserve(len(ids))
-        self._counters[MAY_REUSE] = not self._frozen
         self._keep_aside(ids)
 
     def _keep_aside(self, ids: Ids) -> None:
@@ -363,12 +383,12 @@ class Table:
     def reserve(self, new_rows: int) -> None:
         """Have address space for so many more rows; NoAddressSpace where the system, or a table, has no more."""
         num_slots, capacity = self.num_slots + new_rows, self.capacity
-        if num_slots <= self._reserved_slots:
+        if num_slots <= self._counters[RESERVED]:  # an earlier call had addresses and huge pages for them
             return
         self._records.use_huge_pages(num_slots * self._stride * 4)
         self._cells.use_huge_pages((int(self._counters[NUM_PAGES]) + new_rows // _PAGE_ROWS) * PAGE_CELLS * 8)
         if num_slots <= capacity:
-            self._reserved_slots = num_slots
+            self._counters[RESERVED] = num_slots
             return
         if num_slots > MAX_ROWS:
             raise self._no_address_space(new_rows, f"a table has at most {MAX_ROWS} rows")
@@ -380,35 +400,12 @@ class Table:
             except OSError as error:
                 raise self._no_address_space(new_rows, str(error)) from error
 
-    @contextmanager
-    def filling(self, new_rows: int) -> Iterator[None]:
-        """While so many new rows are restored in this context, take their memory in a thread, from the end of it on.
-
-        The first use of a page costs more than writing a row into it, where the machine has to find and to clear the
-        page first; two threads share that cost. Few rows are left alone. NoAddressSpace.
-        """
+    def filling(self, new_rows: int) -> AbstractContextManager[None]:
+        """While so many new rows are restored in this context, take their memory in a thread. NoAddressSpace."""
         self.reserve(new_rows)
-        first, end = (rows * self._stride * 4 for rows in (self.num_slots, self.num_slots + new_rows))
-        if end - first < _FEW_BYTES:
-            yield
-            return
-        records, ended = self._records, threading.Event()
-
-        def populate() -> None:
-            for at in range(end - _POPULATED_BYTES, first, -_POPULATED_BYTES):
-                # the caller, which writes from the first row on, has come as far
-                if ended.is_set() or self.num_slots * self._stride * 4 >= at:
-                    return
-                if not records.populate(at, _POPULATED_BYTES):
-                    return
-
-        thread = threading.Thread(target=populate, name="populate", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+        row_bytes = self._stride * 4
+        first = self.num_slots * row_bytes
+        return self._records.populating(first, first + new_rows * row_bytes, lambda: self.num_slots * row_bytes)
 
     def _reserve_first(self) -> None:
         """Reserve address space for a new table: the usual, or what the system grants."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -42,14 +42,25 @@ from embershard.proto.messages import (
     TableStatus,
 )
 from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64, sum_rows
+from embershard.proto.spec import TableSpec
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.security.table_quotas import TableQuotas
+from embershard.ps.table.checked import (
+    PLAIN,
+    BundleRead,
+    Checked,
+    CheckedBundle,
+    CheckedGradients,
+    CheckedRead,
+    Members,
+    Words,
+)
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import PLAIN, CheckedRead
 from embershard.ps.table.table import Applied, Table
 
 # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
 MAX_TABLES = 20_000
+_MOST_BUNDLES = 1024  # that are remembered: which tables go together is of the peer's choice
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
 
 
@@ -58,49 +69,29 @@ class Entry:
     """A table, who still loads its first values, and what its workers say of it."""
 
     table: Table
-    space_key: np.uint64
+    space_keys: Words  # (1,)
     loader: int | None
     dense: bool = False
     codecs: tuple[str, str] = ("", "")  # push and pull, of the worker that declared it last
 
 
-class CheckedGradients(NamedTuple):
-    """Gradients of rows of one table, checked."""
-
-    table: Table
-    ids: Ids  # (U,)
-    gradients: Floats  # (U, dim)
-    lr_scale: float
-    ages: Floats | None = None  # (U,) pushes that each row is the sum of; None: one
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all of its arrays."""
-        return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
-
-    def apply(self, difference: bool, divisor: float = 1.0) -> Applied:
-        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows.
-
-        Whether there is memory was decided when they came (check_room): what was accepted is applied, in a replay too.
-        """
-        if difference:
-            return self.table.add(self.ids, self.gradients, has_room=True)
-        return self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages, has_room=True)
-
-
 @compiled(
     types.int64(
         types.Array(types.int64, 1, "C", readonly=True),
-        types.uint64,
+        types.Array(types.int64, 1, "C", readonly=True),
+        types.uint64[::1],
         types.Array(types.uint16, 1, "C", readonly=True),
         types.int64,
     )
 )
-def _first_foreign(ids: Ids, space_key: np.uint64, shard_of: npt.NDArray[np.uint16], shard: int) -> int:
-    """Position of the first id that another shard holds, -1 if there is none."""
-    for i in range(ids.size):
-        if shard_of[mix64(np.uint64(ids[i]), space_key) >> np.uint64(BUCKET_SHIFT)] != shard:
-            return i
+def _first_foreign(ids: Ids, ends: Ids, space_keys: Words, shard_of: npt.NDArray[np.uint16], shard: int) -> int:
+    """Position of the first id that another shard holds, -1 if there is none. ends: of each table's ids, (T,)."""
+    begin = 0
+    for t in range(ends.size):
+        for i in range(begin, ends[t]):
+            if shard_of[mix64(np.uint64(ids[i]), space_keys[t]) >> np.uint64(BUCKET_SHIFT)] != shard:
+                return i
+        begin = ends[t]
     return -1
 
 
@@ -123,6 +114,7 @@ class Tables:
         self._codecs = codecs or CodecRegistry()
         self._coding = coding
         self._entries: dict[str, Entry] = {}
+        self._bundles: dict[tuple[str, ...], tuple[int, Members]] = {}  # and the revision of the tables then
         self.revision = 0  # grows whenever there are other tables
         self.quotas: TableQuotas | None = None  # of whom a request comes from, while it is handled
 
@@ -158,7 +150,7 @@ class Tables:
         """Have these tables and no others, with these flags."""
         found = {table.spec.name: table for table in tables}
         self._entries = {
-            name: Entry(found[name], np.uint64(found[name].spec.space_key), loader, dense, (codecs[0], codecs[1]))
+            name: Entry(found[name], _space_keys(found[name].spec), loader, dense, (codecs[0], codecs[1]))
             for name, loader, dense, codecs in flags
         }
         self.revision += 1
@@ -168,9 +160,7 @@ class Tables:
     ) -> None:
         """Have these tables, and no others. flags: by table, whether it is dense, and its codecs, where it is known."""
         self._entries = {
-            table.spec.name: Entry(
-                table, np.uint64(table.spec.space_key), None, *flags.get(table.spec.name, (False, ("", "")))
-            )
+            table.spec.name: Entry(table, _space_keys(table.spec), None, *flags.get(table.spec.name, (False, ("", ""))))
             for table in tables
         }
         self.revision += 1
@@ -198,7 +188,7 @@ class Tables:
             if self.quotas is not None:
                 self.quotas.check_table(self, table)
             self.revision += 1
-            self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader, request.dense, codecs)
+            self._entries[spec.name] = Entry(table, _space_keys(spec), loader, request.dense, codecs)
             return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
@@ -226,7 +216,7 @@ class Tables:
         if entry.loader not in (None, request.worker):
             raise TableLoading(table=request.table, worker=entry.loader)
         self.check_ids(entry, request.ids)
-        rows = _matrix(entry, request.ids, "rows", request.rows)
+        rows = _matrix(entry.table.spec, request.ids, "rows", request.rows)
         if not np.isfinite(rows).all():
             count = int(rows.size - np.count_nonzero(np.isfinite(rows)))
             raise NonFiniteValue(table=request.table, what="rows to load", count=count)
@@ -257,38 +247,91 @@ class Tables:
         A row that another id space or placement led here would never be found again. The check costs about 1 ns
         per id, the memory access of a row 50 to 100.
         """
-        name = entry.table.spec.name
-        if ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
-            raise InvalidRequest(reason=f"table {name!r}: ids must be (U,) int64, got {ids.shape} {ids.dtype}")
-        foreign = _first_foreign(ids, entry.space_key, self._placement.shard_of, self._shard)
+        _check_form(ids, entry.table.spec.name)
+        self._check_place(ids, np.array([len(ids)]), entry.space_keys, (entry.table,))
+
+    def _check_place(self, ids: Ids, ends: Ids, space_keys: Words, tables: Sequence[Table]) -> None:
+        foreign = _first_foreign(ids, ends, space_keys, self._placement.shard_of, self._shard)
         if foreign >= 0:
-            space = entry.table.spec.id_space or name
+            spec = tables[int(np.searchsorted(ends, foreign, "right"))].spec
             raise InvalidRequest(
-                reason=f"table {name!r}: id {ids[foreign]} does not belong to shard {self._shard}; "
-                f"route it with the id space {space!r}"
+                reason=f"table {spec.name!r}: id {ids[foreign]} does not belong to shard {self._shard}; "
+                f"route it with the id space {spec.id_space or spec.name!r}"
             )
 
-    def check_read(self, part: TableIds) -> CheckedRead:
-        """Check a read of a table; UnknownCodec where it is wanted in a form that this shard cannot write."""
+    def members(self, names: tuple[str, ...]) -> Members:
+        """The tables of a bundle. UnknownTable, TableLoading; InvalidRequest where they have several dims."""
+        found = self._bundles.get(names)
+        if found is None or found[0] != self.revision:
+            tables = [self.open_entry(name).table for name in names]
+            if len(set(names)) < len(names):
+                raise InvalidRequest(reason=f"a bundle of {len(names)} tables names one twice")
+            if len(dims := {table.spec.dim for table in tables}) != 1:
+                raise InvalidRequest(reason=f"a bundle of tables of dims {sorted(dims)}; they must have one")
+            if len(self._bundles) >= _MOST_BUNDLES:
+                self._bundles.clear()
+            found = self._bundles[names] = self.revision, Members.of(tables)  # one that has its first values keeps them
+        return found[1]
+
+    def check_open(self, part: TableGradients) -> None:
+        """UnknownTable or TableLoading where a table of it is not here, or has not all of its first values."""
+        if part.members:
+            self.members(part.members)
+        else:
+            self.open_entry(part.table)
+
+    def _ends(self, part: TableIds | TableGradients, ids: Ids) -> Ids:
+        """Where each table's ids of a bundle end. InvalidRequest where they are not as many as its counts say."""
+        ends = np.cumsum(np.array(part.counts, np.int64))
+        if len(part.counts) != len(part.members) or min(part.counts) < 0 or ends[-1] != len(ids):
+            name = part.members[0]
+            raise InvalidRequest(
+                reason=f"a bundle of {len(part.members)} tables, {name!r} the first: {len(part.counts)} counts say "
+                f"{sum(part.counts)} ids, and it has {len(ids)}"
+            )
+        return ends
+
+    def check_read(self, part: TableIds) -> CheckedRead | BundleRead:
+        """Check a read; UnknownCodec where it is wanted in a form that this shard cannot write."""
+        if part.members:
+            members, ids = self.members(part.members), part.ids
+            _check_form(ids, part.members[0])
+            ends = self._ends(part, ids)
+            self._check_place(ids, ends, members.space_keys, members.tables)
+            return BundleRead(members, part.counts, ends, ids)
         entry = self.open_entry(part.table)
         self.check_ids(entry, part.ids)
         if part.codec == DELTA:
             return CheckedRead(entry.table, part.ids, PLAIN, part.since)
         return CheckedRead(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
 
-    def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> CheckedGradients:
+    def _check_bundle(self, part: TableGradients, kept: Ids | None) -> Checked:
+        members = self.members(part.members)
+        ids = part.ids if kept is None else kept
+        if kept is None:
+            _check_form(ids, part.members[0])
+        ends = self._ends(part, ids)
+        if kept is None:
+            self._check_place(ids, ends, members.space_keys, members.tables)
+        gradients = _matrix(members.tables[0].spec, ids, "gradients", cast(Floats, part.gradients))
+        return CheckedBundle(members, part.counts, ends, ids, gradients, part.lr_scale)
+
+    def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Checked:
         """Gradients that fit their table, decompressed; their ids are those `kept` from a pull, which has checked them.
 
         kept: None where they came with the gradients. room: bytes that they may take, decompressed; MessageTooLarge.
         """
+        if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
+            name = part.table or part.members[0]
+            raise InvalidRequest(reason=f"table {name!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
+        if part.members and part.unique:
+            return self._check_bundle(part, kept)
         entry = self.open_entry(part.table)
         if kept is None:
             self.check_ids(entry, part.ids)
         ids = part.ids if kept is None else kept
-        if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
-            raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
         if not part.codec:
-            gradients = _matrix(entry, ids, "gradients", cast(Floats, part.gradients))
+            gradients = _matrix(entry.table.spec, ids, "gradients", cast(Floats, part.gradients))
             return _summed(CheckedGradients(entry.table, ids, gradients, part.lr_scale), unique=part.unique)
         dim = entry.table.spec.dim
         if (size := 4 * len(ids) * dim) > room:  # before memory is taken: a payload is small, its rows are not
@@ -320,7 +363,7 @@ def _summed(part: CheckedGradients, *, unique: bool) -> CheckedGradients:
     return part._replace(ids=route.ids, gradients=rows, ages=ages)
 
 
-def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float = 1.0, *, count: bool = True) -> Applied:
+def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, count: bool = True) -> Applied:
     """Apply all parts or none: gradients, at the learning rate over `divisor`, or (where a part is True) differences.
 
     Their tables `count` the rows, unless that was done when they came.
@@ -328,25 +371,30 @@ def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float =
     BadOptimizer where a user's row function raises; rows and states are then as they were, and rows that the push
     created have their first values.
     """
-    may_raise = [(part, difference) for part, difference in parts if part.table.may_raise]
+    bundles = [part for part, difference in parts if isinstance(part, CheckedBundle) and not difference]
+    whole = {id(part) for part in bundles if part.takes_one_call()}
+    single = [(one, difference) for part, difference in parts if id(part) not in whole for one in part.split()]
+    may_raise = [(part, difference) for part, difference in single if part.table.may_raise]
     before = [(part.table, part.ids, *part.table.records(part.ids)) for part, _ in may_raise]
     if may_raise:  # first: after them nothing raises
-        parts = [*may_raise, *((part, difference) for part, difference in parts if not part.table.may_raise)]
+        single = [*may_raise, *((part, difference) for part, difference in single if not part.table.may_raise)]
     try:
-        done = [part.apply(difference, divisor) for part, difference in parts]
+        done = [(part, part.apply(difference, divisor, count=False)) for part, difference in single]
     except BadOptimizer:
         for table, ids, weights, state in reversed(before):  # two parts may have an id in common
             table.restore(ids, weights, state)
         raise
     if count:
-        for (part, _), applied in zip(parts, done, strict=True):
+        for part, applied in done:
             part.table.pushed_rows += applied.rows
             part.table.skipped_rows += applied.skipped
-    return Applied(sum(one.rows for one in done), sum(one.skipped for one in done))
+    results = [applied for _, applied in done]
+    results += [part.apply(divisor, count=count) for part in bundles if id(part) in whole]
+    return Applied(sum(one.rows for one in results), sum(one.skipped for one in results))
 
 
 def check_room(
-    parts: Sequence[CheckedGradients],
+    parts: Sequence[Checked],
     waiting: Mapping[Table, int],
     waiting_parts: Callable[[], Iterable[CheckedGradients]],
     budget: MemoryBudget,
@@ -356,23 +404,57 @@ def check_room(
 
     waiting: ids per table that are to be applied before, those of `waiting_parts`. kept_bytes: of what is kept of it.
     """
-    wanted = dict(waiting)
-    for part in parts:
-        wanted[part.table] = wanted.get(part.table, 0) + len(part.ids)
-    asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
-    if asked > budget.limit - budget.used:  # as if all ids were new; now as they are
-        wanted = dict.fromkeys(wanted, 0)
-        for part in (*waiting_parts(), *parts):
-            wanted[part.table] += part.table.count_missing(part.ids)
-        asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
-        budget.check(max(parts, key=lambda part: len(part.ids)).table.spec.name if parts else "", asked)
+    together = [part for part in parts if isinstance(part, CheckedBundle) and not waiting]
+    alone = [part for part in parts if isinstance(part, CheckedGradients) or waiting]
+    wanted = _sum_sizes(waiting, alone)
+    most = kept_bytes + sum(table.most_growth * count for table, count in wanted.items())
+    if most + sum(part.most_growth() for part in together) > budget.limit - budget.used:
+        wanted = _sum_sizes(waiting, parts)
+        _check_growth(parts, wanted, waiting_parts, budget, kept_bytes)
     for table, count in wanted.items():
         table.reserve(count)
+    for part in together:
+        part.reserve()
 
 
-def _matrix(entry: Entry, ids: Ids, what: str, values: Floats) -> Floats:
+def _sum_sizes(waiting: Mapping[Table, int], parts: Iterable[Checked]) -> dict[Table, int]:
+    """The number of ids of each table, those that wait included."""
+    wanted = dict(waiting)
+    for part in parts:
+        for table, count in part.sizes():
+            wanted[table] = wanted.get(table, 0) + count
+    return wanted
+
+
+def _check_growth(
+    parts: Sequence[Checked],
+    wanted: dict[Table, int],
+    waiting_parts: Callable[[], Iterable[CheckedGradients]],
+    budget: MemoryBudget,
+    kept_bytes: int,
+) -> None:
+    """TableFull where the budget has no room for so many new rows; first as if all ids were new."""
+    asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
+    if asked > budget.limit - budget.used:  # now as they are
+        single = [one for part in parts for one in part.split()]
+        wanted.update(dict.fromkeys(wanted, 0))
+        for one in (*waiting_parts(), *single):
+            wanted[one.table] += one.table.count_missing(one.ids)
+        asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
+        budget.check(max(single, key=lambda one: len(one.ids)).table.spec.name if single else "", asked)
+
+
+def _space_keys(spec: TableSpec) -> Words:
+    return np.array([spec.space_key], np.uint64)
+
+
+def _check_form(ids: Ids, name: str) -> None:
+    if ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
+        raise InvalidRequest(reason=f"table {name!r}: ids must be (U,) int64, got {ids.shape} {ids.dtype}")
+
+
+def _matrix(spec: TableSpec, ids: Ids, what: str, values: Floats) -> Floats:
     """Values as (U, dim): they come flat from the wire."""
-    spec = entry.table.spec
     want = len(ids) * spec.dim
     if values.size != want or (values.ndim > 1 and values.shape != (len(ids), spec.dim)):
         raise WrongDim(table=spec.name, what=what, got=values.size, ids=len(ids), dim=spec.dim, want=want)

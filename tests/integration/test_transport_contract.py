@@ -133,6 +133,20 @@ def test_every_request_gets_its_reply(transport):
 
 
 @over_all
+def test_a_bundle_is_read_and_changed_as_its_tables_one_after_the_other(transport):
+    members, worker, counts = (table(transport), table(transport), table(transport)), fresh(), (2, 0, 3)
+    ids, rows = shards.ids_of(3, -4, 3, 5, 6), np.arange(10, dtype=np.float32).reshape(5, 2)
+    for seq, route in enumerate((0, 7), start=1):
+        reads = m.Pull(1, (m.TableIds("", ids, route, members=members, counts=counts),), worker, 1)
+        before = ask(transport, reads).tables[0].reshape(5, 2)
+        part = m.TableGradients("", ids[: 0 if route else 5], rows, route=route, members=members, counts=counts)
+        assert ask(transport, shards.push(part, worker=worker, seq=seq, clock=seq - 1)) == applied(5)
+        assert np.array_equal(ask(transport, reads).tables[0].reshape(5, 2), before - rows)
+    assert pulled(transport, members[0], ids[:2]).tolist() == (-2 * rows[:2]).tolist()
+    assert pulled(transport, members[2], ids[2:]).tolist() == (-2 * rows[2:]).tolist()
+
+
+@over_all
 @pytest.mark.parametrize(
     ("num_rows", "dim"),
     [(0, 4), (1, 1), (7, 3), (1000, 33), pytest.param(MAX_MESSAGE_BYTES // 4104 - 1, 1024, id="near the limit")],

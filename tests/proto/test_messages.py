@@ -37,6 +37,7 @@ CODED_PARTS = (
     m.TableGradients("t", ASCENDING, ROWS, packed=PACKED),
     m.TableGradients("u", IDS[:0], PAYLOAD, route=9, codec="mine:half"),
 )
+BUNDLE = m.TableGradients("", IDS, ROWS, 0.5, members=("t", "u"), counts=(1, len(IDS) - 1))
 CODECS = (m.TableCodecs(table="t", push="topk:0.01", pull="int8"), m.TableCodecs(table="u", push="", pull="fp16s"))
 GREETING = {"shard": 1, "num_shards": 2, "placement_epoch": 5, "version": "0.1", "instance": "abc"}
 
@@ -58,10 +59,12 @@ EXAMPLES = [
     m.Loaded(3),
     m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0], 9)), 4, 5),
     m.Pull(1, (), 4, 5, 6, 7),
+    m.Pull(1, (m.TableIds("", IDS, 9, members=("t", "u", "v"), counts=(len(IDS) - 1, 0, 1)), m.TableIds("w", IDS))),
     m.Pull(1, (m.TableIds("t", ASCENDING, 9, "int8", packed=PACKED), m.TableIds("u", IDS, codec="delta", since=7))),
     m.Rows((ROWS, ROWS[:0]), 7),
     m.Rows((PAYLOAD, ROWS), 7, ("int8", ""), 3, 0.25, 0.5, 2**63),
     m.Push(TOKEN, 5, 6, (m.TableGradients("t", IDS, ROWS, 0.5), m.TableGradients("u", IDS[:0], ROWS, route=9))),
+    m.Push(TOKEN, 5, 6, (BUNDLE, m.TableGradients("w", IDS, ROWS), m.TableGradients("x", IDS[:0], ROWS, route=9))),
     m.Push(TOKEN, 5, 6, (), False, 2.5, 7, True, True, 2),
     m.Push(TOKEN, 5, 6, CODED_PARTS),
     m.Pushed(True, 3, 1, 4, 0.25, True, 2**63),
@@ -182,6 +185,22 @@ def test_arrays_travel_little_endian_in_c_order():
         pb.DeclareRequest(spec=with_codec("zip")),
         pb.DeclareRequest(spec=with_codec("topk:0")),
         pb.PullRequest(tables=[pb.PullRequest.TableIds(table="t", ids=b"\xff" * 9, packed_ids=True)]),
+        *(
+            kind(tables=[part(**{"members": ["t", "u"], "counts": [1, 0], **wrong})])
+            for kind, part in (
+                (pb.PullRequest, pb.PullRequest.TableIds),
+                (pb.PushRequest, pb.PushRequest.TableGradients),
+            )
+            for wrong in (
+                {"table": "v"},
+                {"codec": "int8"},
+                {"packed_ids": True, "ids": encode_ids(np.array([1])).tobytes()},
+                {"counts": [1]},
+                {"counts": [1, 0, 0]},
+                {"members": []},
+                {"members": ["t"] * 2049, "counts": [0] * 2049},
+            )
+        ),
     ],
 )
 def test_content_that_makes_no_sense_is_an_invalid_request(proto):

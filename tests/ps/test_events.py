@@ -21,6 +21,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.wire import Frame, FrameReader
 from embershard.ps.events import Expired, PushEvent, Settled, decode_event, encode_event
+from harness.events import again
 from harness.held_log import HeldLog
 from harness.shards import gradients, ids_of, join, make_shard, push, table
 
@@ -41,14 +42,6 @@ EVENTS = [
     Expired(65_535, 2**64 - 1),
     Settled(1, 2**64 - 1, 2**63),
 ]
-
-
-def again(event):
-    data = b"".join(bytes(piece) for piece in encode_event(event))
-    reader = FrameReader(2**20, lambda header: [memoryview(bytearray(n)) for n in header.lengths], checksum=False)
-    reader.buffer()[: len(data)] = data
-    (frame,) = reader.received(len(data))
-    return decode_event(frame)
 
 
 def plain(value):

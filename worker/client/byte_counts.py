@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from embershard.proto.arrays import Array, Bytes, Ids
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Declare, Pull, Push, Reply, Request, Rows, TableGradients
+from embershard.proto.messages import Declare, Pull, Push, Reply, Request, Rows, TableGradients, TableIds
 from embershard.proto.transport.transport import PendingReply
 
 Direction = Literal["push", "pull", "other"]
@@ -75,6 +77,10 @@ class _Sum:
         self.residual += residual
         return wire
 
+    def with_bundled(self, messages: int, num_bytes: int) -> ByteCount:
+        """The count, with so many more bytes, as they are, in so many more messages."""
+        return ByteCount(self.wire + num_bytes, self.raw + num_bytes, self.messages + messages, self.residual)
+
 
 class _Table:
     """The sums of one table, found once per message: a training step waits while it is counted."""
@@ -114,11 +120,29 @@ class _Table:
             yield BytePart(direction, self.kind, name), self.sums[direction, "values"]
 
 
+class _Bundled:
+    """What travelled of the tables of a bundle in one direction: of each, messages and ids or rows in them."""
+
+    __slots__ = ("ids", "rows")
+
+    def __init__(self, members: int) -> None:
+        self.ids, self.rows = np.zeros((2, members), np.int64), np.zeros((2, members), np.int64)
+
+    def add(self, counts: tuple[int, ...], *, with_ids: bool) -> None:
+        """One message more."""
+        moved = np.array(counts, np.int64)
+        moved = np.stack((moved > 0, moved))
+        self.rows += moved
+        if with_ids:
+            self.ids += moved
+
+
 class ByteCounter:
     """Counts the calls of one client; any thread may."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._bundled: dict[tuple[Direction, tuple[str, ...]], _Bundled] = {}  # by their members
         self._tables: defaultdict[str, _Table] = defaultdict(_Table)
         self._rest: defaultdict[Direction, _Sum] = defaultdict(_Sum)
 
@@ -142,13 +166,11 @@ class ByteCounter:
     def parts(self, num_bytes: int) -> dict[BytePart, ByteCount]:
         """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
         with self._lock:
+            bundled = self._bundled_parts()
             sums = [found for name, table in self._tables.items() for found in table.parts(name)]
             sums += [(BytePart(direction, "other"), rest) for direction, rest in self._rest.items()]
-            parts = {
-                part: ByteCount(found.wire, found.raw, found.messages, found.residual)
-                for part, found in sums
-                if found.messages
-            }
+            counts = {part: found.with_bundled(*bundled.get(part, (0, 0))) for part, found in sums}
+            parts = {part: count for part, count in counts.items() if count.messages}
         rest = num_bytes - sum(moved.wire for moved in parts.values())
         other = BytePart("other", "other")
         parts[other] = parts.get(other, ByteCount()).plus(ByteCount(rest, rest))
@@ -162,11 +184,35 @@ class ByteCounter:
                 () if table is None else tuple(table.packed["residual" if part.kind == "residual" else part.direction])
             )
 
+    def _bundled_parts(self) -> dict[BytePart, tuple[int, int]]:
+        """Messages and bytes of what travelled in bundles."""
+        parts: dict[BytePart, tuple[int, int]] = {}
+        for (direction, members), bundled in self._bundled.items():
+            for number, name in enumerate(members):
+                table = self._tables[name]
+                values = BytePart(direction, "ids", name), BytePart(direction, table.kind, name)
+                found = (bundled.ids, _ID_BYTES), (bundled.rows, table.row_bytes)
+                for part, (counts, size) in zip(values, found, strict=True):
+                    messages, num_bytes = parts.get(part, (0, 0))
+                    parts[part] = messages + int(counts[0, number]), num_bytes + size * int(counts[1, number])
+        return parts
+
+    def _bundle(self, direction: Direction, part: TableIds | TableGradients, values: Array, *, with_ids: bool) -> int:
+        """What a message carried of a bundle; its bytes."""
+        key = direction, part.members
+        if key not in self._bundled:
+            self._bundled[key] = _Bundled(len(part.members))
+        self._bundled[key].add(part.counts, with_ids=with_ids)
+        return values.nbytes + (part.ids.nbytes if with_ids else 0)
+
     def _pulled(self, request: Pull, outcome: Reply) -> int:
         """Bytes of ids and rows."""
         counted = 0
         replies = outcome.tables if isinstance(outcome, Rows) else ()
         for part, rows in zip(request.tables, replies, strict=False):
+            if part.members:
+                counted += self._bundle("pull", part, rows, with_ids=True)
+                continue
             table, count = self._tables[part.table], len(part.ids)
             counted += table.add_ids("pull", part.ids, part.packed, count) + table.add_values("pull", rows, count)
         return counted
@@ -175,6 +221,9 @@ class ByteCounter:
         """Bytes of ids and gradients."""
         counted = 0
         for part in request.tables:
+            if part.members:
+                counted += self._bundle("push", part, part.gradients, with_ids=not part.route)
+                continue
             table = self._tables[part.table]
             if part.is_residual:
                 counted += table.add_residual(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
@@ -13,8 +14,19 @@ import numpy as np
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, UnknownTable, WrongDim
-from embershard.proto.messages import Declare, GetStatus, Heartbeat, Load, Pull, Push, Pushed, Request, ShardStatus
-from embershard.proto.routing import Placement, Route, regroup
+from embershard.proto.messages import (
+    Declare,
+    GetStatus,
+    Heartbeat,
+    Load,
+    Pull,
+    Push,
+    Pushed,
+    Request,
+    ShardStatus,
+    TableKey,
+)
+from embershard.proto.routing import BundleRoute, Placement, Route
 from embershard.proto.security.tls import TLS
 from embershard.proto.security.tokens import TokenFile
 from embershard.proto.spec import TableSpec
@@ -39,7 +51,8 @@ from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, may_be_unhandled
 from embershard.worker.client.push import LrScale as LrScale
-from embershard.worker.compression.compressor import Compressor
+from embershard.worker.client.routes import divide_gradients, divide_reads, in_order, placed
+from embershard.worker.compression.compressor import Compressor, rate_of
 
 if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS
@@ -169,6 +182,19 @@ class Client:
         """Whether ids of a table may travel packed, which they do where its rows or its gradients are coded."""
         return table in self.compressor.coded_pushes or table in self.compressor.coded_pulls
 
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """Those of some tables whose rows may travel together."""
+        if not all(one.greeting.bundles for one in self.connections):
+            return frozenset()
+        return self.compressor.in_bundles(tables)
+
+    def _travels(self, route: BundleRoute, lr_scale: LrScale = 1.0) -> bool:
+        """Whether a bundle may travel as it is, with one factor on the learning rates of its tables."""
+        if route.epoch != self.placement.epoch or not all(one.greeting.bundles for one in self.connections):
+            return False
+        is_even = isinstance(lr_scale, float) or len({rate_of(lr_scale, table) for table in route.tables}) == 1
+        return is_even and self.compressor.are_plain(route.tables)
+
     @property
     def certificate_expires(self) -> datetime | None:
         """When the certificate that this side shows on its next connection ceases to be valid; None without TLS."""
@@ -252,8 +278,8 @@ class Client:
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         with self._push_lock:  # loads and pushes are numbered together
             self._deliver_waiting()
-            mine = _placed(route, self.placement)
-            rows = _in_order(rows, route, mine)
+            mine = placed(route, self.placement)
+            rows = in_order(rows, route, mine)
             whole = Load(table, mine.epoch, mine.ids, rows, self.worker, last=last, keep_state=keep_state)
             loaded = load_rows(
                 self.connections,
@@ -269,7 +295,7 @@ class Client:
 
     def pull(
         self,
-        reads: Sequence[tuple[str, Route]],
+        reads: Sequence[tuple[TableKey, Route]],
         out: Sequence[Floats] | None = None,
         *,
         keep: bool = False,
@@ -279,6 +305,7 @@ class Client:
     ) -> list[Floats]:
         """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the C-ordered arrays to fill.
 
+        In place of a table there may be the members of a bundle, with its route.
         `keep` asks the shards to keep the ids, so that a push by the same route need not send them again. A member's
         pull for `clock` waits until the shards are as far as its staleness wants. `versions` are lowered to those read.
         With `exact` rows come as the shards keep them, whatever the tables' codecs.
@@ -297,8 +324,9 @@ class Client:
                 return self.connections.call(pulls, into)
             return self._call_as_member(self.membership, pulls, into, clock)
 
+        whole, (reads, out, parts) = list(out), divide_reads(reads, out, self._travels)
         placement = self.placement
-        mine = [(table, _placed(route, placement)) for table, route in reads]
+        mine = [(table, placed(route, placement)) for table, route in reads]
         moved = [one is not route for (_, one), (_, route) in zip(mine, reads, strict=True)]
         into = [np.empty_like(rows) if other else rows for rows, other in zip(out, moved, strict=True)]
         keep = keep and not any(moved)  # a push makes another route of the same ids
@@ -307,9 +335,11 @@ class Client:
         for rows, pulled, (_, route) in zip(out, into, mine, strict=True):
             if pulled is not rows:
                 rows[...] = pulled[route.index]
+        for rows, places, pulled in parts:
+            rows[places] = pulled
         with self.connections.lock:
             self.connections.stats.pulled_rows += sum(len(route.ids) for _, route in reads)
-        return list(out)
+        return whole
 
     def _call_as_member(
         self, member: Membership, pulls: Mapping[int, Pull], into: Places, clock: int | None
@@ -366,13 +396,15 @@ class Client:
         that lost its lease has pushed is dropped.
         """
         for table, route, rows in gradients:
-            _check_rows(table, "gradients", rows, len(route.ids), self.spec(table).dim)
+            spec = self.spec(table)
+            _check_rows(spec.name, "gradients", rows, len(route.ids), spec.dim)
         with self._push_lock, span("push"):
             placement, member = self.placement, self.membership
-            routes = [_placed(route, placement) for _, route, _ in gradients]
+            gradients = divide_gradients(gradients, lambda route: self._travels(route, lr_scale))
+            routes = [placed(route, placement) for _, route, _ in gradients]
             update = Update(
                 gradients=[
-                    (table, mine, _in_order(rows, route, mine))
+                    (table, mine, in_order(rows, route, mine))
                     for (table, route, rows), mine in zip(gradients, routes, strict=True)
                 ],
                 clock=clock,
@@ -449,8 +481,9 @@ class Client:
         for connection in self.connections:
             connection.transport.close()
 
-    def spec(self, table: str) -> TableSpec:
-        """Return the spec of a table that was declared. UnknownTable."""
+    def spec(self, table: TableKey) -> TableSpec:
+        """Return the spec of a table that was declared, or of a bundle's first. UnknownTable."""
+        table = table if isinstance(table, str) else table[0]
         spec = self._specs.get(table)
         if spec is None:
             known = ", ".join(self._specs) or "none"
@@ -460,20 +493,6 @@ class Client:
     def ask_all(self, request: Request) -> list[Outcome]:
         """Send one request to every shard; the replies in the order of their ids. Raises the first error."""
         return self.connections.call_all(request)
-
-
-def _placed(route: Route, placement: Placement) -> Route:
-    """The route of the same ids under a placement; the route itself where it is of this one."""
-    return route if route.epoch == placement.epoch else regroup(route, placement)
-
-
-def _in_order(rows: Floats, route: Route, mine: Route) -> Floats:
-    """Rows of a route, (U, dim), in the order of `mine`, the route of the same ids under another placement."""
-    if mine is route:
-        return rows
-    ordered = np.empty_like(rows)
-    ordered[mine.index] = rows
-    return ordered
 
 
 def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 from embershard.proto.arrays import Array, Floats
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
-from embershard.proto.messages import DELTA, Pull, Rows, TableIds
+from embershard.proto.messages import DELTA, Pull, Rows, TableIds, TableKey
 from embershard.proto.monitoring import tracing
-from embershard.proto.routing import Placement, Route
+from embershard.proto.routing import BundleRoute, Placement, Route
 from embershard.proto.timing import span
 from embershard.worker.client.connections import (
     Chunk,
@@ -23,12 +23,12 @@ from embershard.worker.client.connections import (
     split_into_messages,
     with_shard_name,
 )
-from embershard.worker.client.push import Versions
+from embershard.worker.client.push import Versions, head_text
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import CachedPull, Deltas, apply_delta
 
-Reads = Sequence[tuple[str, Route]]
-_KeptRoute = tuple[Route, tuple[str, int], int]  # ids that a pull leaves with a shard: of a table, under a number
+Reads = Sequence[tuple[TableKey, Route]]
+_KeptRoute = tuple[Route, tuple[TableKey, int], int]  # ids that a pull leaves with a shard: of a table, under a number
 
 
 class Puller:
@@ -71,7 +71,8 @@ class Puller:
         if self._recoveries != self._connections.recoveries:  # a recovered shard does not know what it sent when
             self._recoveries = self._connections.recoveries
             self._deltas.tables.clear()
-        codecs = [self._compressor.coded_pulls.get(table) for table, _ in reads]  # None: as float32
+        coded = self._compressor.coded_pulls
+        codecs = [coded.get(table) if isinstance(table, str) else None for table, _ in reads]  # None: as float32
         if exact:
             codecs = [codec if codec is not None and codec.is_lossless else None for codec in codecs]
         bases = [
@@ -80,8 +81,9 @@ class Puller:
         ]
         # a pull is limited by its ids on the way there and by its rows on the way back
         sizes = [max(8, 4 * rows.shape[1]) for rows in out]
+        sized = [(head_text(table), route) for table, route in reads]
         queues = {
-            shard: deque(split_into_messages(reads, shard, sizes, self._limits[shard])) for shard in placement.shards
+            shard: deque(split_into_messages(sized, shard, sizes, self._limits[shard])) for shard in placement.shards
         }
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             places = {shard: [out[chunk.part][chunk.rows] for chunk in chunks] for shard, chunks in batch.items()}
@@ -114,11 +116,13 @@ class Puller:
                 for known in lowest:
                     known[shard] = min(known.get(shard, reply.version), reply.version)
         for (table, route), rows, base in zip(reads, out, bases, strict=True):
-            if base is not None:
+            if base is not None and isinstance(table, str):
                 self._deltas.end(table, route, rows, base)
 
-    def _begin(self, table: str, route: Route, rows: Floats, codec: CodecName | None) -> CachedPull | None:
+    def _begin(self, table: TableKey, route: Route, rows: Floats, codec: CodecName | None) -> CachedPull | None:
         """Fill the places with the rows of the last pull, where only what changed since is to be pulled."""
+        if not isinstance(table, str):
+            return None
         if codec is not None and codec.select == DELTA:
             return self._deltas.begin(table, route, rows)
         if table in self._deltas.tables:
@@ -142,7 +146,11 @@ class Puller:
                 number = next(self._route_numbers)
                 kept_routes.append((route, (table, shard), number))
             ids, codec = route.ids[chunk.rows], codecs[chunk.part]
-            if codec is None:
+            if not isinstance(table, str):
+                assert isinstance(route, BundleRoute)
+                counts = route.counts_of(shard, chunk.rows)
+                tables.append(TableIds("", ids, number, members=table, counts=counts))
+            elif codec is None:
                 tables.append(TableIds(table, ids, number))
             else:
                 base = bases[chunk.part]
@@ -163,7 +171,7 @@ class Puller:
             for codec, place in zip(values, places, strict=True)
         ]
 
-    def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, places: Sequence[Floats]) -> Rows:
+    def _accept(self, shard: int, tables: Sequence[TableKey], reply: Outcome, places: Sequence[Floats]) -> Rows:
         """Decode or copy the rows of a reply to their places, unless they were received there."""
         if not isinstance(reply, Rows) or len(reply.tables) != len(tables):
             address = self._connections[shard].transport.address
@@ -180,10 +188,11 @@ class Puller:
                         self._compressor.find(codec).decode(rows.view(np.uint8), target)
                 continue
             if rows.size != target.size:
+                first = table if isinstance(table, str) else table[0]
                 ids, dim = target.shape
                 raise WrongDim(
                     shard=self._connections[shard].name,
-                    table=table, what="pulled rows", got=rows.size, ids=ids, dim=dim, want=target.size,
+                    table=first, what="pulled rows", got=rows.size, ids=ids, dim=dim, want=target.size,
                 )  # fmt: skip
             target[...] = rows.reshape(target.shape)
         return reply

@@ -15,9 +15,9 @@ from embershard.proto.errors import (
     ShardUnavailable,
     UnknownRoute,
 )
-from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients
+from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients, TableKey
 from embershard.proto.monitoring import tracing
-from embershard.proto.routing import Placement, Route
+from embershard.proto.routing import BundleRoute, Placement, Route
 from embershard.worker.client.connections import (
     MESSAGE_OVERHEAD,
     TABLE_OVERHEAD,
@@ -31,7 +31,10 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
 
-Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
+# table, or the members of a bundle; where its rows are; (U, dim) in route order
+Gradients = Sequence[tuple[TableKey, Route, Floats]]
+_MEMBER_OVERHEAD = " " * 16  # of a table in a bundle
+
 Versions = dict[int, int]  # shard -> the lowest Rows.version of what was read from it
 
 
@@ -83,7 +86,7 @@ class PushQueue:
 
         Its routes are of this placement.
         """
-        parts = [(table, route) for table, route, _ in update.gradients]
+        parts = [(head_text(table), route) for table, route, _ in update.gradients]
         dims = {table: rows.shape[1] for table, _, rows in update.gradients}
         self._compressor.also_changed = []
         if self._compressor.coded_pushes:
@@ -256,18 +259,28 @@ def _part(update: Update, chunk: Chunk, shard: int) -> TableGradients:
     table, route, rows = update.gradients[chunk.part]
     # named once: the shard forgets it with the push
     kept = route.numbers.pop((table, shard), 0) if chunk.is_whole else 0
-    rate = update.lr_scale if isinstance(update.lr_scale, float) else rate_of(update.lr_scale, table)
-    return TableGradients(table, route.ids[chunk.rows], rows[chunk.rows], rate, kept)
+    first = table if isinstance(table, str) else table[0]  # all tables of a bundle have one rate
+    rate = update.lr_scale if isinstance(update.lr_scale, float) else rate_of(update.lr_scale, first)
+    ids, gradients = route.ids[chunk.rows], rows[chunk.rows]
+    if isinstance(table, str):
+        return TableGradients(table, ids, gradients, rate, kept)
+    assert isinstance(route, BundleRoute)
+    return TableGradients("", ids, gradients, rate, kept, members=table, counts=route.counts_of(shard, chunk.rows))
 
 
-def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> list[tuple[TableGradients, ...]]:
+def head_text(table: TableKey) -> str:
+    """A text as long as what a message's head has of a table, or a bundle, beside numbers: its size is what counts."""
+    return table if isinstance(table, str) else _MEMBER_OVERHEAD.join(table)
+
+
+def _fit(parts: list[TableGradients], limit: int, dims: Mapping[TableKey, int]) -> list[tuple[TableGradients, ...]]:
     """Messages of parts that each fit, at most `limit` bytes also when decoded: evicted residuals add rows."""
     messages: list[tuple[TableGradients, ...]] = []
     room = 0
     for part in parts:
         ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
-        rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(part.table, 0))
-        size = TABLE_OVERHEAD + len(part.table.encode()) + ids + rows
+        rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(part.key, 0))
+        size = TABLE_OVERHEAD + len(head_text(part.key).encode()) + ids + rows
         if size > room:
             messages.append(())
             room = limit - MESSAGE_OVERHEAD

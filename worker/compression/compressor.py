@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import ValuesCodec, find_values
-from embershard.proto.messages import TableGradients
+from embershard.proto.messages import TableGradients, TableKey
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
@@ -132,6 +133,15 @@ class Compressor:
         """Whether its pushes travel as payloads."""
         return table in self.coded_pushes
 
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """Those of some tables that may travel together: rows and gradients as they are, and without a residual."""
+        plain = set(tables) - self.coded_pushes.keys() - self.coded_pulls.keys()
+        return {table for table in plain if not self._tables[table].drains} if self.has_feedback else plain
+
+    def are_plain(self, tables: Sequence[str]) -> bool:
+        """Whether rows and gradients of all of these tables travel as they are."""
+        return self.coded_pushes.keys().isdisjoint(tables) and self.coded_pulls.keys().isdisjoint(tables)
+
     def packed_ids(self, table: str, ids: Ids) -> Bytes | None:
         """The bytes by which ids of a table travel where it is coded; None: as they are."""
         return self._tables[table].packed_ids(ids)
@@ -140,10 +150,10 @@ class Compressor:
         """Return the average rows and age of the messages that sent some of a table's gradients."""
         return self._tables[table].sent
 
-    def begin(self, gradients: Sequence[tuple[str, Route, Floats]], lr_scale: LrScale) -> None:
+    def begin(self, gradients: Sequence[tuple[TableKey, Route, Floats]], lr_scale: LrScale) -> None:
         """A push of these gradients begins."""
         for table, route, rows in gradients:
-            if table in self.coded_pushes:
+            if isinstance(table, str) and table in self.coded_pushes:
                 with span("encode"):
                     self._tables[table].begin(route, rows, rate_of(lr_scale, table), self.workers)
 
@@ -171,6 +181,8 @@ class Compressor:
         """Hold again what a shard will not apply, as far as its tables hold something back."""
         # residuals first: where there is one, gradients of the step itself are added to it, too
         for part in sorted(parts, key=lambda part: not part.is_residual) if self.has_feedback else ():
+            if part.members:  # whose tables hold nothing back
+                continue
             if len(part.ids) and part.lr_scale > 0:
                 self._tables[part.table].restore_residual(part, shard)
 

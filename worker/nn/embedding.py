@@ -18,10 +18,11 @@ from torch.autograd.function import FunctionCtx
 from embershard.proto.arrays import Ids
 from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
+from embershard.worker.nn.bundle import look_up, take
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.dense import ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
-from embershard.worker.session.reads import LookupResult
+from embershard.worker.session.reads import How, LookupResult
 from embershard.worker.session.tables import RemoteTable
 
 
@@ -66,11 +67,7 @@ class _RemoteRows(nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether rows are read and never pushed: where the weight requires no gradient."""
-        weight = self._weight
-        if weight is None:
-            return self._frozen
-        with torch._C.DisableTorchFunctionSubclass():  # every lookup asks
-            return not weight.requires_grad
+        return self._is_frozen(self._weight)
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
@@ -78,6 +75,12 @@ class _RemoteRows(nn.Module):
             self._frozen = frozen
         else:
             weight.requires_grad_(not frozen)
+
+    def _is_frozen(self, weight: torch.Tensor | None) -> bool:
+        if weight is None:
+            return self._frozen
+        with torch._C.DisableTorchFunctionSubclass():  # every lookup asks
+            return not weight.requires_grad
 
     @property
     def spec(self) -> TableSpec:
@@ -87,19 +90,32 @@ class _RemoteRows(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device that looked-up rows are put on."""
-        return self._anchor.device
+        anchor = self._buffers["_anchor"]  # past __getattr__: every lookup asks
+        assert anchor is not None
+        return anchor.device
 
-    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None, Ids]:
-        """(index, rows, padding, ids of the rows): rows[index] are those of `ids`, rows[padding] is the padding row."""
-        read = self.table.session.read(self.table.spec, ids, self.device)
+    def _takes_bundle(self) -> bool:
+        """Whether rows may come in a bundle: where nothing but their sum counts of a gradient."""
+        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
+            return False
+        weight = self._weight
+        if isinstance(weight, RemoteWeight) and (weight.in_use or weight.batch_rows):
+            return False
+        return not self._is_frozen(weight) and self.device.type == "cpu"
+
+    def _check_range(self, least: int, largest: int) -> None:
+        if self.num_embeddings is not None and (least < 0 or largest >= self.num_embeddings):
+            raise IndexError(
+                f"table {self.table.spec.name!r}: id {least if least < 0 else largest} is out of range, "
+                f"ids must be 0 to {self.num_embeddings - 1}"
+            )
+
+    def _read(self, read: LookupResult) -> tuple[torch.Tensor, torch.Tensor, int | None, Ids]:
+        """(index, rows, padding, ids of the rows): rows[index] are those read, rows[padding] is the padding row."""
+        read = read.alone()
         route = read.route
         if self.num_embeddings is not None and len(route.ids):
-            low, high = int(route.ids.min()), int(route.ids.max())
-            if low < 0 or high >= self.num_embeddings:
-                raise IndexError(
-                    f"table {self.table.spec.name!r}: id {low if low < 0 else high} is out of range, "
-                    f"ids must be 0 to {self.num_embeddings - 1}"
-                )
+            self._check_range(int(route.ids.min()), int(route.ids.max()))
         padding = None
         if self.padding_idx is not None:
             found = np.flatnonzero(route.ids == self.padding_idx)
@@ -117,6 +133,19 @@ class _RemoteRows(nn.Module):
                 _collector(self.table, route, padding, self.scale_grad_by_freq)
             )
         return read.index, rows, padding, route.ids
+
+    def _from_bundle(self, read: LookupResult) -> torch.Tensor | None:
+        """What it makes of the rows of a lookup, where they came for it in a bundle, and no forward has taken them."""
+        bundle, member, weight = read.bundle, read.member, self._weight
+        if bundle is None or bundle.readers[member] is not self or self._is_frozen(weight):
+            return None
+        self._check_range(bundle.least[member], bundle.largest[member])
+        if not torch.is_grad_enabled():
+            return look_up(read.rows, read.index, bundle.how)
+        found = take(read, bundle, self.table.session.collect)
+        if found is not None and isinstance(weight, RemoteWeight):  # of batch_rows there is none, see _takes_bundle
+            weight.looked_up_at = self.table.session.clock
+        return found
 
     def _renormalise(self, read: LookupResult) -> None:
         """Scale rows over max_norm down, here and on the shards, as torch does in its table."""
@@ -139,8 +168,8 @@ class _RemoteRows(nn.Module):
 
     @property
     def _weight(self) -> torch.Tensor | None:
-        weight: torch.Tensor | None = self._parameters.get("weight", self.__dict__.get("weight"))
-        return weight
+        weight = self._parameters.get("weight")
+        return self.__dict__.get("weight") if weight is None else weight
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "weight" and name not in self._parameters:
@@ -218,10 +247,17 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
         """Rows of the ids `input` (any shape, int32 or int64), `(*input.shape, dim)`."""
         if (whole := self._whole()) is not None:
             return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
-        index, rows, padding, _ = self._read(input)
+        read = self.table.session.read(self.table.spec, input, self.device)
+        if (found := self._from_bundle(read)) is not None:
+            return found
+        index, rows, padding, _ = self._read(read)
         if rows.requires_grad and rows.device.type == "cpu":
             return _RowLookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(index, rows, padding)
+
+    def how(self, ids: torch.Tensor) -> How:
+        """What it makes of the rows of these ids, where it can read them from a bundle: "rows"."""
+        return "rows" if self._takes_bundle() else ""
 
 
 class _RowLookup(torch.autograd.Function):
@@ -299,7 +335,10 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
                 include_last_offset=self.include_last_offset,
                 padding_idx=self.padding_idx,
             )
-        index, rows, padding, ids = self._read(input)
+        read = self.table.session.read(self.table.spec, input, self.device)
+        if per_sample_weights is None and (found := self._from_bundle(read)) is not None:
+            return found
+        index, rows, padding, ids = self._read(read)
         index, rows, padding = _in_order_of_ids(index, rows, padding, ids)
         return F.embedding_bag(
             index,
@@ -310,6 +349,12 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+
+    def how(self, ids: torch.Tensor) -> How:
+        """What it makes of the rows of these ids, where it can read them from a bundle: "sum" or "mean"."""
+        if ids.dim() != 2 or not ids.shape[1] or not self._takes_bundle():
+            return ""
+        return "sum" if self.mode == "sum" else "mean" if self.mode == "mean" else ""
 
     def _check(self, input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> None:
         table = f"table {self.table.spec.name!r}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
 
 from embershard.proto.arrays import Floats
-from embershard.proto.routing import Placement, Route, ascending, make_route
+from embershard.proto.messages import TableKey
+from embershard.proto.routing import BundleRoute, Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 
 
@@ -21,6 +23,27 @@ class RowGradients:
     route: Route
     gradients: torch.Tensor  # (U, dim), in route order
     padding: int | None = None  # position of the row that takes no gradient
+    specs: Mapping[str, TableSpec] | None = None  # of the tables of a bundle, by name; `spec` is one of them
+
+    @property
+    def key(self) -> TableKey:
+        """The table, or the members of a bundle."""
+        return self.route.tables if isinstance(self.route, BundleRoute) else self.spec.name
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The table, or those of a bundle."""
+        return self.route.tables if isinstance(self.route, BundleRoute) else (self.spec.name,)
+
+    def split(self) -> list[RowGradients]:
+        """Gradients of one table each."""
+        if not isinstance(self.route, BundleRoute):
+            return [self]
+        assert self.specs is not None
+        return [
+            RowGradients(self.specs[name], route, self.gradients[torch.from_numpy(places)])
+            for name, route, places in self.route.members()
+        ]
 
 
 def merge(
@@ -30,16 +53,26 @@ def merge(
 
     `packs`: whether a table's ids may travel packed, for which they have to ascend.
     """
-    tables: dict[str, list[RowGradients]] = {}
-    for part in collected:
-        tables.setdefault(part.spec.name, []).append(_without_padding(part))
+    tables: dict[TableKey, list[RowGradients]] = {}
+    for part in _bundled(collected):
+        tables.setdefault(part.key, []).append(_without_padding(part))
     return [_sum(parts, placement, packs) for parts in tables.values()]
 
 
-def to_arrays(merged: Sequence[RowGradients]) -> list[tuple[str, Route, Floats]]:
-    """(table, route, (U, dim) gradients) of every part, on the host."""
+def _bundled(collected: Sequence[RowGradients]) -> Sequence[RowGradients]:
+    """The parts, with those of bundles divided into tables where another part has one of these, read otherwise."""
+    if not any(isinstance(part.route, BundleRoute) for part in collected):
+        return collected
+    reads = {id(part.route.ids): part.tables for part in collected}
+    if len(set(chain.from_iterable(reads.values()))) == sum(map(len, reads.values())):
+        return collected
+    return [one for part in collected for one in part.split()]
+
+
+def to_arrays(merged: Sequence[RowGradients]) -> list[tuple[TableKey, Route, Floats]]:
+    """(table or members of a bundle, route, (U, dim) gradients) of every part, on the host."""
     arrays = to_host([part.gradients for part in merged])
-    return [(part.spec.name, part.route, array) for part, array in zip(merged, arrays, strict=True)]
+    return [(part.key, part.route, array) for part, array in zip(merged, arrays, strict=True)]
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:
@@ -76,7 +109,7 @@ def _sum(parts: list[RowGradients], placement: Placement, packs: Callable[[str],
     if all(other.route.ids is route.ids for other in parts):
         for other in parts[1:]:
             total = total + other.gradients.to(total)
-        return RowGradients(spec, route, total)
+        return replace(parts[0], gradients=total)
     union = make_route(np.concatenate([other.route.ids for other in parts]), spec.space_key, placement)
     if packs(spec.name):
         union = ascending(union)

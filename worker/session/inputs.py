@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from embershard.proto.spec import TableSpec
-from embershard.worker.session.reads import Lookup
+from embershard.worker.session.reads import How, Lookup
 
 B = TypeVar("B")
 Inputs = Callable[[B], Mapping[str, torch.Tensor]]
@@ -28,6 +28,9 @@ class EmbeddingModule(Protocol):
     def device(self) -> torch.device | None:
         """Return the device for its rows; None for that of the ids."""
 
+    def how(self, ids: torch.Tensor) -> How:
+        """What it makes of the rows of these ids, where it can read them from a bundle."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Table:
@@ -35,6 +38,10 @@ class _Table:
 
     spec: TableSpec
     device: None = None
+
+    def how(self, ids: torch.Tensor) -> How:
+        """Unknown."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +103,10 @@ def _lookups(
         if name not in embeddings:
             known = ", ".join(embeddings) or "none"
             raise ValueError(f"{source} names {name!r}, which is no embedding (known: {known})")
-    return [Lookup((it := embeddings[name]).spec, ids, it.device or ids.device) for name, ids in inputs.items()]
+    return [
+        Lookup((it := embeddings[name]).spec, ids, it.device or ids.device, it.how(ids), it)
+        for name, ids in inputs.items()
+    ]
 
 
 def _arity(function: Callable[..., object] | None) -> int | None:

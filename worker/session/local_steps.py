@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.messages import Pushed
+from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client.client import Client
@@ -91,6 +92,12 @@ def _grown(array: Floats, more: int, row: Floats | float) -> Floats:
     return np.concatenate([array, np.full((more, array.shape[1]), row, np.float32)])
 
 
+def _name(table: TableKey) -> str:
+    """The table; never a bundle, see LocalSteps.in_bundles."""
+    assert isinstance(table, str)
+    return table
+
+
 class LocalSteps:
     """A client's pulls and pushes, by way of copies that `steps` pushes change before the shards see any of it.
 
@@ -126,6 +133,10 @@ class LocalSteps:
         """Whether ids of a table may travel packed."""
         return self._client.packs_ids(table)
 
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """None: copies are kept by table."""
+        return frozenset()
+
     @property
     def clock(self) -> int:
         """The job's: rounds, not steps."""
@@ -139,7 +150,7 @@ class LocalSteps:
 
     def pull(
         self,
-        reads: Sequence[tuple[str, Route]],
+        reads: Sequence[tuple[TableKey, Route]],
         out: Sequence[Floats] | None = None,
         *,
         keep: bool = False,
@@ -155,13 +166,13 @@ class LocalSteps:
         if exact:
             return self._pull_exact(reads, out, versions)
         if out is None:
-            dims = [self._copies[table].spec.dim for table, _ in reads]
+            dims = [self._copies[_name(table)].spec.dim for table, _ in reads]
             out = [np.empty((len(route.ids), dim), np.float32) for (_, route), dim in zip(reads, dims, strict=True)]
-        missing: list[tuple[str, Route]] = []
+        missing: list[tuple[TableKey, Route]] = []
         places: list[tuple[int, Ids]] = []
         with self._lock:
             for part, (table, route) in enumerate(reads):
-                copies = self._copies[table]
+                copies = self._copies[_name(table)]
                 numbers = copies.numbers(route.ids)
                 out[part][...] = copies.rows[numbers]
                 absent = ~copies.is_fresh[numbers]
@@ -176,18 +187,19 @@ class LocalSteps:
             with self._lock:
                 for (table, route), (part, rows), values in zip(missing, places, pulled, strict=True):
                     if clock == self.clock:
-                        self._copies[table].take(self._copies[table].numbers(route.ids), values)
+                        copies = self._copies[_name(table)]
+                        copies.take(copies.numbers(route.ids), values)
                     out[part][rows] = values
         return list(out)
 
     def _pull_exact(
-        self, reads: Sequence[tuple[str, Route]], out: Sequence[Floats] | None, versions: Versions | None
+        self, reads: Sequence[tuple[TableKey, Route]], out: Sequence[Floats] | None, versions: Versions | None
     ) -> list[Floats]:
         """No copies are made of what it brings: training reads by the tables' codecs."""
         pulled = self._client.pull(reads, out, clock=self.clock, versions=versions, exact=True)
         with self._lock:
             for (table, route), rows in zip(reads, pulled, strict=True):
-                copies = self._copies[table]
+                copies = self._copies[_name(table)]
                 numbers = copies.numbers(route.ids)
                 trained = copies.trained[numbers]
                 mine, base, theirs = copies.rows[numbers[trained]], copies.base[numbers[trained]], rows[trained]
@@ -212,8 +224,8 @@ class LocalSteps:
         applied = skipped = 0
         with self._lock:
             for table, route, values in gradients:
-                copies = self._copies[table]
-                failed = copies.apply(copies.numbers(route.ids), values, rate_of(lr_scale, table))
+                copies = self._copies[_name(table)]
+                failed = copies.apply(copies.numbers(route.ids), values, rate_of(lr_scale, _name(table)))
                 applied, skipped = applied + len(values) - failed, skipped + failed
             self.skipped_rows += skipped
             self._done += 1

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from embershard.proto.arrays import Ids
+from embershard.proto.messages import TableKey
+from embershard.proto.routing import Route
 from embershard.proto.timing import span
 from embershard.worker.device import with_current_gpu
 from embershard.worker.session.dense import DenseWeights
@@ -20,6 +24,7 @@ from embershard.worker.session.row_cache import CachedRows
 from embershard.worker.session.row_source import RowSource
 
 B = TypeVar("B")
+Touched = tuple[TableKey, Route | Ids]  # rows that changed, of a table or a bundle
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +79,7 @@ class Prefetcher(Generic[B]):
         self._taken = self._finished = 0  # batches
         self._ready: deque[Ready[B] | BaseException | None] = deque()  # None: the loader came to its end
         self._pushes: deque[_Push] = deque()  # in flight, in order; the first one is being sent
-        self._touched: list[tuple[str, Ids]] = []  # pushed or loaded since the last batch was taken
+        self._touched: list[Touched] = []  # pushed or loaded since the last batch was taken
         self._failure: BaseException | None = None  # of a push, until the training thread was told
         self._failed = False  # whether there was one: it may be applied later than it should, with another push
         self._closing = False
@@ -125,7 +130,7 @@ class Prefetcher(Generic[B]):
         with self._changed:
             self._raise_failure()
 
-    def submit(self, send: Callable[[], object], touched: list[tuple[str, Ids]]) -> None:
+    def submit(self, send: Callable[[], object], touched: list[Touched]) -> None:
         """Have rows pushed by `send`; waits while staleness + 1 pushes are in flight."""
         with self._changed, span("wait"):
             self._changed.wait_for(lambda: len(self._pushes) <= self._staleness)
@@ -133,7 +138,7 @@ class Prefetcher(Generic[B]):
             self._touched += touched
             self._changed.notify_all()
 
-    def mark_changed(self, rows: Iterable[tuple[str, Ids]]) -> None:
+    def mark_changed(self, rows: Iterable[Touched]) -> None:
         """The push that is being sent changes these rows, too."""
         with self._changed:
             self._touched += rows
@@ -191,11 +196,11 @@ class Prefetcher(Generic[B]):
                     break
                 clock, touched = bound
                 if previous is not None:
-                    for table, ids in touched:
-                        if not previous.reads(table, ids):
-                            current.invalidate(table, ids)
-                            if self._cache is not None:
-                                self._cache.drop(table, ids)
+                    for table, what in touched:
+                        if not previous.reads(table, what):
+                            current.invalidate(table, what)
+                            if self._cache is not None and isinstance(table, str):
+                                self._cache.drop(table, what if isinstance(what, np.ndarray) else what.ids)
                 if self._source.lost_leases != self._lost_leases:
                     self._lost_leases = self._source.lost_leases
                     self.forget_copies()  # they go by batches: no clock says that they are of before
@@ -220,7 +225,7 @@ class Prefetcher(Generic[B]):
                 self._loading = self.loading_seconds, None
             yield batch
 
-    def _await_bound(self, batch: int) -> tuple[int, list[tuple[str, Ids]]] | None:
+    def _await_bound(self, batch: int) -> tuple[int, list[Touched]] | None:
         """Wait until a batch may be pulled; None at the end.
 
         The clock of its step, if every batch before it makes one, and what changed since the last batch was taken.

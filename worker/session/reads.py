@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.routing import Route, ascending, make_routes
+from embershard.proto.messages import MAX_MEMBERS, TableKey
+from embershard.proto.routing import BundleRoute, Placement, Route, ascending, make_bundle, make_routes
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.worker.client.push import Versions
 from embershard.worker.device import pinned, to_device
-from embershard.worker.kernels import Mask, overlap
+from embershard.worker.kernels import Mask, overlap, overlap_by_part
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.row_source import RowSource
+
+# What a module makes of the rows of its ids: nothing else, or the sum or mean for each row of 2-D ids; "" where nobody
+# knows, or where more than their sum counts of gradients
+How = Literal["", "rows", "sum", "mean"]
 
 
 class Lookup(NamedTuple):
@@ -26,24 +31,70 @@ class Lookup(NamedTuple):
     spec: TableSpec
     ids: torch.Tensor  # any shape, int32 or int64
     device: torch.device
+    how: How = ""
+    reader: object = None  # that module, where it can read them from a bundle
+
+
+@dataclass(slots=True, eq=False)
+class BundleRows:
+    """Rows of several tables of one dim for one batch; worker/nn/bundle.py has what one forward makes of them."""
+
+    route: BundleRoute
+    rows: torch.Tensor  # (U, dim) float32 on the host, in route order
+    index: torch.Tensor  # (N,) of the flat ids of all tables
+    ends: list[int]  # of each table's, in the index
+    flat: Ids  # (N,) the ids themselves
+    shapes: list[torch.Size]  # of each table's ids
+    how: How  # what the readers make of their rows
+    readers: list[object]  # of each table
+    least: list[int]  # id of each table; 0 where it has none
+    largest: list[int]
+    specs: Mapping[str, TableSpec]  # by table
 
 
 @dataclass(slots=True, eq=False)
 class LookupResult:
-    """Rows of one table at one clock, for one tensor of ids."""
+    """Rows of one table at one clock, for one tensor of ids.
+
+    With a `bundle`, route and rows are those of all its tables, of which this is the one of number `member`.
+    """
 
     ids: torch.Tensor
     version: int  # of `ids`: an in-place change makes the rows those of other ids
     route: Route
     rows: torch.Tensor  # (U, dim) float32 on the device, in route order
     index: torch.Tensor  # of the shape of `ids`, on the device: rows[index] are the rows of `ids`
+    bundle: BundleRows | None = None
+    member: int = 0
+    # of all tables of the bundle, until their readers take them; apart from it, which the outputs' graph holds
+    outputs: list[torch.Tensor | None] = field(default_factory=list)
+
+    def is_of(self, ids: torch.Tensor) -> bool:
+        """Whether these are the rows of this very tensor, or of one that is the same part of the same tensor."""
+        mine = self.ids
+        if mine is not ids and (not mine.is_set_to(ids) or mine._base is None or mine._base is not ids._base):
+            return False
+        return self.version == _version(ids)
 
     def has_rows_of(self, ids: torch.Tensor) -> bool:
         """Whether these are the rows of a tensor with the same ids in it."""
         if ids.shape != self.index.shape or ids.dtype not in (torch.int64, torch.int32):
             return False
+        index = self.route.index
+        if self.bundle is not None:
+            end = self.bundle.ends[self.member]
+            index = index[end - self.index.numel() : end]
         # what was routed, whatever became of self.ids since then
-        return np.array_equal(ids.detach().cpu().reshape(-1).numpy(), self.route.ids[self.route.index])
+        return np.array_equal(ids.detach().cpu().reshape(-1).numpy(), self.route.ids[index])
+
+    def alone(self) -> LookupResult:
+        """The same rows, in a copy of their own, apart from the rest of a bundle."""
+        if self.bundle is None:
+            return self
+        route, places = self.bundle.route.member(self.member)
+        index = np.searchsorted(places, self.index.numpy())
+        route = replace(route, index=index.reshape(-1))
+        return LookupResult(self.ids, self.version, route, self.rows[torch.from_numpy(places)], torch.from_numpy(index))
 
 
 LookupResults = dict[str, list[LookupResult]]  # by table
@@ -62,7 +113,7 @@ class PrefetchedRows:
 
         An `exact` read is not that of the batch, whose rows came by the tables' codecs.
         """
-        result = _find(self.forward, lookup)
+        result = _find(self.forward, lookup) if self.forward else None
         if result is None and self.batch is not None and not exact:
             result = _find(self.batch, lookup)
             self.found += result is not None
@@ -78,24 +129,47 @@ class PrefetchedRows:
 
 
 def _find(results: LookupResults, lookup: Lookup) -> LookupResult | None:
-    spec, ids, device = lookup
-    candidates = [result for result in results.get(spec.name, ()) if result.rows.device == device]
+    candidates = results.get(lookup.spec.name, ())
     for result in candidates:
-        if result.ids is ids and result.version == _version(ids):
+        if result.is_of(lookup.ids) and result.rows.device == lookup.device:
             return result
-    return next((result for result in candidates if result.has_rows_of(ids)), None)
+    for result in candidates:
+        if result.rows.device == lookup.device and result.has_rows_of(lookup.ids):
+            return result
+    return None
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Tables that are read by one route: one tensor of ids, one id space."""
+    """Tables that are read by one route: one tensor of ids, one id space; or a bundle."""
 
     lookups: list[Lookup]  # of different tables
-    version: int  # of their ids
+    versions: list[int]  # of their ids
     route: Route
     missing: Mask  # (U,): rows that were not pulled yet, or have to be pulled again
-    rows: dict[str, torch.Tensor]  # table -> (U, dim) on the host
+    rows: dict[TableKey, torch.Tensor]  # table -> (U, dim) on the host
     index: dict[torch.device, torch.Tensor]  # on the host, ready to go to a device
+    bundle: BundleRows | None = None
+
+    def shared_with(self, table: TableKey, other: Route | Ids) -> Mask:
+        """(U,) which of its rows are among those of `other` in a table, or in the tables of a bundle."""
+        if isinstance(other, BundleRoute) and isinstance(self.route, BundleRoute) and other.tables == self.route.tables:
+            return overlap_by_part(self.route.ids, self.route.counts, other.ids, other.counts)
+        ids = other if isinstance(other, np.ndarray) else other.ids
+        if table in self.rows and isinstance(table, str):
+            return overlap(self.route.ids, ids)
+        shared = np.zeros(len(self.route.ids), np.bool_)
+        theirs: dict[TableKey, Ids] = {table: ids}
+        if isinstance(other, BundleRoute):
+            theirs = {name: part.ids for name, part, _ in other.members()}
+        if isinstance(self.route, BundleRoute):
+            for name, mine, places in self.route.members():
+                if name in theirs:
+                    shared[places] = overlap(mine.ids, theirs[name])
+        else:
+            for key in theirs.keys() & self.rows.keys():
+                shared |= overlap(self.route.ids, theirs[key])
+        return shared
 
 
 class PullBatch:
@@ -108,7 +182,10 @@ class PullBatch:
         self._dense: list[tuple[DenseWeights, Route, Floats]] = []
         self._groups: list[_Group] = []
         groups: dict[tuple[int, int], list[Lookup]] = {}
-        for lookup in {(lookup.spec.name, id(lookup.ids)): lookup for lookup in lookups}.values():
+        unique = {(lookup.spec.name, id(lookup.ids)): lookup for lookup in lookups}
+        bundles, single = _bundles(list(unique.values()), source)
+        self._groups += (_bundle_group(bundle, source.placement) for bundle in bundles)
+        for lookup in single:
             # one id space, one tensor: one route, whatever the number of tables
             groups.setdefault((id(lookup.ids), lookup.spec.space_key), []).append(lookup)
         if not groups:
@@ -122,7 +199,7 @@ class PullBatch:
                 for group, route in zip(groups.values(), routes, strict=True)
             ]
         for group, version, route in zip(groups.values(), versions, routes, strict=True):
-            rows = {
+            rows: dict[TableKey, torch.Tensor] = {
                 lookup.spec.name: torch.empty(
                     (len(route.ids), lookup.spec.dim), dtype=torch.float32, pin_memory=lookup.device.type == "cuda"
                 )
@@ -131,7 +208,8 @@ class PullBatch:
             index = torch.from_numpy(route.index).view(group[0].ids.shape)
             devices = {lookup.device for lookup in group}
             indices = {device: index if device.type == "cpu" else pinned(index, device) for device in devices}
-            self._groups.append(_Group(group, version, route, np.ones(len(route.ids), np.bool_), rows, indices))
+            missing = np.ones(len(route.ids), np.bool_)
+            self._groups.append(_Group(group, [version] * len(group), route, missing, rows, indices))
 
     def pull(
         self,
@@ -149,7 +227,7 @@ class PullBatch:
         self.lost_leases = source.lost_leases
         if self.versions is None:
             self.versions = {}
-        parts: list[tuple[str, Route]] = []
+        parts: list[tuple[TableKey, Route]] = []
         out: list[Floats] = []
         partial: list[tuple[torch.Tensor, Mask, Floats]] = []
         for group in self._groups:
@@ -159,7 +237,7 @@ class PullBatch:
             whole = bool(take.all())
             route = group.route if whole else group.route.select(take)
             for table, rows in group.rows.items():
-                parts.append((table, route))
+                parts.append((route.tables if isinstance(route, BundleRoute) else table, route))
                 out.append(rows.numpy() if whole else np.empty((len(route.ids), rows.shape[1]), np.float32))
                 if not whole:
                     partial.append((rows, take, out[-1]))
@@ -180,19 +258,23 @@ class PullBatch:
         """Rows of another batch's group that this one reads too."""
         shared = np.zeros(len(group.route.ids), np.bool_)
         for mine in self._groups:
-            if not mine.rows.keys().isdisjoint(group.rows):
-                shared |= overlap(group.route.ids, mine.route.ids)
+            if mine.rows.keys() & group.rows.keys():  # one id space: what one table shares, all do
+                shared |= group.shared_with(next(iter(mine.rows.keys() & group.rows.keys())), mine.route)
+            elif mine.bundle is not None or group.bundle is not None:
+                for table in mine.rows:
+                    shared |= group.shared_with(table, mine.route)
         return shared
 
-    def reads(self, table: str, ids: Ids) -> bool:
+    def reads(self, table: TableKey, what: Route | Ids) -> bool:
         """Whether the rows of this very array of a route are among those that it reads."""
+        ids = what if isinstance(what, np.ndarray) else what.ids
         return any(table in group.rows and group.route.ids is ids for group in self._groups)
 
-    def invalidate(self, table: str, ids: Ids) -> None:
+    def invalidate(self, table: TableKey, what: Route | Ids) -> None:
         """Have the next `pull` bring these rows, pulled before or not: they changed on the shards."""
         for group in self._groups:
-            if table in group.rows and not group.missing.all():
-                group.missing |= overlap(group.route.ids, ids)
+            if not group.missing.all():
+                group.missing |= group.shared_with(table, what)
 
     def accept(self, clock: int) -> LookupResults:
         """Send rows to their devices and put dense weights in place; the training thread alone may do that."""
@@ -205,13 +287,71 @@ class PullBatch:
                 device: index if device.type == "cpu" else to_device(index, device)
                 for device, index in group.index.items()
             }
-            for lookup in group.lookups:
+            if group.bundle is not None:
+                for name, found in _results(group, group.bundle):
+                    results.setdefault(name, []).append(found)
+                continue
+            for lookup, version in zip(group.lookups, group.versions, strict=True):
                 rows, index = group.rows[lookup.spec.name], indices[lookup.device]
                 if lookup.device.type != "cpu":
                     rows = to_device(rows, lookup.device)
-                result = LookupResult(lookup.ids, group.version, group.route, rows, index)
+                result = LookupResult(lookup.ids, version, group.route, rows, index)
                 results.setdefault(lookup.spec.name, []).append(result)
         return results
+
+
+def _bundles(lookups: Sequence[Lookup], source: RowSource) -> tuple[list[list[Lookup]], list[Lookup]]:
+    """The lookups of tables of one dim that can be read as one, and those that stay alone."""
+    alike: dict[tuple[int, How], dict[str, Lookup]] = {}
+    names = set[str]()
+    single: list[Lookup] = []
+    fits = source.in_bundles([lookup.spec.name for lookup in lookups if lookup.how])
+    for lookup in lookups:
+        spec = lookup.spec
+        if not lookup.how or spec.name not in fits or lookup.ids.dtype not in (torch.int64, torch.int32):
+            single.append(lookup)
+        elif spec.name in names:  # it is read twice
+            single.append(lookup)
+        else:
+            names.add(spec.name)
+            alike.setdefault((spec.dim, lookup.how), {})[spec.name] = lookup
+    bundles: list[list[Lookup]] = []
+    for them in alike.values():
+        found = list(them.values())
+        pieces = [found[start : start + MAX_MEMBERS] for start in range(0, len(found), MAX_MEMBERS)]
+        bundles += (piece for piece in pieces if len(piece) > 1)
+        single += (piece[0] for piece in pieces if len(piece) == 1)
+    return bundles, single
+
+
+def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
+    """Tables that are read as one."""
+    versions = [_version(lookup.ids) for lookup in lookups]
+    flat = torch.cat([lookup.ids.detach().reshape(-1) for lookup in lookups]).to("cpu", torch.int64).numpy()
+    ends = np.cumsum([lookup.ids.numel() for lookup in lookups])
+    tables = tuple([lookup.spec.name for lookup in lookups])
+    keys = tuple([lookup.spec.space_key for lookup in lookups])
+    with span("route"):
+        route, least, largest = make_bundle(flat, ends, tables, keys, placement)
+    rows = torch.empty((len(route.ids), lookups[0].spec.dim), dtype=torch.float32)
+    index = torch.from_numpy(route.index)
+    shapes = [lookup.ids.shape for lookup in lookups]
+    specs = {lookup.spec.name: lookup.spec for lookup in lookups}
+    readers = [lookup.reader for lookup in lookups]
+    bundle = BundleRows(route, rows, index, ends.tolist(), flat, shapes, lookups[0].how, readers, least, largest, specs)
+    missing = np.ones(len(route.ids), np.bool_)
+    return _Group(lookups, versions, route, missing, {tables: rows}, {rows.device: index}, bundle)
+
+
+def _results(group: _Group, bundle: BundleRows) -> Iterator[tuple[str, LookupResult]]:
+    """The rows of each table of a bundle, by its name."""
+    sizes = [shape.numel() for shape in bundle.shapes]
+    outputs: list[torch.Tensor | None] = []
+    parts = zip(group.lookups, group.versions, torch.split(bundle.index, sizes), strict=True)
+    for member, (lookup, version, index) in enumerate(parts):
+        shaped = index if lookup.ids.dim() == 1 else index.view(lookup.ids.shape)
+        result = LookupResult(lookup.ids, version, group.route, bundle.rows, shaped, bundle, member, outputs)
+        yield lookup.spec.name, result
 
 
 def flat_ids(spec: TableSpec, ids: torch.Tensor) -> Ids:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,7 +19,7 @@ from numba import types
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled, inlined
-from embershard.proto.messages import Pushed
+from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.worker.client.push import Gradients, LrScale, Versions
 from embershard.worker.session.row_source import RowSource
@@ -134,6 +135,10 @@ class CachedRows:
         """Whether ids of a table may travel packed."""
         return self._source.packs_ids(table)
 
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """None: copies are found by table."""
+        return frozenset()
+
     def for_another_clock(self) -> CachedRows:
         """An empty cache over the same source, with the same counters."""
         return CachedRows(self._source, self._size, self.staleness, is_dense=self._is_dense, counts=self.counts)
@@ -149,7 +154,7 @@ class CachedRows:
 
     def pull(
         self,
-        reads: Sequence[tuple[str, Route]],
+        reads: Sequence[tuple[TableKey, Route]],
         out: Sequence[Floats] | None = None,
         *,
         keep: bool = False,
@@ -164,10 +169,11 @@ class CachedRows:
         """
         if exact or out is None:
             return self._source.pull(reads, out, keep=keep, clock=clock, versions=versions, exact=exact)
-        age, missing, places = self.age, list[tuple[str, Route]](), list[Floats]()
+        age, missing, places = self.age, list[tuple[TableKey, Route]](), list[Floats]()
         kept: list[tuple[RowCache, Ids, Floats, Ids, Floats]] = []
         for (table, route), rows in zip(reads, out, strict=True):
             pulled = rows
+            assert isinstance(table, str)  # see in_bundles
             if not self._is_dense(table):
                 cache = self._cache_of(table, rows.shape[1])
                 missed = cache.lookup(route.ids, age, rows)

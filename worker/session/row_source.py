@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Protocol
 
 from embershard.proto.arrays import Floats
-from embershard.proto.messages import Pushed
+from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Placement, Route
 from embershard.worker.client.push import Gradients, LrScale, Versions
 
@@ -34,9 +35,13 @@ class RowSource(Protocol):
         """Whether ids of a table may travel packed, for which they have to ascend."""
         ...
 
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """Those of some tables that may be read and pushed in bundles, by the names of all members."""
+        ...
+
     def pull(
         self,
-        reads: Sequence[tuple[str, Route]],
+        reads: Sequence[tuple[TableKey, Route]],
         out: Sequence[Floats] | None = None,
         *,
         keep: bool = False,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 
 from embershard.proto.arrays import Floats
 from embershard.proto.codec.name import CodecName
+from embershard.proto.messages import TableKey
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
@@ -290,11 +291,13 @@ class Session:
         """
         with span("gather"):
             self._merge()
+            self._collected = [one for part in self._collected for one in part.split()]
         return list(self._collected)
 
     def drop_gradients(self, table: str) -> None:
         """Forget the gradients of one table since the last step."""
-        self._collected = [part for part in self._collected if part.spec.name != table]
+        if any(table in part.tables for part in self._collected):
+            self._collected = [one for part in self._collected for one in part.split() if table not in one.tables]
 
     def _merge(self) -> None:
         self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
@@ -328,10 +331,11 @@ class Session:
             self._collected.clear()
             lr_scale: LrScale = self.lr_scale
             if lr_scales is not None:
-                lr_scale = {table: self.lr_scale * lr_scales.get(table, 1.0) for table, _, _ in gradients}
+                names = chain.from_iterable([key] if isinstance(key, str) else key for key, _, _ in gradients)
+                lr_scale = {table: self.lr_scale * lr_scales.get(table, 1.0) for table in names}
             self._push(gradients, lr_scale, weight)
 
-    def _push(self, gradients: list[tuple[str, Route, Floats]], lr_scale: LrScale, weight: float) -> None:
+    def _push(self, gradients: list[tuple[TableKey, Route, Floats]], lr_scale: LrScale, weight: float) -> None:
         """Push a step's gradients and advance the clock; inside a loop without waiting, unless too many are under way.
 
         A step on rows of the time before the lease was lost is dropped.
@@ -354,7 +358,7 @@ class Session:
                 send()
             else:
                 sends = partial(self._send, send, self._prefetcher)
-                self._prefetcher.submit(sends, [(table, route.ids) for table, route, _ in gradients])
+                self._prefetcher.submit(sends, [(table, route) for table, route, _ in gradients])
 
     def _send(self, send: Callable[[], object], prefetcher: Prefetcher[Any]) -> None:
         """Push, and note which other rows it changed: a codec may add rows of its residual."""

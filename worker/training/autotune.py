@@ -18,7 +18,7 @@ from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Hello, Pull, Push, Reply, Request, bulk_bytes
+from embershard.proto.messages import Hello, Pull, Push, Reply, Request, bulk_bytes, ids_by_table
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, ShardGradients
 from embershard.worker.compression.settings import ADAPTIVE, Directions, check_momentum
@@ -211,9 +211,9 @@ class CodecTuner:
                 return
             direction = "pull" if isinstance(request, Pull) else "push"
             size += bulk_bytes(request) + bulk_bytes(reply)
-            for part in request.tables:
-                key = part.table, direction
-                self._rows[key] = self._rows.get(key, 0) + len(part.ids)
+            for table, count in ids_by_table(request.tables):
+                key = table, direction
+                self._rows[key] = self._rows.get(key, 0) + count
         if size:
             self._calls[direction].append((size, seconds))
 

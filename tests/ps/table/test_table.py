@@ -14,6 +14,7 @@ from embershard.proto import spec
 from embershard.proto.errors import InvalidRequest, NoAddressSpace, SnapshotNotWritten, TableFull, WrongDim
 from embershard.proto.reference import mix64
 from embershard.ps.memory import MemoryBudget
+from embershard.ps.table import arena
 from embershard.ps.table import table as module
 from embershard.ps.table.hash_index import PAGE_LIMIT
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -293,8 +294,8 @@ class TestMemory:
 
 
 def test_rows_restored_while_a_thread_takes_their_memory_are_what_was_given(monkeypatch):
-    monkeypatch.setattr(module, "_FEW_BYTES", 0)
-    monkeypatch.setattr(module, "_POPULATED_BYTES", 1 << 16)
+    monkeypatch.setattr(arena, "_FEW_BYTES", 0)
+    monkeypatch.setattr(arena, "_POPULATED_BYTES", 1 << 16)
     table, rng = compiled(4), np.random.default_rng(0)
     ids, rows, states = (
         np.arange(50_000),
@@ -312,7 +313,7 @@ def test_rows_restored_while_a_thread_takes_their_memory_are_what_was_given(monk
 
 
 def test_an_error_while_rows_are_restored_ends_the_thread_that_takes_memory(monkeypatch):
-    monkeypatch.setattr(module, "_FEW_BYTES", 0)
+    monkeypatch.setattr(arena, "_FEW_BYTES", 0)
     with pytest.raises(KeyError), compiled(4).filling(10**6):
         raise KeyError
     assert not any(thread.name == "populate" for thread in threading.enumerate())

@@ -32,9 +32,11 @@ from embershard.proto.messages import (
     Join,
     Leave,
     Load,
+    Pull,
     Rendezvous,
     Restore,
     Snapshot,
+    TableIds,
     TakeSplit,
 )
 from embershard.proto.security.client_token import ClientToken
@@ -290,7 +292,10 @@ def test_a_principal_with_tables_of_its_own_leaves_those_of_others_alone(serve, 
     served = serve(access=Access(tmp_path / "access.yaml"))
     served.shard.handle(Declare(table("items", 4)))
     peer, owns = Peer(served.address, Feature.TOKEN, token=token), "items" in patterns
-    for request in (pull(), push(), Declare(table("items", 4)), Restore(id=1, step="begin", replace=True)):
+    served.shard.handle(Declare(table("other", 4)))
+    ids = np.arange(2)
+    both = Pull(1, (TableIds("", ids, members=("other", "items"), counts=(1, 1)),))
+    for request in (pull(), push(), both, Declare(table("items", 4)), Restore(id=1, step="begin", replace=True)):
         try:
             peer.ask(request)
         except NotAllowed:
