@@ -75,7 +75,7 @@ def _is_of(store: HashIndex, found: np.uint64, id_: np.int64) -> bool:
     return bool(store.ids[(found - _1) * (store.stride >> _1)] == id_)
 
 
-@compiled(types.void(HASH_INDEX, _IDS, types.float32[:, ::1]), *_PARTS)
+@compiled(types.void(HASH_INDEX, _IDS, types.float32[:, ::1]), *_PARTS, at_start=True)
 def gather(store: HashIndex, ids: Ids, out: Floats) -> None:
     """out[i] = weights of ids[i], or its first values where it has no row; changes nothing."""
     store, ids, out = open_store(store), detached(ids), detached(out)
@@ -144,6 +144,7 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
         types.int64[::1],
     ),
     *_PARTS,
+    at_start=True,
 )
 def apply(
     store: HashIndex,
@@ -248,7 +249,7 @@ def count_missing(store: HashIndex, ids: Ids) -> int:
     return count
 
 
-@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, types.boolean), *_PARTS)
+@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, types.boolean), *_PARTS, at_start=True)
 def load(store: HashIndex, ids: Ids, rows: Floats, keep_state: bool) -> int:
     """Give ids these weights, in order, and new rows (all rows, unless keep_state) a fresh state.
 

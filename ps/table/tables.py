@@ -94,7 +94,8 @@ class CheckedGradients(NamedTuple):
         types.uint64,
         types.Array(types.uint16, 1, "C", readonly=True),
         types.int64,
-    )
+    ),
+    at_start=True,
 )
 def _first_foreign(ids: Ids, space_key: np.uint64, shard_of: npt.NDArray[np.uint16], shard: int) -> int:
     """Position of the first id that another shard holds, -1 if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -12,17 +13,31 @@ import embershard
 PACKAGES = ("proto", "ps", "worker")
 
 
-def compile() -> None:
+def compile(
+    for_wheel: Annotated[
+        bool,
+        typer.Option(
+            "--for-wheel",
+            help="For all processors of this kind (x86-64-v3, or 64-bit ARM), into the folder that wheels bring.",
+        ),
+    ] = False,
+) -> None:
     """Compile what shards and workers run, and keep it beside the package: for images, and installs that root makes.
 
-    Without it the first start of each user compiles, for up to two minutes. Without torch only what shards run is
-    compiled.
+    Without it the first start of each user compiles what it needs, for some seconds, unless the wheel brought it.
+    Without torch only what shards run is compiled.
     """
+    from embershard.proto.compiled import kept
+
+    try:
+        kept.compile_for("wheel" if for_wheel else "here")
+    except KeyError as error:
+        raise typer.BadParameter(f"wheels have kernels for {', '.join(kept.BASELINES)}; this is {error}") from None
     from embershard.proto.compiled.jit import compile_missing
     from embershard.proto.optim.formulas import BUILTIN
 
     missing = {name for module in _modules() if (name := _import(module))}
-    compile_missing()
+    compile_missing(everything=True)
     for optimizer in BUILTIN.values():
         _ = optimizer.compiled
     left_out = f" (without what needs {', '.join(sorted(missing))}, which is not installed)" if missing else ""
