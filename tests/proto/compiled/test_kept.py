@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 
@@ -146,3 +147,26 @@ class TestShipped:
         assert run(NUMBA_CPU_NAME="generic") == ["compiled"]
         assert run() == ["taken"]
         assert run(NUMBA_CPU_NAME="generic") == ["taken"]
+
+    @pytest.mark.skipif(os.getuid() == 0 and shutil.which("setpriv") is None, reason="root writes to every folder")
+    def test_where_nothing_can_be_written_what_is_beside_the_file_is_taken_and_the_rest_compiled(self, tmp_path):
+        folder = tmp_path / "installed"
+        folder.mkdir()
+        (folder / "kept_double.py").write_text(DOUBLE)
+        python = [sys.executable, "-c", SHIP, str(tmp_path / "none"), "run", str(folder)]
+        as_others = ["setpriv", "--bounding-set", "-dac_override", *python] if os.getuid() == 0 else python
+        names = {"NUMBA_CACHE_DIR": "", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+
+        def start(command, **more):
+            environment = {**os.environ, **names, **more}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+            return done.stdout.splitlines()
+
+        assert start(python) == ["compiled"]
+        for path in (folder / "__pycache__", folder):
+            path.chmod(0o555)
+        assert start(as_others) == ["taken"]
+        for _ in range(2):
+            assert start(as_others, NUMBA_CPU_NAME="generic") == ["compiled"]
+        for path in (folder, folder / "__pycache__"):
+            path.chmod(0o755)
