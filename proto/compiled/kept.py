@@ -26,10 +26,12 @@ from numba.core.serialize import dumps
 from numba.core.typing.templates import Signature
 
 SHIPPED = Path(__file__).with_name("kernels")  # what a wheel brings
-# What wheels are compiled for, by machine: AVX2 and FMA, which servers have had since 2015; NEON
-BASELINES = {"x86_64": "x86-64-v3", "aarch64": "generic"}
-_NEEDED = {  # as LLVM calls them
-    "x86-64-v3": {"+avx2", "+bmi", "+bmi2", "+f16c", "+fma", "+lzcnt", "+movbe", "+popcnt"},
+# What wheels are compiled for, by machine, best first: AVX-512; AVX2 and FMA, which servers have had since 2015; NEON
+BASELINES = {"x86_64": ("x86-64-v4", "x86-64-v3"), "aarch64": ("generic",)}
+_V3 = {"+avx2", "+bmi", "+bmi2", "+f16c", "+fma", "+lzcnt", "+movbe", "+popcnt"}  # as LLVM calls what is needed
+_NEEDED = {
+    "x86-64-v4": {*_V3, "+avx512bw", "+avx512cd", "+avx512dq", "+avx512f", "+avx512vl"},
+    "x86-64-v3": _V3,
     "generic": set[str](),
 }
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -40,19 +42,23 @@ _log = logging.getLogger(__name__)
 _aim: Literal["run", "here", "wheel"] = "run"
 
 
-def compile_for(aim: Literal["here", "wheel"]) -> None:
-    """Have this process compile, whatever a wheel brought: for the processor that is here, or as a wheel brings it.
+def compile_here() -> None:
+    """Have this process take nothing that was compiled for less than the processor that is here."""
+    global _aim
+    _aim = "here"
 
-    The latter is compiled for the baseline of this kind of processor. Called before a function of numba is declared,
-    else RuntimeError. KeyError on a machine of no kind of BASELINES.
+
+def compile_for_wheel(cpu: str) -> None:
+    """Have this process compile for one of BASELINES, and keep that where a wheel brings it.
+
+    Called before a function of numba is declared, else RuntimeError.
     """
     global _aim
-    if aim == "wheel":
-        config.CPU_NAME, config.CPU_FEATURES = BASELINES[platform.machine()], ""
-        if cpu_target.target_context.codegen().magic_tuple()[1:] != (config.CPU_NAME, config.CPU_FEATURES):
-            raise RuntimeError("numba compiles for this machine's processor already")
-        SHIPPED.mkdir(exist_ok=True)
-    _aim = aim
+    config.CPU_NAME, config.CPU_FEATURES = cpu, ""
+    if cpu_target.target_context.codegen().magic_tuple()[1:] != (cpu, ""):
+        raise RuntimeError("numba compiles for this machine's processor already")
+    SHIPPED.mkdir(exist_ok=True)
+    _aim = "wheel"
 
 
 class KeptFunction:
@@ -119,11 +125,11 @@ class KeptFunction:
                 yield Path(self.cache_path, self._file_name(magic)), magic
             if not os.access(beside, os.W_OK):  # of an image, or an install that root made
                 yield beside / self._file_name(magic), magic
-        baseline = BASELINES.get(platform.machine(), "")
-        shipped = (magic[0], baseline, "")
-        if magic == shipped or (_aim == "run" and _NEEDED.get(baseline, {""}) <= set(magic[2].split(","))):
-            package = self._function.__module__.rpartition(".")[0]
-            yield SHIPPED / f"{package}.{self._file_name(shipped)}", shipped
+        for baseline in BASELINES.get(platform.machine(), ()):
+            shipped = (magic[0], baseline, "")
+            if magic == shipped or (_aim == "run" and _NEEDED[baseline] <= set(magic[2].split(","))):
+                package = self._function.__module__.rpartition(".")[0]
+                yield SHIPPED / f"{package}.{self._file_name(shipped)}", shipped
 
     def _found(self, magic: Magic) -> Iterator[Path]:
         """The files that have the function, undamaged."""

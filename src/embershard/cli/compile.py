@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import platform
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +19,7 @@ PACKAGES = ("proto", "ps", "worker")
 def compile(
     for_wheel: Annotated[
         bool,
-        typer.Option(
-            "--for-wheel",
-            help="For all processors of this kind (x86-64-v3, or 64-bit ARM), into the folder that wheels bring.",
-        ),
+        typer.Option("--for-wheel", help="For all processors of this kind, into the folder that wheels bring."),
     ] = False,
 ) -> None:
     """Compile what shards and workers run, and keep it beside the package: for images, and installs that root makes.
@@ -29,10 +29,29 @@ def compile(
     """
     from embershard.proto.compiled import kept
 
-    try:
-        kept.compile_for("wheel" if for_wheel else "here")
-    except KeyError as error:
-        raise typer.BadParameter(f"wheels have kernels for {', '.join(kept.BASELINES)}; this is {error}") from None
+    if for_wheel:
+        cpus = kept.BASELINES.get(platform.machine(), ())
+        if not cpus:
+            raise typer.BadParameter(f"a wheel has kernels for {', '.join(kept.BASELINES)}, not {platform.machine()}")
+        # of their own: numba compiles for one processor in a process
+        with ProcessPoolExecutor(len(cpus), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+            missing = set().union(*processes.map(_compile_for_wheel, cpus))
+    else:
+        kept.compile_here()
+        missing = _compile()
+    left_out = f" (without what needs {', '.join(sorted(missing))}, which is not installed)" if missing else ""
+    typer.echo(f"compiled{left_out}")
+
+
+def _compile_for_wheel(cpu: str) -> set[str]:
+    from embershard.proto.compiled import kept
+
+    kept.compile_for_wheel(cpu)
+    return _compile()
+
+
+def _compile() -> set[str]:
+    """Compile everything; the packages that are not installed and without which some of it was left out."""
     from embershard.proto.compiled.jit import compile_missing
     from embershard.proto.optim.formulas import BUILTIN
 
@@ -40,8 +59,7 @@ def compile(
     compile_missing(everything=True)
     for optimizer in BUILTIN.values():
         _ = optimizer.compiled
-    left_out = f" (without what needs {', '.join(sorted(missing))}, which is not installed)" if missing else ""
-    typer.echo(f"compiled{left_out}")
+    return missing
 
 
 def _modules() -> list[str]:

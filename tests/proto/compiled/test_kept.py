@@ -97,8 +97,10 @@ from embershard.proto.compiled import kept
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 kept.SHIPPED, mode = Path(sys.argv[1]), sys.argv[2]
-if mode != "run":
-    kept.compile_for(mode)
+if mode == "here":
+    kept.compile_here()
+elif mode != "run":
+    kept.compile_for_wheel(mode)
 import numba
 from embershard.proto.compiled import jit
 sys.path.insert(0, sys.argv[3])
@@ -128,9 +130,10 @@ class TestShipped:
         return start
 
     def test_what_a_wheel_brings_is_taken_by_processors_that_it_is_for_and_no_others(self, run, tmp_path):
-        assert run("wheel") == ["compiled"]
+        cpu = kept.BASELINES[os.uname().machine][-1]  # the least of them
+        assert run(cpu) == ["compiled"]
         (file,) = (tmp_path / "shipped").glob("*.nbc")
-        assert kept.BASELINES[os.uname().machine] in file.name
+        assert f".{cpu}-" in file.name
         assert run() == ["taken"]
         assert run(copy="installed") == ["taken"]  # whatever the time of its file
         assert run("here", copy="own") == ["compiled"]  # `embershard compile` compiles for this very processor
