@@ -126,8 +126,12 @@ lint: setup
 proto: setup  ## generate the code of proto/embershard.proto
 	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src embershard/proto/embershard.proto
 
-build: setup  ## wheel and sdist in dist/
-	$(BIN)/python -m build
+build: setup  ## sdist and wheel in dist/, with kernels for the Python of each environment here (.venv, .venv-3.*)
+	rm -rf build/lib build/bdist.* proto/compiled/kernels
+	$(BIN)/python -m build --sdist
+	for venv in $(sort $(VENV) $(wildcard .venv-3.*)); do $$venv/bin/embershard compile --for-wheel || exit; done
+	$(BIN)/python -m build --wheel
+	rm -rf build/lib build/bdist.* proto/compiled/kernels
 
 bar-ncf: setup  ## quality on MovieLens-1M against the published numbers
 	$(BIN)/python bench/bar_ncf.py
@@ -201,8 +205,11 @@ bench-copy-on-write: setup  ## what a snapshot costs a shard, by copies of rows 
 bar-workers: setup  ## a worker that is killed, in every mode, and one that is unresponsive (20 minutes)
 	$(BIN)/python bench/bar_workers.py
 
-bench-startup: setup  ## from a command to a serving shard, an imported worker, a job's first step (ARGS="--tree DIR --tree DIR")
+bench-startup: setup  ## from a command to a serving shard, an imported worker, a job's first step, all warm (ARGS="--tree DIR --tree DIR")
 	$(BIN)/python bench/startup.py $(ARGS)
+
+bar-cold: setup  ## the first start from a clean checkout, from a new wheel, and warm: two shards and a worker (5 minutes)
+	$(BIN)/python bench/bar_cold.py $(ARGS)
 
 bench-wire: setup  ## what a frame costs, and a checksum of its buffers
 	$(BIN)/python bench/wire.py

@@ -4,9 +4,8 @@ shard       `embershard ps` until it serves, with kernels that were compiled bef
             and numpy alone, the least that a shard over gRPC could take
 worker      `embershard worker` until it has imported everything and finds no job file, against the imports of torch
 first step  `embershard train` with two shards and two workers until both workers have taken one step
-cold        two shards started at once with an empty cache of compiled kernels: until both serve, how many functions
-            each compiled, and how many of the two compiled any
 
+Everything is warm; what is compiled is bar_cold.py's.
 Bytecode is kept, as an installation keeps it: else a tree's own files are compiled at each start, and torch's are not.
 Each is wall seconds, and beside it CPU seconds of the process, which other programs on the machine disturb less.
 `--tree DIR` measures the checkout in DIR instead of this one; given twice, both take turns in one run.
@@ -22,14 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from timing import finish, load, machine, median, print_table
 
-BAR_SECONDS = 3.0  # of a warm shard
-DEADLINE = 600.0  # seconds for a job, or for a cold start
+BAR_SECONDS = 0.9  # of a warm shard
 SHARD = ["-m", "embershard.cli", "ps", "--listen", "127.0.0.1:0"]
 READY = "; print('ready', flush=True)"
 JOB = """
@@ -56,7 +53,14 @@ class Start:
 
     wall_s: float
     cpu_s: float
-    compiled: int = 0  # functions
+
+
+@dataclass
+class FirstStep:
+    """A job of a step of each worker."""
+
+    wall_s: float  # to the first `train` line of its log
+    cpu_s: float  # of all processes, to its end
 
 
 @dataclass
@@ -65,25 +69,17 @@ class Tree:
 
     root: Path
     starts: dict[str, list[Start]] = field(default_factory=lambda: {name: [] for name in FIRST_LINES})
-    first_steps: list[float] = field(default_factory=list)  # seconds
-    cold: list[Start] = field(default_factory=list)  # of the two shards
+    first_steps: list[FirstStep] = field(default_factory=list)
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        return {**kept, "PYTHONPATH": str(self.root / "src"), **more}
+        return {**kept, "PYTHONPATH": str(self.root / "src")}
 
     def measure(self) -> None:
-        """Everything that is warm, once."""
+        """Everything, once."""
         for name, words in FIRST_LINES.items():
             self.starts[name].append(start(words, self.environment()))
         self.first_steps.append(first_step(self.environment()))
-
-    def measure_cold(self) -> None:
-        with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(2) as pool:
-            # Numba says on stdout what it keeps in its cache
-            environment = self.environment(NUMBA_CACHE_DIR=cache, NUMBA_DEBUG_CACHE="1")
-            words = [[*SHARD, "--shard", shard, "--of", "2"] for shard in "01"]
-            self.cold = list(pool.map(lambda its: start(its, environment), words))
 
     def figures(self) -> dict[str, object]:
         wall = {name: median([s.wall_s for s in starts]) for name, starts in self.starts.items()}
@@ -95,14 +91,8 @@ class Tree:
                 f"{ours}_to_{least}": round(wall[ours] / wall[least], 2),
                 f"{ours}_to_{least}_cpu": round(cpu[ours] / cpu[least], 2),
             }
-        result["first_step_s"] = round(median(self.first_steps), 2)
-        if self.cold:
-            result |= {
-                "cold_s": round(max(s.wall_s for s in self.cold), 1),
-                "cold_cpu_s": round(sum(s.cpu_s for s in self.cold), 1),
-                "cold_compiled": [s.compiled for s in self.cold],
-                "cold_compiling": sum(s.compiled > 0 for s in self.cold),
-            }
+        result["first_step_s"] = round(median([step.wall_s for step in self.first_steps]), 2)
+        result["first_job_cpu_s"] = round(median([step.cpu_s for step in self.first_steps]), 2)
         return result
 
 
@@ -118,12 +108,10 @@ def start(words: Sequence[str], environment: Mapping[str, str]) -> Start:
         env=environment,
     )
     assert process.stdout is not None
-    compiled = 0
     try:
         for line in process.stdout:
-            compiled += "[cache] data saved" in line
             if line.startswith(("ready", "error: ")) or '"serving"' in line:
-                return Start(time.perf_counter() - begun, cpu_seconds(process.pid), compiled)
+                return Start(time.perf_counter() - begun, cpu_seconds(process.pid))
     finally:
         process.kill()
         process.wait()
@@ -136,22 +124,22 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
 
 
-def first_step(environment: Mapping[str, str]) -> float:
-    """Seconds from the command to the first `train` line of log.jsonl, which a job of one step writes after that."""
+def first_step(environment: Mapping[str, str], python: str = sys.executable, job: str = JOB) -> FirstStep:
+    """Train a job of one step, and read when its log.jsonl got the first `train` line, which is written after that."""
     with tempfile.TemporaryDirectory() as folder:
-        job, output = Path(folder, "job.yaml"), Path(folder, "run")
-        job.write_text(JOB)
+        path, output, said = Path(folder, "job.yaml"), Path(folder, "run"), Path(folder, "said")
+        path.write_text(job)
         begun = time.time()  # as in the log
-        command = [sys.executable, "-m", "embershard.cli", "train", str(job), "--output", str(output)]
-        done = subprocess.run(
-            command, env=environment, timeout=DEADLINE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
+        command = [python, "-m", "embershard.cli", "train", str(path), "--output", str(output)]
+        with said.open("w") as file:
+            pid = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=folder).pid
+        _, status, usage = os.wait4(pid, 0)  # what it used, with all processes that it waited for
+        if status:
+            raise SystemExit(f"{' '.join(command)}: exit code {status >> 8}\n{said.read_text()}")
         for line in (output / "log.jsonl").read_text().splitlines():
             record = json.loads(line)
             if record["record"] == "train":
-                return float(record["time"]) - begun
+                return FirstStep(float(record["time"]) - begun, usage.ru_utime + usage.ru_stime)
     raise SystemExit("the job's log has no `train` line")
 
 
@@ -171,17 +159,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parents[1]
     parser.add_argument("--tree", action="append", type=Path, help="a checkout to measure; may be given several times")
-    parser.add_argument("--rounds", type=int, default=5, help="of everything that is warm")
-    parser.add_argument("--no-cold", action="store_true", help="leave out the start that compiles (a minute of CPU)")
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     trees = [Tree(root.resolve()) for root in options.tree or [here]]
     print(f"{machine()}; {load()}", flush=True)
     for tree in trees:
         if not (tree.root / "src/embershard").is_dir():
             raise SystemExit(f"{tree.root} has no src/embershard: give the root of a checkout")
-        if not options.no_cold:
-            tree.measure_cold()
-            print(f"{tree.root}: cold: {tree.cold}", flush=True)
         start(FIRST_LINES["shard"], tree.environment())  # compiles where the user's own cache is cold
         first_step(tree.environment())
     for number in range(options.rounds):

@@ -281,7 +281,8 @@ def _group(unique: Ids, key: np.uint64, shard_of: Shards, places: Cells, grouped
     """Group unique ids by shard, in their order, and let index follow. places: scratch of unique.size."""
     num_shards = splits.size - 1
     if num_shards == 1:
-        grouped[:] = unique
+        for u in range(_U(unique.size)):  # `grouped[:] = unique` compiles for 1.4 s: it can raise an error with a text
+            grouped[u] = unique[u]
         splits[1] = unique.size
         return
     for u in range(_U(unique.size)):
@@ -300,7 +301,7 @@ def _group(unique: Ids, key: np.uint64, shard_of: Shards, places: Cells, grouped
         index[i] = places[_U(index[i])]
 
 
-@compiled(_ROUTE_SIGNATURE)
+@compiled(_ROUTE_SIGNATURE, at_start=True)
 def _route(
     ids: Ids, starts: Ids, keys: Words, shard_of: Shards, num_shards: int
 ) -> tuple[Ids, npt.NDArray[np.int64], Ids]:
@@ -460,7 +461,8 @@ def sum_rows(index: Ids, rows: Floats, num_rows: int) -> Floats:
         types.Array(types.int64, 1, "C", readonly=True),
         types.Array(types.float32, 2, "C", readonly=True),
         types.float32[:, ::1],
-    )
+    ),
+    at_start=True,
 )
 def _sum_rows(index: Ids, rows: Floats, out: Floats) -> None:
     for i in range(index.size):

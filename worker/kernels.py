@@ -86,7 +86,7 @@ def overlap(ids: Ids, others: Ids) -> Mask:
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
 
 
-@compiled(types.void(_IDS, _IDS, types.boolean[::1]))
+@compiled(types.void(_IDS, _IDS, types.boolean[::1]), at_start=True)
 def _overlap(ids: Ids, others: Ids, found: Mask) -> None:
     size = 16
     while size < 2 * others.size:

@@ -4,43 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numba
-from numba.core import config
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, InTreeCacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.runtime import rtsys
 from numba.core.typing.templates import Signature
 
+from embershard.proto.compiled.kept import KeptFunction
+
 F = TypeVar("F", bound=Callable[..., object])
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
+Parts = tuple[ModuleType | str, ...]
+# a wrapper for callers in C is compiled for seconds, and nobody calls it
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 _log = logging.getLogger(__name__)
 
 
 def compiled(
-    signature: Signature, *parts: ModuleType | str, inline: str = "never", registries: bool = False
+    signature: Signature,
+    *parts: ModuleType | str,
+    inline: str = "never",
+    registries: bool = False,
+    at_start: bool = False,
 ) -> Callable[[F], F]:
-    """njit with this signature, without the GIL; loaded or compiled at the first call, and kept in numba's cache.
+    """njit with this signature, without the GIL; loaded or compiled at the first call, and kept.
 
-    parts: the modules (or their files) whose `inlined` and `called` functions it is made of. numba looks for changes in
-    the function's own file alone, and would take what it kept from an older version of the others. What is kept beside
-    the function's file is loaded where that folder cannot be written, too (an image, an install that root made).
-    Where nothing is kept and nothing can be written, the function is compiled anew in every process.
+    parts: the modules (or their files) whose `inlined` and `called` functions it is made of: what was compiled before
+    one of them changed is not taken. What is kept beside the function's file is loaded where that folder cannot be
+    written, too (an image, an install that root made). Where nothing is kept and nothing can be written, the function
+    is compiled anew in every process.
     registries: import all that numba can compile before the function is loaded, as numba itself does (0.3 s, scipy
     included); for a user's function, which may be linked against any of it.
+    at_start: the first step of any job needs it, so `compile_missing` compiles it.
     """
 
     def decorate(function: F) -> F:
         dispatcher = numba.njit(inline=inline, **_OPTIONS)(function)
-        _pending[dispatcher] = _FirstCall(dispatcher, signature, parts, registries)
+        _pending[dispatcher] = _FirstCall(dispatcher, signature, parts, registries=registries, at_start=at_start)
         return dispatcher  # type: ignore[no-any-return]
 
     return decorate
@@ -48,12 +57,32 @@ def compiled(
 
 def inlined(function: F) -> F:
     """njit for a part of a compiled function's hot path: written out there, compiled and kept with it."""
-    return numba.njit(forceinline=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
+    return _part(function, forceinline=True)
 
 
 def called(function: F) -> F:
     """njit for a rare part of a compiled function: compiled with it and kept with it, as a call."""
-    return numba.njit(**_OPTIONS)(function)  # type: ignore[no-any-return]
+    return _part(function)
+
+
+def _part(function: F, **options: bool) -> F:
+    """njit without a wrapper for Python, which is most of what a small function compiles.
+
+    Where Python calls the part all the same (a reference in plain Python), it is compiled again, with a wrapper.
+    """
+    dispatcher = numba.njit(no_cpython_wrapper=True, **_OPTIONS, **options)(function)
+    wrapped: list[Any] = []
+
+    def compile_for_python(*args: object) -> object:
+        if not wrapped:
+            wrapped.append(numba.njit(**_OPTIONS)(function))
+        return wrapped[0]._compile_for_args(*args)
+
+    def add_overload(result: Any) -> None:  # numba's own would have Python call what has no wrapper
+        dispatcher.overloads[tuple(result.signature.args)] = result
+
+    dispatcher._compile_for_args, dispatcher.add_overload = compile_for_python, add_overload
+    return dispatcher  # type: ignore[no-any-return]
 
 
 def load(function: F) -> F:
@@ -64,18 +93,24 @@ def load(function: F) -> F:
     return function
 
 
-def compile_missing() -> None:
-    """Compile what the cache lacks of the compiled functions imported so far; what it has is loaded when it is called.
+def compile_missing(*, everything: bool = False) -> None:
+    """Compile what is kept nowhere of the functions imported so far that are needed at the start.
 
-    A process calls it before others wait for its answers: compiling everything takes a minute.
+    A process calls it before others wait for its answers. Processes that do so at once share the work: each takes what
+    no other one is compiling.
     """
+    modules: dict[str, list[_FirstCall]] = {}
     for first_call in list(_pending.values()):
-        first_call.compile_if_missing()
+        if (everything or first_call.at_start) and not first_call.is_kept():
+            modules.setdefault(first_call.module, []).append(first_call)
+    left = [calls for calls in modules.values() if not _compile_all(calls, wait=False)]
+    for calls in left:
+        _compile_all(calls, wait=True)
 
 
-def cache_folder(function: Callable[..., object]) -> str | None:
-    """The folder in which numba keeps a compiled function; None where it can be kept nowhere."""
-    folder: str | None = load(function).stats.cache_path  # type: ignore[attr-defined]
+def cache_folder(function: Callable[..., object]) -> Path | None:
+    """The folder in which a compiled function is kept; None where it can be kept nowhere."""
+    folder: Path | None = load(function)._cache.kept_in  # type: ignore[attr-defined]
     return folder
 
 
@@ -86,49 +121,39 @@ def sources(*parts: ModuleType | str) -> str:
     return hashlib.sha256(b"".join(_digest(file, file.stat().st_mtime_ns) for file in files)).hexdigest()
 
 
-class _ReadOnlyLocator(InTreeCacheLocator):  # type: ignore[misc]
-    """The folder beside a function's file, whether or not it can be written."""
-
-    def ensure_cache_path(self) -> None:
-        """Nothing: numba would write a file."""
-
-
-class _ReadOnlyCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes = (_ReadOnlyLocator,)
-
-
-class _ReadOnlyCache(FunctionCache):  # type: ignore[misc]
-    """What is kept beside a function's file."""
-
-    _impl_class = _ReadOnlyCacheImpl
-
-
 class _FirstCall:
     """Loads or compiles a dispatcher when it is called first, or when another function that calls it is compiled."""
 
     def __init__(
-        self, dispatcher: Any, signature: Signature, parts: tuple[ModuleType | str, ...], registries: bool
+        self, dispatcher: Any, signature: Signature, parts: Parts, *, registries: bool, at_start: bool
     ) -> None:
         self._dispatcher, self._signature, self._parts, self._registries = dispatcher, signature, parts, registries
-        self._prepared = False
+        self.at_start = at_start
         self._call_template = dispatcher.get_call_template
         dispatcher._compile_for_args = self._call  # numba: called where no compiled version fits
         dispatcher.get_call_template = self._template  # and this where another function calls it
 
+    @property
+    def module(self) -> str:
+        return str(self._dispatcher.__module__)
+
+    @property
+    def folder(self) -> str | None:
+        return self._kept.cache_path
+
     def load(self) -> None:
         with global_compiler_lock:  # re-entrant: the function may call another one that is pending
             if self._dispatcher in _pending:
+                self._dispatcher._cache = self._kept
                 if not self._load_kept():
                     self._compile()
                 self._dispatcher.disable_compile()
                 del self._dispatcher._compile_for_args, self._dispatcher.get_call_template
                 del _pending[self._dispatcher]
 
-    def compile_if_missing(self) -> None:
+    def is_kept(self) -> bool:
         with global_compiler_lock:
-            cache = self._cache()
-            if cache is None or self._key(cache) not in cache._cache_file._load_index():
-                self.load()
+            return self._kept.is_kept(self._dispatcher.targetctx.codegen().magic_tuple())
 
     def _call(self, *args: object) -> object:
         """The code that numba then calls with these arguments, without a further look at them."""
@@ -144,47 +169,18 @@ class _FirstCall:
         self.load()
         return self._call_template(args, kwargs)
 
-    def _cache(self) -> Any:
-        """numba's cache of the function; None where nothing can be kept."""
-        dispatcher = self._dispatcher
-        if not self._prepared:
-            with contextlib.suppress(RuntimeError):  # no folder can be written
-                dispatcher.enable_caching()
-                self._compare_sources(dispatcher._cache)
-            if (kept := self._read_only_cache()) is not None:
-                dispatcher._cache = kept
-            self._prepared = True
-        return dispatcher._cache if hasattr(dispatcher._cache, "_cache_file") else None
-
-    def _read_only_cache(self) -> Any:
-        """The folder beside the function's file where it has the function and cannot be written; else None."""
+    @functools.cached_property
+    def _kept(self) -> KeptFunction:
         function = self._dispatcher.py_func
-        file = Path(function.__code__.co_filename)
-        folder = file.parent / "__pycache__"
-        if not folder.is_dir() or os.access(folder, os.W_OK) or config.CACHE_LOCATOR_CLASSES:
-            return None
-        cache = _ReadOnlyCache(function)
-        self._compare_sources(cache)
-        return cache if self._key(cache) in cache._cache_file._load_index() else None
-
-    def _compare_sources(self, cache: Any) -> None:
-        """Have a cache take nothing that was compiled from other sources."""
-        # In the version, which is compared before the index is unpickled: an index names classes by their modules, and
-        # would raise where one was renamed since.
-        cache._cache_file._version += sources(*self._parts, self._dispatcher.py_func.__code__.co_filename)
-
-    def _key(self, cache: Any) -> object:
-        return cache._index_key(self._signature, self._dispatcher.targetctx.codegen())
+        return KeptFunction(function, self._signature, sources(*self._parts, function.__code__.co_filename))
 
     def _load_kept(self) -> bool:
-        """Load the function from the cache; False where it is not there."""
-        cache, context = self._cache(), self._dispatcher.targetctx
-        if cache is None:
-            return False
+        """Load the function from where it is kept; False where it is not."""
+        context = self._dispatcher.targetctx
         if self._registries:
             context.refresh()
         rtsys.initialize(context)  # the symbols that our functions are linked against
-        kept = cache._load_overload(self._signature, context)
+        kept = self._kept.load_overload(self._signature, context)
         if kept is None:
             return False
         self._dispatcher._cache_hits[self._signature] += 1
@@ -193,42 +189,83 @@ class _FirstCall:
         return True
 
     def _compile(self) -> None:
-        name = f"{self._dispatcher.__module__}.{self._dispatcher.__name__}"
-        cache = self._cache()
-        with contextlib.nullcontext() if cache is None else _locked(Path(cache.cache_path), name):
+        with _turn(self.folder, self.module, wait=True):
             # another process may have compiled it while this one waited
-            if cache is None or not self._load_kept():
-                _log.info("compiling %s", name)
-                self._dispatcher.compile(self._signature)
+            if self.folder is None or not self._load_kept():
+                _log.info("compiling %s", self._kept.name)
+                with _collector_off():
+                    self._dispatcher.compile(self._signature)
 
 
 _pending: dict[object, _FirstCall] = {}  # by dispatcher
 
 
+def _compile_all(calls: Sequence[_FirstCall], *, wait: bool) -> bool:
+    """Compile functions of one module, or load what others compiled meanwhile; False where another process is at it."""
+    with global_compiler_lock, _turn(calls[0].folder, calls[0].module, wait=wait) as ours:
+        for first_call in calls if ours else ():
+            first_call.load()
+    return ours
+
+
 @contextlib.contextmanager
-def _locked(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock of a cache folder, so that processes that start at once compile a function once."""
-    if folder in _held:  # a function that calls this one is compiled: flock would have this process wait for itself
-        yield
+def _turn(folder: str | None, module: str, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a module in a cache folder, so that processes that start at once compile its functions once.
+
+    Of a module, not of a function: they share parts, which a process compiles once. False where another process has the
+    lock and we do not wait.
+    """
+    byte = zlib.crc32(module.encode())
+    if folder is None or (folder, byte) in _held:
+        yield True
         return
-    with contextlib.ExitStack() as stack:
-        # a system or a file system without locks: it is compiled more than once
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
+    got = _lock(folder, byte, wait=wait)
+    if got is None:
+        yield False
+        return
+    _held.add((folder, byte))
+    try:
+        yield True
+    finally:
+        _held.discard((folder, byte))
+        got()
 
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((folder / "embershard.lock").open("w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.info("waiting for another process that compiles %s", name)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        _held.add(folder)
-        stack.callback(_held.discard, folder)
+
+def _lock(folder: str, byte: int, *, wait: bool) -> Callable[[], object] | None:
+    """Lock a byte of the folder's lock file; what gives it back, or None where we do not wait for another process."""
+    with contextlib.suppress(ImportError, OSError):  # a system or a file system without locks: all compile everything
+        import fcntl
+
+        if folder not in _lock_files:
+            os.makedirs(folder, exist_ok=True)
+            _lock_files[folder] = Path(folder, "embershard.lock").open("w")
+        file = _lock_files[folder]
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):
+            if not wait:
+                return None
+            _log.info("waiting for another process that compiles")
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)
+        return functools.partial(fcntl.lockf, file, fcntl.LOCK_UN, 1, byte)
+    return lambda: None
+
+
+# Both guarded by numba's compiler lock
+_held: set[tuple[str, int]] = set()  # what this process has locked
+_lock_files: dict[str, IO[str]] = {}  # by folder; open to the end: closing one would give back all locks on it
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Have Python collect no garbage: a compiler makes millions of objects, which would be looked through each time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
         yield
-
-
-_held: set[Path] = set()  # cache folders whose lock this process holds; guarded by numba's compiler lock
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @functools.cache

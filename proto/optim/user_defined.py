@@ -69,7 +69,9 @@ class RowOptimizer:
     def compiled(self) -> RowFunction:
         """The function compiled; BadOptimizer with the compiler's reason when it does not compile."""
         try:
-            return load(compiled(ROW_FUNCTION, intrinsics, registries=True)(self.function))
+            # ours are linked against nothing that numba would have to import first
+            users = not self.function.__module__.startswith("embershard.")
+            return load(compiled(ROW_FUNCTION, intrinsics, registries=users)(self.function))
         except Exception as error:  # numba lets some mistakes through as what Python raises
             reason = _compiler_reason(str(error), self.function.__code__)
             raise BadOptimizer(optimizer=self.name, reason=reason) from error

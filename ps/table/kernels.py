@@ -109,7 +109,7 @@ def find_short(tables: Ids, ends: Ids, short: npt.NDArray[np.bool_]) -> None:
         begin = ends[t]
 
 
-@compiled(types.void(_IDS, _IDS, _IDS, types.float32[:, ::1]), *_PARTS)
+@compiled(types.void(_IDS, _IDS, _IDS, types.float32[:, ::1]), *_PARTS, at_start=True)
 def gather(tables: Ids, ends: Ids, ids: Ids, out: Floats) -> None:
     """out[i] = weights of ids[i], or its first values where it has no row; changes nothing.
 
@@ -184,6 +184,7 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
         types.UniTuple(types.int64[::1], 2),
     ),
     *_PARTS,
+    at_start=True,
 )
 def apply(
     tables: Ids,
@@ -304,7 +305,7 @@ def count_missing(store: HashIndex, ids: Ids) -> int:
     return count
 
 
-@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, types.boolean), *_PARTS)
+@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, types.boolean), *_PARTS, at_start=True)
 def load(store: HashIndex, ids: Ids, rows: Floats, keep_state: bool) -> int:
     """Give ids these weights, in order, and new rows (all rows, unless keep_state) a fresh state.
 

@@ -82,7 +82,8 @@ class Entry:
         types.uint64[::1],
         types.Array(types.uint16, 1, "C", readonly=True),
         types.int64,
-    )
+    ),
+    at_start=True,
 )
 def _first_foreign(ids: Ids, ends: Ids, space_keys: Words, shard_of: npt.NDArray[np.uint16], shard: int) -> int:
     """Position of the first id that another shard holds, -1 if there is none. ends: of each table's ids, (T,)."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import platform
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -12,21 +16,50 @@ import embershard
 PACKAGES = ("proto", "ps", "worker")
 
 
-def compile() -> None:
+def compile(
+    for_wheel: Annotated[
+        bool,
+        typer.Option("--for-wheel", help="For all processors of this kind, into the folder that wheels bring."),
+    ] = False,
+) -> None:
     """Compile what shards and workers run, and keep it beside the package: for images, and installs that root makes.
 
-    Without it the first start of each user compiles, for up to two minutes. Without torch only what shards run is
-    compiled.
+    Without it the first start of each user compiles what it needs, for some seconds, unless the wheel brought it.
+    Without torch only what shards run is compiled.
     """
+    from embershard.proto.compiled import kept
+
+    if for_wheel:
+        cpus = kept.BASELINES.get(platform.machine(), ())
+        if not cpus:
+            raise typer.BadParameter(f"a wheel has kernels for {', '.join(kept.BASELINES)}, not {platform.machine()}")
+        # of their own: numba compiles for one processor in a process
+        with ProcessPoolExecutor(len(cpus), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+            missing = set().union(*processes.map(_compile_for_wheel, cpus))
+    else:
+        kept.compile_here()
+        missing = _compile()
+    left_out = f" (without what needs {', '.join(sorted(missing))}, which is not installed)" if missing else ""
+    typer.echo(f"compiled{left_out}")
+
+
+def _compile_for_wheel(cpu: str) -> set[str]:
+    from embershard.proto.compiled import kept
+
+    kept.compile_for_wheel(cpu)
+    return _compile()
+
+
+def _compile() -> set[str]:
+    """Compile everything; the packages that are not installed and without which some of it was left out."""
     from embershard.proto.compiled.jit import compile_missing
     from embershard.proto.optim.formulas import BUILTIN
 
     missing = {name for module in _modules() if (name := _import(module))}
-    compile_missing()
+    compile_missing(everything=True)
     for optimizer in BUILTIN.values():
         _ = optimizer.compiled
-    left_out = f" (without what needs {', '.join(sorted(missing))}, which is not installed)" if missing else ""
-    typer.echo(f"compiled{left_out}")
+    return missing
 
 
 def _modules() -> list[str]:

@@ -426,7 +426,7 @@ def _compilation_shown(place: WorkerRanks) -> Iterator[None]:
     def tell(_: logging.LogRecord) -> bool:
         if not told:
             told.append(True)
-            typer.echo("compiling kernels, once on this machine: up to two minutes")
+            typer.echo("compiling kernels, once on this machine: some seconds")
         return True
 
     handler.addFilter(tell)

@@ -94,7 +94,7 @@ from embershard.proto.compiled import intrinsics, jit
 for folder in (embershard.proto.codec, embershard.proto.codec.values):
     for found in pkgutil.iter_modules(folder.__path__, folder.__name__ + "."):
         importlib.import_module(found.name)
-jit.compile_missing()
+jit.compile_missing(everything=True)
 before = set(sys.modules)
 for kernel in list(jit._pending):
     jit.load(kernel)

@@ -249,7 +249,7 @@ class TestUserDefined:
         for table in (ours, builtin):
             table.apply(np.arange(30) % 10, normal(30, 5))
         np.testing.assert_allclose(ours.gather(np.arange(10)), builtin.gather(np.arange(10)), rtol=1e-5, atol=1e-6)
-        assert list((tmp_path / "__pycache__").glob("mine_works.my_adagrad*.nbi"))
+        assert list((tmp_path / "__pycache__").glob("mine_works.my_adagrad*.nbc"))
         with pytest.raises(BadOptimizer, match=r"no setting epsilon .it has: lr, eps"):
             registry.find(spec.Custom(function="mine_works:my_adagrad", lr=0.1, settings={"epsilon": 1}))
 
