@@ -114,7 +114,7 @@ class Tables:
         self._codecs = codecs or CodecRegistry()
         self._coding = coding
         self._entries: dict[str, Entry] = {}
-        self._bundles: dict[tuple[str, ...], tuple[int, Members]] = {}  # and the revision of the tables then
+        self._bundles: dict[tuple[str, ...], Members] = {}
         self.revision = 0  # grows whenever there are other tables
         self.quotas: TableQuotas | None = None  # of whom a request comes from, while it is handled
 
@@ -153,7 +153,7 @@ class Tables:
             name: Entry(found[name], _space_keys(found[name].spec), loader, dense, (codecs[0], codecs[1]))
             for name, loader, dense, codecs in flags
         }
-        self.revision += 1
+        self._changed()
 
     def replace(
         self, tables: Sequence[Table], flags: Mapping[str, tuple[bool, tuple[str, str]]] = MappingProxyType({})
@@ -163,7 +163,12 @@ class Tables:
             table.spec.name: Entry(table, _space_keys(table.spec), None, *flags.get(table.spec.name, (False, ("", ""))))
             for table in tables
         }
+        self._changed()
+
+    def _changed(self) -> None:
+        """There are other tables from here on."""
         self.revision += 1
+        self._bundles.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -187,7 +192,7 @@ class Tables:
             table = Table(spec, optimizer, self.budget)
             if self.quotas is not None:
                 self.quotas.check_table(self, table)
-            self.revision += 1
+            self._changed()
             self._entries[spec.name] = Entry(table, _space_keys(spec), loader, request.dense, codecs)
             return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
@@ -262,7 +267,7 @@ class Tables:
     def members(self, names: tuple[str, ...]) -> Members:
         """The tables of a bundle. UnknownTable, TableLoading; InvalidRequest where they have several dims."""
         found = self._bundles.get(names)
-        if found is None or found[0] != self.revision:
+        if found is None:
             tables = [self.open_entry(name).table for name in names]
             if len(set(names)) < len(names):
                 raise InvalidRequest(reason=f"a bundle of {len(names)} tables names one twice")
@@ -270,8 +275,8 @@ class Tables:
                 raise InvalidRequest(reason=f"a bundle of tables of dims {sorted(dims)}; they must have one")
             if len(self._bundles) >= _MOST_BUNDLES:
                 self._bundles.clear()
-            found = self._bundles[names] = self.revision, Members.of(tables)  # one that has its first values keeps them
-        return found[1]
+            found = self._bundles[names] = Members.of(tables)  # a table that has its first values keeps them
+        return found
 
     def check_open(self, part: TableGradients) -> None:
         """UnknownTable or TableLoading where a table of it is not here, or has not all of its first values."""
@@ -307,6 +312,10 @@ class Tables:
 
     def _check_bundle(self, part: TableGradients, kept: Ids | None) -> Checked:
         members = self.members(part.members)
+        if not part.unique:
+            raise InvalidRequest(
+                reason=f"a bundle, {part.members[0]!r} first: ids of each table must be unique, and say so"
+            )
         ids = part.ids if kept is None else kept
         if kept is None:
             _check_form(ids, part.members[0])
@@ -324,7 +333,7 @@ class Tables:
         if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
             name = part.table or part.members[0]
             raise InvalidRequest(reason=f"table {name!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
-        if part.members and part.unique:
+        if part.members:
             return self._check_bundle(part, kept)
         entry = self.open_entry(part.table)
         if kept is None:
