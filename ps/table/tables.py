@@ -280,19 +280,15 @@ class Tables:
 
     def check_open(self, part: TableGradients) -> None:
         """UnknownTable or TableLoading where a table of it is not here, or has not all of its first values."""
-        if part.members:
-            self.members(part.members)
-        else:
-            self.open_entry(part.table)
+        _ = self.members(part.members) if part.members else self.open_entry(part.table)
 
     def _ends(self, part: TableIds | TableGradients, ids: Ids) -> Ids:
         """Where each table's ids of a bundle end. InvalidRequest where they are not as many as its counts say."""
         ends = np.cumsum(np.array(part.counts, np.int64))
         if len(part.counts) != len(part.members) or min(part.counts) < 0 or ends[-1] != len(ids):
-            name = part.members[0]
+            said = f"{len(part.counts)} counts say {sum(part.counts)} ids, and it has {len(ids)}"
             raise InvalidRequest(
-                reason=f"a bundle of {len(part.members)} tables, {name!r} the first: {len(part.counts)} counts say "
-                f"{sum(part.counts)} ids, and it has {len(ids)}"
+                reason=f"a bundle of {len(part.members)} tables, {part.members[0]!r} the first: {said}"
             )
         return ends
 
@@ -313,9 +309,7 @@ class Tables:
     def _check_bundle(self, part: TableGradients, kept: Ids | None) -> Checked:
         members = self.members(part.members)
         if not part.unique:
-            raise InvalidRequest(
-                reason=f"a bundle, {part.members[0]!r} first: ids of each table must be unique, and say so"
-            )
+            raise InvalidRequest(reason=f"a bundle, {part.members[0]!r} the first: the ids of a table must be unique")
         ids = part.ids if kept is None else kept
         if kept is None:
             _check_form(ids, part.members[0])
@@ -372,6 +366,21 @@ def _summed(part: CheckedGradients, *, unique: bool) -> CheckedGradients:
     return part._replace(ids=route.ids, gradients=rows, ages=ages)
 
 
+def single_tables(parts: Sequence[Checked]) -> list[CheckedGradients]:
+    """The gradients of one table each."""
+    return [one for part in parts for one in ([part] if isinstance(part, CheckedGradients) else part.split())]
+
+
+def _apply(part: CheckedGradients, difference: bool, divisor: float) -> Applied:
+    """Apply gradients, at the learning rate over `divisor`, or add them as differences to the rows.
+
+    Whether there is memory was decided when they came (check_room): what was accepted is applied, in a replay too.
+    """
+    if difference:
+        return part.table.add(part.ids, part.gradients, has_room=True)
+    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages, has_room=True)
+
+
 def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, count: bool = True) -> Applied:
     """Apply all parts or none: gradients, at the learning rate over `divisor`, or (where a part is True) differences.
 
@@ -381,14 +390,15 @@ def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, 
     created have their first values.
     """
     bundles = [part for part, difference in parts if isinstance(part, CheckedBundle) and not difference]
-    whole = {id(part) for part in bundles if part.takes_one_call()}
-    single = [(one, difference) for part, difference in parts if id(part) not in whole for one in part.split()]
+    bundles = [part for part in bundles if part.takes_one_call()]
+    rest = [(part, difference) for part, difference in parts if not any(part is bundle for bundle in bundles)]
+    single = [(one, difference) for part, difference in rest for one in single_tables([part])]
     may_raise = [(part, difference) for part, difference in single if part.table.may_raise]
     before = [(part.table, part.ids, *part.table.records(part.ids)) for part, _ in may_raise]
     if may_raise:  # first: after them nothing raises
         single = [*may_raise, *((part, difference) for part, difference in single if not part.table.may_raise)]
     try:
-        done = [(part, part.apply(difference, divisor, count=False)) for part, difference in single]
+        done = [(part, _apply(part, difference, divisor)) for part, difference in single]
     except BadOptimizer:
         for table, ids, weights, state in reversed(before):  # two parts may have an id in common
             table.restore(ids, weights, state)
@@ -398,7 +408,7 @@ def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, 
             part.table.pushed_rows += applied.rows
             part.table.skipped_rows += applied.skipped
     results = [applied for _, applied in done]
-    results += [part.apply(divisor, count=count) for part in bundles if id(part) in whole]
+    results += [part.apply(divisor, count=count) for part in bundles]
     return Applied(sum(one.rows for one in results), sum(one.skipped for one in results))
 
 
@@ -430,7 +440,8 @@ def _sum_sizes(waiting: Mapping[Table, int], parts: Iterable[Checked]) -> dict[T
     """The number of ids of each table, those that wait included."""
     wanted = dict(waiting)
     for part in parts:
-        for table, count in part.sizes():
+        sizes = [(part.table, len(part.ids))] if isinstance(part, CheckedGradients) else part.sizes()
+        for table, count in sizes:
             wanted[table] = wanted.get(table, 0) + count
     return wanted
 
@@ -445,7 +456,7 @@ def _check_growth(
     """TableFull where the budget has no room for so many new rows; first as if all ids were new."""
     asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
     if asked > budget.limit - budget.used:  # now as they are
-        single = [one for part in parts for one in part.split()]
+        single = single_tables(parts)
         wanted.update(dict.fromkeys(wanted, 0))
         for one in (*waiting_parts(), *single):
             wanted[one.table] += one.table.count_missing(one.ids)

@@ -145,7 +145,11 @@ def test_a_push_names_the_ids_of_a_pull_divided_as_they_were(shard):
         (bundle(members=("sums", "loading", "plain")), errors.TableLoading, "'loading'"),
         (pushed(np.ones((4, DIM), np.float32)), errors.WrongDim, "'sums'"),
         (pushed(np.ones((5, DIM), np.float32), lr_scale=np.nan), errors.InvalidRequest, "'sums': lr_scale"),
-        (pushed(np.ones((5, DIM), np.float32), unique=False), errors.InvalidRequest, "must be unique"),
+        (
+            pushed(np.ones((5, DIM), np.float32), unique=False),
+            errors.InvalidRequest,
+            "'sums' the first: the ids of a table must be unique",
+        ),
         (pushed(np.ones((5, DIM), np.float32), (2, 0, 2)), errors.InvalidRequest, "counts say 4 ids"),
     ],
 )

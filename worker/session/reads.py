@@ -305,17 +305,18 @@ class PullBatch:
 def _bundles(lookups: Sequence[Lookup], source: RowSource) -> tuple[list[list[Lookup]], list[Lookup]]:
     """The lookups of tables of one dim that can be read as one, and those that stay alone."""
     alike: dict[tuple[int, How], dict[str, Lookup]] = {}
-    names = set[str]()
+    known = set[str]()
     single: list[Lookup] = []
-    fits = source.in_bundles([lookup.spec.name for lookup in lookups if lookup.how])
+    names = [lookup.spec.name for lookup in lookups if lookup.how]
+    fits = source.in_bundles(names) if len(names) > 1 else frozenset()
     for lookup in lookups:
         spec = lookup.spec
         if not lookup.how or spec.name not in fits or lookup.ids.dtype not in (torch.int64, torch.int32):
             single.append(lookup)
-        elif spec.name in names:  # it is read twice
+        elif spec.name in known:  # it is read twice
             single.append(lookup)
         else:
-            names.add(spec.name)
+            known.add(spec.name)
             alike.setdefault((spec.dim, lookup.how), {})[spec.name] = lookup
     bundles: list[list[Lookup]] = []
     for them in alike.values():
