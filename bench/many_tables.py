@@ -2,7 +2,9 @@
 
 A hundred tables of 1,000 rows, dim 16, a batch of 256 ids each, Adagrad; as nn.Embedding, and as nn.EmbeddingBag over
 bags of two. Torch updates by torch.optim.Adagrad, or by hand from the coalesced gradient; the faster of the two counts.
-Ours is the loop that a user writes: over a shard in this process, and in `session.prefetch` over two shard processes.
+Ours is the loop that a user writes, over a shard in this process, and over two shard processes with
+`session.prefetch` or without it, of which the faster counts.
+
 All sides compute with one thread; blocks of steps of all sides are interleaved, and the medians of the rounds count, of
 wall time and of the CPU time of all processes that take part. What it costs that there is one table more is the slope
 between 1, 10 and 100 tables with one id each: it has the model's own slicing and concatenating in it, and torch's side
@@ -35,6 +37,7 @@ TABLES, ROWS, DIM, BATCH, LR = 100, 1000, 16, 256, 0.05
 SPEED_BAR = 1.2  # torch's step over ours
 FIXED_BAR = 20e-6  # seconds per table and step
 TORCH, BY_HAND, LOCAL, SERVED = "torch.optim, sparse", "torch by hand, sparse", "local shard", "2 shard processes"
+PREFETCHED = "2 shard processes, prefetch"
 KINDS = {"nn.Embedding": 0, "nn.EmbeddingBag of 2": 2}  # ids of a bag
 
 
@@ -130,13 +133,12 @@ def our_steps(model: nn.Module, session: Session, data: Iterator[Tensor]) -> Ite
 def sides(stack: ExitStack, tables: int, batch: int, bag: int, shards: LocalShards) -> dict[str, Side]:
     """All sides, each with a model of its own."""
 
-    def ours(session: Session, pids: Sequence[int] = ()) -> Side:
+    def ours(session: Session, pids: Sequence[int] = (), *, prefetch: bool = False) -> Side:
         stack.enter_context(session)
-        prefix = f"{tables}-{batch}-{bag}/"
+        prefix = f"{tables}-{batch}-{bag}-{prefetch}/"
         model = wrap(Model(tables, bag), session, optimizer=Adagrad(lr=LR), prefix=prefix)
         data = batches(tables, batch, bag)
-        # a shard in this process leaves nothing to wait for
-        steps = our_steps(model, session, session.prefetch(data, staleness=1) if pids else data)
+        steps = our_steps(model, session, session.prefetch(data, staleness=1) if prefetch else data)
         stack.callback(steps.close)  # type: ignore[attr-defined]
         return Side(steps, pids)
 
@@ -149,6 +151,7 @@ def sides(stack: ExitStack, tables: int, batch: int, bag: int, shards: LocalShar
         BY_HAND: torchs(by_hand=True),
         LOCAL: ours(local(shards=1)),
         SERVED: ours(connect(",".join(shards.addresses)), shards.pids),
+        PREFETCHED: ours(connect(",".join(shards.addresses), worker=1), shards.pids, prefetch=True),
     }
 
 
@@ -182,8 +185,12 @@ def compare(shards: LocalShards, args: argparse.Namespace, failures: list[str]) 
             for name, its in found.items()
         ]
         print_table(["", "step, ms", "CPU, ms/step", "speed, of torch's best", "by CPU"], rows)
-        for name in (LOCAL, SERVED):
-            for what, ratio in (("wall", best.wall / found[name].wall), ("CPU", best.cpu / found[name].cpu)):
+        for name, ways in ((LOCAL, [LOCAL]), (SERVED, [SERVED, PREFETCHED])):
+            for what, its, theirs in (
+                ("wall", min(found[way].wall for way in ways), best.wall),
+                ("CPU", min(found[way].cpu for way in ways), best.cpu),
+            ):
+                ratio = theirs / its
                 result[f"{kind}, {name}, {what}"] = round(ratio, 3)
                 if ratio < SPEED_BAR:
                     failures.append(f"{kind}, {name}: {ratio:.2f}x of torch's best by {what} (bar {SPEED_BAR})")
@@ -196,7 +203,7 @@ def fixed_cost(shards: LocalShards, args: argparse.Namespace, failures: list[str
     found = {count: measure(count, 1, 0, shards, args) for count in counts}
     print("\nmicroseconds of CPU per step with one id per table, and for one table more")
     rows, result = [], {}
-    for name in (TORCH, BY_HAND, LOCAL, SERVED):
+    for name in (TORCH, BY_HAND, LOCAL, SERVED, PREFETCHED):
         one_more = slope({count: its[name].cpu for count, its in found.items()})
         rows.append([name, *(round(1e6 * its[name].cpu) for its in found.values()), 1e6 * one_more])
         result[f"fixed cost, {name}, us"] = round(1e6 * one_more, 1)

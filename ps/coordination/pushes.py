@@ -14,9 +14,9 @@ from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.security.table_quotas import TableQuotas
-from embershard.ps.table.checked import Checked, CheckedGradients
+from embershard.ps.table.checked import Checked
 from embershard.ps.table.table import Applied, Table
-from embershard.ps.table.tables import Tables, apply_parts, check_room
+from embershard.ps.table.tables import Tables, apply_parts, check_room, single_tables
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
 # one that never does can make a shard remember; what was dropped is sent again with its ids.
@@ -60,7 +60,7 @@ class Pushes:
         gathers = member is not None and self._clock.gathers(member, request)
         parts = self._check(request, known_ids, kept=gathers)
         if member is not None and gathers:
-            reply = self._clock.gather(member.sender, request, _split(parts), event)
+            reply = self._clock.gather(member.sender, request, single_tables(parts), event)
         else:
             try:
                 reply = self._apply(member, request, parts)
@@ -77,7 +77,7 @@ class Pushes:
     def gather_again(self, request: Push, known_ids: Sequence[Ids | None], event: int) -> None:
         """Keep a push for its clock that was kept, as `event`, when the state was written."""
         parts = self._check(request, known_ids, kept=True)
-        self._clock.gather(Sender(request.token.worker, request.token.epoch), request, _split(parts), event)
+        self._clock.gather(Sender(request.token.worker, request.token.epoch), request, single_tables(parts), event)
 
     def control(self) -> Plain:
         """The windows and the counts in plain values."""
@@ -111,7 +111,7 @@ class Pushes:
             room -= parts[-1].gradients.nbytes
         pending = self._clock.pending
         if self._tables.quotas is not None:
-            self._check_quotas(self._tables.quotas, [(part.table, part.ids) for part in _split(parts)])
+            self._check_quotas(self._tables.quotas, [(part.table, part.ids) for part in single_tables(parts)])
         kept_bytes = sum(part.nbytes for part in parts) if kept else 0
         check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
@@ -128,11 +128,6 @@ class Pushes:
         if request.last:
             self._clock.updates.count([request.version])
         return reply
-
-
-def _split(parts: Sequence[Checked]) -> list[CheckedGradients]:
-    """Gradients of one table each."""
-    return [one for part in parts for one in part.split()]
 
 
 @dataclass(slots=True)

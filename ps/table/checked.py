@@ -169,29 +169,6 @@ class CheckedGradients(NamedTuple):
         """The bytes of all of its arrays."""
         return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
 
-    def split(self) -> list[CheckedGradients]:
-        """Gradients of one table each."""
-        return [self]
-
-    def sizes(self) -> Iterator[tuple[Table, int]]:
-        """Every table, and the number of its ids."""
-        yield self.table, len(self.ids)
-
-    def apply(self, difference: bool, divisor: float = 1.0, *, count: bool = True) -> Applied:
-        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows.
-
-        The table counts the rows, where `count` says so. Whether there is memory was decided when they came
-        (check_room): what was accepted is applied, in a replay too.
-        """
-        if difference:
-            done = self.table.add(self.ids, self.gradients, has_room=True)
-        else:
-            done = self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages, has_room=True)
-        if count:
-            self.table.pushed_rows += done.rows
-            self.table.skipped_rows += done.skipped
-        return done
-
 
 class CheckedBundle(NamedTuple):
     """Gradients of rows of the tables of a bundle, checked."""
@@ -239,7 +216,10 @@ class CheckedBundle(NamedTuple):
         return not self.members.may_raise and not any([table.is_watched for table in self.members.tables])
 
     def apply(self, divisor: float = 1.0, *, count: bool = True) -> Applied:
-        """Apply the gradients as CheckedGradients.apply does, in one kernel call: where `takes_one_call` says so."""
+        """Apply the gradients, at the learning rate over `divisor`, in one kernel call: where `takes_one_call` says so.
+
+        The tables `count` the rows.
+        """
         self.reserve()  # as it is now: other parts of the push may have made rows
         skipped, created = np.zeros((2, len(self.counts)), np.int64)
         pushed = self.gradients, self.gradients.view(np.int32), _NO_AGES

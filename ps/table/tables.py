@@ -115,7 +115,7 @@ class Tables:
         self._codecs = codecs or CodecRegistry()
         self._coding = coding
         self._entries: dict[str, Entry] = {}
-        self._bundles: dict[tuple[str, ...], tuple[int, Members]] = {}  # and the revision of the tables then
+        self._bundles: dict[tuple[str, ...], Members] = {}
         self.revision = 0  # grows whenever there are other tables
         self.quotas: TableQuotas | None = None  # of whom a request comes from, while it is handled
 
@@ -154,7 +154,7 @@ class Tables:
             name: Entry(found[name], _space_keys(found[name].spec), loader, dense, (codecs[0], codecs[1]))
             for name, loader, dense, codecs in flags
         }
-        self.revision += 1
+        self._changed()
 
     def replace(
         self, tables: Sequence[Table], flags: Mapping[str, tuple[bool, tuple[str, str]]] = MappingProxyType({})
@@ -164,7 +164,12 @@ class Tables:
             table.spec.name: Entry(table, _space_keys(table.spec), None, *flags.get(table.spec.name, (False, ("", ""))))
             for table in tables
         }
+        self._changed()
+
+    def _changed(self) -> None:
+        """There are other tables from here on."""
         self.revision += 1
+        self._bundles.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -188,7 +193,7 @@ class Tables:
             table = Table(spec, optimizer, self.budget)
             if self.quotas is not None:
                 self.quotas.check_table(self, table)
-            self.revision += 1
+            self._changed()
             self._entries[spec.name] = Entry(table, _space_keys(spec), loader, request.dense, codecs)
             return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
@@ -263,7 +268,7 @@ class Tables:
     def members(self, names: tuple[str, ...]) -> Members:
         """The tables of a bundle. UnknownTable, TableLoading; InvalidRequest where they have several dims."""
         found = self._bundles.get(names)
-        if found is None or found[0] != self.revision:
+        if found is None:
             tables = [self.open_entry(name).table for name in names]
             if len(set(names)) < len(names):
                 raise InvalidRequest(reason=f"a bundle of {len(names)} tables names one twice")
@@ -271,24 +276,20 @@ class Tables:
                 raise InvalidRequest(reason=f"a bundle of tables of dims {sorted(dims)}; they must have one")
             if len(self._bundles) >= _MOST_BUNDLES:
                 self._bundles.clear()
-            found = self._bundles[names] = self.revision, Members.of(tables)  # one that has its first values keeps them
-        return found[1]
+            found = self._bundles[names] = Members.of(tables)  # a table that has its first values keeps them
+        return found
 
     def check_open(self, part: TableGradients) -> None:
         """UnknownTable or TableLoading where a table of it is not here, or has not all of its first values."""
-        if part.members:
-            self.members(part.members)
-        else:
-            self.open_entry(part.table)
+        _ = self.members(part.members) if part.members else self.open_entry(part.table)
 
     def _ends(self, part: TableIds | TableGradients, ids: Ids) -> Ids:
         """Where each table's ids of a bundle end. InvalidRequest where they are not as many as its counts say."""
         ends = np.cumsum(np.array(part.counts, np.int64))
         if len(part.counts) != len(part.members) or min(part.counts) < 0 or ends[-1] != len(ids):
-            name = part.members[0]
+            said = f"{len(part.counts)} counts say {sum(part.counts)} ids, and it has {len(ids)}"
             raise InvalidRequest(
-                reason=f"a bundle of {len(part.members)} tables, {name!r} the first: {len(part.counts)} counts say "
-                f"{sum(part.counts)} ids, and it has {len(ids)}"
+                reason=f"a bundle of {len(part.members)} tables, {part.members[0]!r} the first: {said}"
             )
         return ends
 
@@ -308,6 +309,8 @@ class Tables:
 
     def _check_bundle(self, part: TableGradients, kept: Ids | None) -> Checked:
         members = self.members(part.members)
+        if not part.unique:
+            raise InvalidRequest(reason=f"a bundle, {part.members[0]!r} the first: the ids of a table must be unique")
         ids = part.ids if kept is None else kept
         if kept is None:
             _check_form(ids, part.members[0])
@@ -325,7 +328,7 @@ class Tables:
         if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
             name = part.table or part.members[0]
             raise InvalidRequest(reason=f"table {name!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
-        if part.members and part.unique:
+        if part.members:
             return self._check_bundle(part, kept)
         entry = self.open_entry(part.table)
         if kept is None:
@@ -364,6 +367,21 @@ def _summed(part: CheckedGradients, *, unique: bool) -> CheckedGradients:
     return part._replace(ids=route.ids, gradients=rows, ages=ages)
 
 
+def single_tables(parts: Sequence[Checked]) -> list[CheckedGradients]:
+    """The gradients of one table each."""
+    return [one for part in parts for one in ([part] if isinstance(part, CheckedGradients) else part.split())]
+
+
+def _apply(part: CheckedGradients, difference: bool, divisor: float) -> Applied:
+    """Apply gradients, at the learning rate over `divisor`, or add them as differences to the rows.
+
+    Whether there is memory was decided when they came (check_room): what was accepted is applied, in a replay too.
+    """
+    if difference:
+        return part.table.add(part.ids, part.gradients, has_room=True)
+    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages, has_room=True)
+
+
 def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, count: bool = True) -> Applied:
     """Apply all parts or none: gradients, at the learning rate over `divisor`, or (where a part is True) differences.
 
@@ -373,14 +391,15 @@ def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, 
     created have their first values.
     """
     bundles = [part for part, difference in parts if isinstance(part, CheckedBundle) and not difference]
-    whole = {id(part) for part in bundles if part.takes_one_call()}
-    single = [(one, difference) for part, difference in parts if id(part) not in whole for one in part.split()]
+    bundles = [part for part in bundles if part.takes_one_call()]
+    rest = [(part, difference) for part, difference in parts if not any(part is bundle for bundle in bundles)]
+    single = [(one, difference) for part, difference in rest for one in single_tables([part])]
     may_raise = [(part, difference) for part, difference in single if part.table.may_raise]
     before = [(part.table, part.ids, *part.table.records(part.ids)) for part, _ in may_raise]
     if may_raise:  # first: after them nothing raises
         single = [*may_raise, *((part, difference) for part, difference in single if not part.table.may_raise)]
     try:
-        done = [(part, part.apply(difference, divisor, count=False)) for part, difference in single]
+        done = [(part, _apply(part, difference, divisor)) for part, difference in single]
     except BadOptimizer:
         for table, ids, weights, state in reversed(before):  # two parts may have an id in common
             table.restore(ids, weights, state)
@@ -390,7 +409,7 @@ def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, 
             part.table.pushed_rows += applied.rows
             part.table.skipped_rows += applied.skipped
     results = [applied for _, applied in done]
-    results += [part.apply(divisor, count=count) for part in bundles if id(part) in whole]
+    results += [part.apply(divisor, count=count) for part in bundles]
     return Applied(sum(one.rows for one in results), sum(one.skipped for one in results))
 
 
@@ -422,7 +441,8 @@ def _sum_sizes(waiting: Mapping[Table, int], parts: Iterable[Checked]) -> dict[T
     """The number of ids of each table, those that wait included."""
     wanted = dict(waiting)
     for part in parts:
-        for table, count in part.sizes():
+        sizes = [(part.table, len(part.ids))] if isinstance(part, CheckedGradients) else part.sizes()
+        for table, count in sizes:
             wanted[table] = wanted.get(table, 0) + count
     return wanted
 
@@ -437,7 +457,7 @@ def _check_growth(
     """TableFull where the budget has no room for so many new rows; first as if all ids were new."""
     asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
     if asked > budget.limit - budget.used:  # now as they are
-        single = [one for part in parts for one in part.split()]
+        single = single_tables(parts)
         wanted.update(dict.fromkeys(wanted, 0))
         for one in (*waiting_parts(), *single):
             wanted[one.table] += one.table.count_missing(one.ids)

@@ -1,6 +1,7 @@
 """Bundles of tables on a shard: what single tables do, in one message and one kernel call; and what is refused."""
 
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -144,7 +145,11 @@ def test_a_push_names_the_ids_of_a_pull_divided_as_they_were(shard):
         (bundle(members=("sums", "loading", "plain")), errors.TableLoading, "'loading'"),
         (pushed(np.ones((4, DIM), np.float32)), errors.WrongDim, "'sums'"),
         (pushed(np.ones((5, DIM), np.float32), lr_scale=np.nan), errors.InvalidRequest, "'sums': lr_scale"),
-        (pushed(np.ones((5, DIM), np.float32), unique=False), errors.UnknownTable, "''"),
+        (
+            pushed(np.ones((5, DIM), np.float32), unique=False),
+            errors.InvalidRequest,
+            "'sums' the first: the ids of a table must be unique",
+        ),
         (pushed(np.ones((5, DIM), np.float32), (2, 0, 2)), errors.InvalidRequest, "counts say 4 ids"),
     ],
 )
@@ -244,6 +249,16 @@ def test_a_log_has_a_bundle_with_its_ids_and_a_replay_the_same_bits(shard):
     for event in events:
         shard.core.apply(event)
     assert state(shard)[0] == state(logged)[0]
+
+
+def test_tables_that_others_took_the_place_of_are_forgotten(shard):
+    part = pushed(np.ones((5, DIM), np.float32))
+    shard.handle(push(part))
+    before = [weakref.ref(one) for one in shard.core.tables.all()]
+    shard.core.tables.replace([shard.core.new_table(one) for one in SPECS])
+    assert [one() for one in before] == [None] * 3
+    shard.handle(push(part, seq=2))
+    assert [one.rows for one in shard.status().tables] == [2, 0, 3]
 
 
 def test_all_members_are_tables_that_a_request_names():

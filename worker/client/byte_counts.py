@@ -26,6 +26,7 @@ Kind = Literal["ids", "rows", "dense", "residual", "other"]
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 _SAMPLES = 16  # messages
+_MOST_BUNDLES = 64  # that are counted as such: their members may be others at each step
 _CODED: tuple[Direction, ...] = ("pull", "push")
 _OTHER: Direction = "other"
 
@@ -77,10 +78,6 @@ class _Sum:
         self.residual += residual
         return wire
 
-    def with_bundled(self, messages: int, num_bytes: int) -> ByteCount:
-        """The count, with so many more bytes, as they are, in so many more messages."""
-        return ByteCount(self.wire + num_bytes, self.raw + num_bytes, self.messages + messages, self.residual)
-
 
 class _Table:
     """The sums of one table, found once per message: a training step waits while it is counted."""
@@ -111,6 +108,14 @@ class _Table:
             self.packed["residual"].append(part.ids)
         packed = part.ids if part.packed is None else part.packed
         return self.residual.add(part.gradients.nbytes + packed.nbytes, 0, len(part.ids))
+
+    def add_bundled(self, direction: Direction, ids: Sequence[int], rows: Sequence[int]) -> None:
+        """What bundles carried of it: messages with ids of it and these ids, messages with rows and these rows."""
+        for what, size, (messages, count) in (("ids", _ID_BYTES, ids), ("values", self.row_bytes, rows)):
+            its = self.sums[direction, what]
+            its.wire += size * count
+            its.raw += size * count
+            its.messages += messages
 
     def parts(self, name: str) -> Iterator[tuple[BytePart, _Sum]]:
         """Every sum with its name."""
@@ -166,11 +171,14 @@ class ByteCounter:
     def parts(self, num_bytes: int) -> dict[BytePart, ByteCount]:
         """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
         with self._lock:
-            bundled = self._bundled_parts()
+            self._divide_bundles()
             sums = [found for name, table in self._tables.items() for found in table.parts(name)]
             sums += [(BytePart(direction, "other"), rest) for direction, rest in self._rest.items()]
-            counts = {part: found.with_bundled(*bundled.get(part, (0, 0))) for part, found in sums}
-            parts = {part: count for part, count in counts.items() if count.messages}
+            parts = {
+                part: ByteCount(found.wire, found.raw, found.messages, found.residual)
+                for part, found in sums
+                if found.messages
+            }
         rest = num_bytes - sum(moved.wire for moved in parts.values())
         other = BytePart("other", "other")
         parts[other] = parts.get(other, ByteCount()).plus(ByteCount(rest, rest))
@@ -184,23 +192,20 @@ class ByteCounter:
                 () if table is None else tuple(table.packed["residual" if part.kind == "residual" else part.direction])
             )
 
-    def _bundled_parts(self) -> dict[BytePart, tuple[int, int]]:
-        """Messages and bytes of what travelled in bundles."""
-        parts: dict[BytePart, tuple[int, int]] = {}
+    def _divide_bundles(self) -> None:
+        """Count what travelled in bundles by table."""
         for (direction, members), bundled in self._bundled.items():
             for number, name in enumerate(members):
-                table = self._tables[name]
-                values = BytePart(direction, "ids", name), BytePart(direction, table.kind, name)
-                found = (bundled.ids, _ID_BYTES), (bundled.rows, table.row_bytes)
-                for part, (counts, size) in zip(values, found, strict=True):
-                    messages, num_bytes = parts.get(part, (0, 0))
-                    parts[part] = messages + int(counts[0, number]), num_bytes + size * int(counts[1, number])
-        return parts
+                ids, rows = bundled.ids[:, number].tolist(), bundled.rows[:, number].tolist()
+                self._tables[name].add_bundled(direction, ids, rows)
+        self._bundled.clear()
 
     def _bundle(self, direction: Direction, part: TableIds | TableGradients, values: Array, *, with_ids: bool) -> int:
         """What a message carried of a bundle; its bytes."""
         key = direction, part.members
         if key not in self._bundled:
+            if len(self._bundled) >= _MOST_BUNDLES:
+                self._divide_bundles()
             self._bundled[key] = _Bundled(len(part.members))
         self._bundled[key].add(part.counts, with_ids=with_ids)
         return values.nbytes + (part.ids.nbytes if with_ids else 0)

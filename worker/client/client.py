@@ -51,7 +51,7 @@ from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, may_be_unhandled
 from embershard.worker.client.push import LrScale as LrScale
-from embershard.worker.client.routes import divide_gradients, divide_reads, in_order, placed
+from embershard.worker.client.routes import Part, placed_gradients, placed_reads
 from embershard.worker.compression.compressor import Compressor, rate_of
 
 if TYPE_CHECKING:
@@ -184,16 +184,21 @@ class Client:
 
     def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
         """Those of some tables whose rows may travel together."""
-        if not all(one.greeting.bundles for one in self.connections):
-            return frozenset()
-        return self.compressor.in_bundles(tables)
+        can = all(one.greeting.bundles for one in self.connections)
+        return self.compressor.in_bundles(tables) if can else frozenset()
 
-    def _travels(self, route: BundleRoute, lr_scale: LrScale = 1.0) -> bool:
-        """Whether a bundle may travel as it is, with one factor on the learning rates of its tables."""
-        if route.epoch != self.placement.epoch or not all(one.greeting.bundles for one in self.connections):
-            return False
-        is_even = isinstance(lr_scale, float) or len({rate_of(lr_scale, table) for table in route.tables}) == 1
-        return is_even and self.compressor.are_plain(route.tables)
+    def _travels(self, placement: Placement, lr_scale: LrScale = 1.0) -> Callable[[Route], bool]:
+        """Whether a route may travel as it is: under this placement, and as a bundle where one rate is that of all."""
+
+        def travels(route: Route) -> bool:
+            if route.epoch != placement.epoch or not isinstance(route, BundleRoute):
+                return route.epoch == placement.epoch
+            if not all(one.greeting.bundles for one in self.connections):
+                return False
+            is_even = isinstance(lr_scale, float) or len({rate_of(lr_scale, table) for table in route.tables}) == 1
+            return is_even and self.compressor.are_plain(route.tables)
+
+        return travels
 
     @property
     def certificate_expires(self) -> datetime | None:
@@ -278,20 +283,20 @@ class Client:
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         with self._push_lock:  # loads and pushes are numbered together
             self._deliver_waiting()
-            mine = placed(route, self.placement)
-            rows = in_order(rows, route, mine)
-            whole = Load(table, mine.epoch, mine.ids, rows, self.worker, last=last, keep_state=keep_state)
+            if route.epoch != self.placement.epoch:
+                ((_, route, rows),) = placed_gradients([(table, route, rows)], self.placement, lambda _: False)
+            whole = Load(table, route.epoch, route.ids, rows, self.worker, last=last, keep_state=keep_state)
             loaded = load_rows(
                 self.connections,
                 self.limits,
                 whole,
-                mine,
+                route,
                 shards=shards,
                 member=self.membership,
                 pushes=self._pushes,
             )
             if loaded and not keep_state:
-                self.compressor.forget(table, mine)
+                self.compressor.forget(table, route)
 
     def pull(
         self,
@@ -305,10 +310,9 @@ class Client:
     ) -> list[Floats]:
         """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the C-ordered arrays to fill.
 
-        In place of a table there may be the members of a bundle, with its route.
-        `keep` asks the shards to keep the ids, so that a push by the same route need not send them again. A member's
-        pull for `clock` waits until the shards are as far as its staleness wants. `versions` are lowered to those read.
-        With `exact` rows come as the shards keep them, whatever the tables' codecs.
+        In place of a table there may be the members of a bundle. `keep` asks the shards to keep the ids, so that a push
+        by the same route need not send them again. A member's pull for `clock` waits until the shards are as far as its
+        staleness wants. `versions` are lowered to those read. With `exact` rows come as the shards keep them.
         """
         specs = [self.spec(table) for table, _ in reads]
         if out is None:
@@ -324,22 +328,18 @@ class Client:
                 return self.connections.call(pulls, into)
             return self._call_as_member(self.membership, pulls, into, clock)
 
-        whole, (reads, out, parts) = list(out), divide_reads(reads, out, self._travels)
-        placement = self.placement
-        mine = [(table, placed(route, placement)) for table, route in reads]
-        moved = [one is not route for (_, one), (_, route) in zip(mine, reads, strict=True)]
-        into = [np.empty_like(rows) if other else rows for rows, other in zip(out, moved, strict=True)]
-        keep = keep and not any(moved)  # a push makes another route of the same ids
+        placement, mine, into, parts = self.placement, reads, out, list[Part]()
+        travels = self._travels(placement)
+        if not all(travels(route) for _, route in reads):
+            mine, into, parts = placed_reads(reads, out, placement, travels)
+        keep = keep and not parts  # a push makes other routes of the same ids
         with span("pull"):
             self._puller.pull(mine, into, placement, send, required_clock, keep=keep, versions=versions, exact=exact)
-        for rows, pulled, (_, route) in zip(out, into, mine, strict=True):
-            if pulled is not rows:
-                rows[...] = pulled[route.index]
         for rows, places, pulled in parts:
             rows[places] = pulled
         with self.connections.lock:
             self.connections.stats.pulled_rows += sum(len(route.ids) for _, route in reads)
-        return whole
+        return list(out)
 
     def _call_as_member(
         self, member: Membership, pulls: Mapping[int, Pull], into: Places, clock: int | None
@@ -400,13 +400,11 @@ class Client:
             _check_rows(spec.name, "gradients", rows, len(route.ids), spec.dim)
         with self._push_lock, span("push"):
             placement, member = self.placement, self.membership
-            gradients = divide_gradients(gradients, lambda route: self._travels(route, lr_scale))
-            routes = [placed(route, placement) for _, route, _ in gradients]
+            travels = self._travels(placement, lr_scale)
+            if not all(travels(route) for _, route, _ in gradients):
+                gradients = placed_gradients(gradients, placement, travels)
             update = Update(
-                gradients=[
-                    (table, mine, in_order(rows, route, mine))
-                    for (table, route, rows), mine in zip(gradients, routes, strict=True)
-                ],
+                gradients=gradients,
                 clock=clock,
                 lr_scale=lr_scale,
                 weight=weight,

@@ -279,8 +279,9 @@ def _fit(parts: list[TableGradients], limit: int, dims: Mapping[TableKey, int]) 
     room = 0
     for part in parts:
         ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
-        rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(part.key, 0))
-        size = TABLE_OVERHEAD + len(head_text(part.key).encode()) + ids + rows
+        key = part.key
+        rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(key, 0))
+        size = TABLE_OVERHEAD + len(head_text(key).encode()) + ids + rows
         if size > room:
             messages.append(())
             room = limit - MESSAGE_OVERHEAD

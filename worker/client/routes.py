@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -11,55 +11,51 @@ from embershard.proto.messages import TableKey
 from embershard.proto.routing import BundleRoute, Placement, Route, regroup
 from embershard.worker.client.push import Gradients
 
-Part = tuple[Floats, Ids, Floats]  # rows of a bundle, which of them are a table's, and these rows
+Part = tuple[Floats, Ids, Floats]  # rows, some places in them, and the rows that are to be copied there
 
-Travels = Callable[[BundleRoute], bool]
-
-
-def placed(route: Route, placement: Placement) -> Route:
-    """The route of the same ids under a placement; the route itself where it is of this one."""
-    return route if route.epoch == placement.epoch else regroup(route, placement)
+Travels = Callable[[Route], bool]  # whether a route may travel as it is
 
 
-def in_order(rows: Floats, route: Route, mine: Route) -> Floats:
-    """Rows of a route, (U, dim), in the order of `mine`, the route of the same ids under another placement."""
-    if mine is route:
-        return rows
-    ordered = np.empty_like(rows)
-    ordered[mine.index] = rows
-    return ordered
-
-
-def divide_reads(
-    reads: Sequence[tuple[TableKey, Route]], out: Sequence[Floats], travels: Travels
+def placed_reads(
+    reads: Sequence[tuple[TableKey, Route]], out: Sequence[Floats], placement: Placement, travels: Travels
 ) -> tuple[list[tuple[TableKey, Route]], list[Floats], list[Part]]:
-    """The reads and their places, with a read of each table in place of those of bundles that do not travel.
-
-    What is read then has to be copied from the parts into the rows of their bundles.
-    """
-    divided: list[tuple[TableKey, Route]] = []
+    """The reads as they travel, places for their rows, and the parts that then have to be copied."""
+    mine: list[tuple[TableKey, Route]] = []
     places: list[Floats] = []
     parts: list[Part] = []
     for (table, route), rows in zip(reads, out, strict=True):
-        if not isinstance(route, BundleRoute) or travels(route):
-            divided.append((table, route))
+        if travels(route):
+            mine.append((table, route))
             places.append(rows)
             continue
-        for name, member, at in route.members():
+        for name, part, at in _placed(table, route, placement):
             parts.append((rows, at, np.empty((len(at), rows.shape[1]), np.float32)))
-            divided.append((name, member))
+            mine.append((name, part))
             places.append(parts[-1][2])
-    return divided, places, parts
+    return mine, places, parts
 
 
-def divide_gradients(gradients: Gradients, travels: Travels) -> Gradients:
-    """The gradients, with those of each table in place of those of bundles that do not travel."""
-    if all(not isinstance(route, BundleRoute) or travels(route) for _, route, _ in gradients):
-        return gradients
-    divided: list[tuple[TableKey, Route, Floats]] = []
+def placed_gradients(gradients: Gradients, placement: Placement, travels: Travels) -> Gradients:
+    """The gradients as they travel."""
+    mine: list[tuple[TableKey, Route, Floats]] = []
     for table, route, rows in gradients:
-        if not isinstance(route, BundleRoute) or travels(route):
-            divided.append((table, route, rows))
+        if travels(route):
+            mine.append((table, route, rows))
         else:
-            divided += ((name, member, rows[at]) for name, member, at in route.members())
-    return divided
+            mine += ((name, part, rows[at]) for name, part, at in _placed(table, route, placement))
+    return mine
+
+
+def _placed(table: TableKey, route: Route, placement: Placement) -> Iterator[tuple[TableKey, Route, Ids]]:
+    """A route, or that of each table of a bundle, under a placement, and where its ids lie in the one given."""
+    if isinstance(route, BundleRoute):
+        members: Iterator[tuple[TableKey, Route, Ids]] = route.members()
+    else:
+        members = iter([(table, route, np.arange(len(route.ids)))])
+    for name, member, at in members:
+        mine = member if member.epoch == placement.epoch else regroup(member, placement)
+        if mine is not member:
+            places = np.empty_like(at)
+            places[mine.index] = at
+            at = places
+        yield name, mine, at

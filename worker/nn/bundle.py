@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,28 +37,11 @@ def take(read: LookupResult, bundle: BundleRows, collect: Collect) -> Tensor | N
     """
     if not read.outputs:
         rows = bundle.rows.detach().requires_grad_()  # shares memory
-        used = np.zeros(len(bundle.ends), np.bool_)
+        used = np.zeros(len(bundle.bounds), np.bool_)
         rows.register_post_accumulate_grad_hook(_collector(bundle, used, collect))  # type: ignore[no-untyped-call]
         read.outputs.extend(_BundleLookup.apply(rows, bundle, used))  # type: ignore[no-untyped-call]
     output, read.outputs[read.member] = read.outputs[read.member], None
     return output
-
-
-class _Part(NamedTuple):
-    """The lookups of one table."""
-
-    lookups: slice  # of all flat ids
-    bags: int  # or lookups, where they are not pooled
-    length: int  # of a bag
-
-
-def _parts(bundle: BundleRows) -> list[_Part]:
-    parts, start = [], 0
-    for end, shape in zip(bundle.ends, bundle.shapes, strict=True):
-        bags, length = (end - start, 1) if bundle.how == "rows" else shape
-        parts.append(_Part(slice(start, end), bags, length))
-        start = end
-    return parts
 
 
 class _BundleLookup(torch.autograd.Function):
@@ -72,55 +54,52 @@ class _BundleLookup(torch.autograd.Function):
     def forward(ctx: FunctionCtx, rows: Tensor, bundle: BundleRows, used: Mask) -> tuple[Tensor, ...]:
         ctx.bundle, ctx.used = bundle, used  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        parts, dim, how = _parts(bundle), rows.shape[1], bundle.how
+        dim, how = rows.shape[1], bundle.how
+        bags = (bundle.bounds[:, 1] - bundle.bounds[:, 0]) // bundle.bounds[:, 2]
         if how == "rows":
             found = F.embedding(bundle.index, rows).numpy()
         else:
-            lengths = np.repeat([part.length for part in parts], [part.bags for part in parts])
+            lengths = np.repeat(bundle.bounds[:, 2], bags)
             offsets = torch.from_numpy(np.cumsum(lengths) - lengths)
             found = F.embedding_bag(bundle.index, rows, offsets, mode=how).numpy()
         outputs, start = [], 0
-        for part, shape in zip(parts, bundle.shapes, strict=True):
+        for end, shape in zip(np.cumsum(bags).tolist(), bundle.shapes, strict=True):
             # no views for autograd, which would refuse to have one of several changed in place
-            output = found[start : start + part.bags]
+            output = found[start:end]
             if how == "rows" and len(shape) != 1:
                 output = output.reshape(*shape, dim)
             outputs.append(torch.from_numpy(output))
-            start += part.bags
+            start = end
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         bundle: BundleRows = ctx.bundle  # type: ignore[attr-defined]
-        ctx.used[:] = [its is not None for its in gradients]  # type: ignore[attr-defined]
-        found = [(part, its) for part, its in zip(_parts(bundle), gradients, strict=True) if its is not None]
-        parts, dim = [part for part, _ in found], bundle.rows.shape[1]
-        flat = [its if its.dim() == 2 else its.reshape(-1, dim) for _, its in found]
-        scales = [1.0 / part.length if bundle.how == "mean" else 1.0 for part in parts]
+        used: Mask = ctx.used  # type: ignore[attr-defined]
+        used[:] = [its is not None for its in gradients]
+        dim, bounds = bundle.rows.shape[1], bundle.bounds if used.all() else bundle.bounds[used]
+        flat = [its if its.dim() == 2 else its.reshape(-1, dim) for its in gradients if its is not None]
+        scales = np.ones(len(flat)) if bundle.how != "mean" else 1.0 / bounds[:, 2]
         if torch.is_grad_enabled():  # create_graph: by operations that autograd knows
-            each = [its.repeat_interleave(part.length, 0) for part, its in zip(parts, flat, strict=True)]
-            joined = torch.cat([its * scale for its, scale in zip(each, scales, strict=True)])
-            index = torch.cat([bundle.index[part.lookups] for part in parts])
+            weighted = zip(flat, bounds[:, 2].tolist(), scales.tolist(), strict=True)
+            joined = torch.cat([its.repeat_interleave(length, 0) * scale for its, length, scale in weighted])
+            index = torch.cat([bundle.index[start:end] for start, end, _ in bounds.tolist()])
             return joined.new_zeros(bundle.rows.shape).index_add(0, index, joined), None, None
         flat = [its if its.stride(1) == 1 or dim == 1 else its.contiguous() for its in flat]  # alive until it is read
-        places = [(its.data_ptr(), its.stride(0)) for its in flat]
-        bounds = [(part.lookups.start, part.lookups.stop, part.length) for part in parts]
+        places = np.array([(its.data_ptr(), its.stride(0)) for its in flat], np.int64).reshape(-1, 2)
         summed = np.zeros(tuple(bundle.rows.shape), np.float32)
-        order = _NO_ORDER if bundle.how == "rows" else _order(bundle, parts)
-        of_tables = np.array(places, np.int64).reshape(-1, 2), np.array(bounds, np.int64).reshape(-1, 3)
-        _sum_rows(of_tables, np.array(scales, np.float32), bundle.index.numpy(), order, summed)
+        order = _NO_ORDER if bundle.how == "rows" else _order(bundle)
+        _sum_rows((places, bounds), scales.astype(np.float32), bundle.index.numpy(), order, summed)
         return torch.from_numpy(summed), None, None
 
 
-def _order(bundle: BundleRows, parts: list[_Part]) -> Ids:
+def _order(bundle: BundleRows) -> Ids:
     """(N,) in which order torch adds the gradients of a table's lookups: that of its sort, which is not stable."""
     flat = torch.from_numpy(bundle.flat)
-    if len({part.lookups.stop - part.lookups.start for part in _parts(bundle)}) == 1:
-        return flat.view(len(bundle.ends), -1).sort(1)[1].view(-1).numpy()
-    order = torch.empty_like(flat)
-    for part in parts:
-        order[part.lookups] = flat[part.lookups].sort()[1]
-    return order.numpy()
+    sizes = (bundle.bounds[:, 1] - bundle.bounds[:, 0]).tolist()
+    if len(set(sizes)) == 1:
+        return flat.view(len(sizes), -1).sort(1)[1].view(-1).numpy()
+    return torch.cat([part.sort()[1] for part in torch.split(flat, sizes)]).numpy()
 
 
 def _collector(bundle: BundleRows, used: Mask, collect: Collect) -> Callable[[Tensor], None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from embershard.proto.arrays import Floats, Ids
@@ -42,7 +43,7 @@ class BundleRows:
     route: BundleRoute
     rows: torch.Tensor  # (U, dim) float32 on the host, in route order
     index: torch.Tensor  # (N,) of the flat ids of all tables
-    ends: list[int]  # of each table's, in the index
+    bounds: Bounds  # (T, 3) the first of each table's ids, their end, and how many are a bag; 1 without bags
     flat: Ids  # (N,) the ids themselves
     shapes: list[torch.Size]  # of each table's ids
     how: How  # what the readers make of their rows
@@ -82,8 +83,8 @@ class LookupResult:
             return False
         index = self.route.index
         if self.bundle is not None:
-            end = self.bundle.ends[self.member]
-            index = index[end - self.index.numel() : end]
+            start, end, _ = self.bundle.bounds[self.member]
+            index = index[start:end]
         # what was routed, whatever became of self.ids since then
         return np.array_equal(ids.detach().cpu().reshape(-1).numpy(), self.route.ids[index])
 
@@ -97,6 +98,7 @@ class LookupResult:
         return LookupResult(self.ids, self.version, route, self.rows[torch.from_numpy(places)], torch.from_numpy(index))
 
 
+Bounds = npt.NDArray[np.int64]
 LookupResults = dict[str, list[LookupResult]]  # by table
 
 
@@ -108,14 +110,14 @@ class PrefetchedRows:
         self.batch: LookupResults | None = None  # for the batch that `prefetch` gave out; None outside of it
         self.found = self.missed = 0  # reads inside `prefetch` that were pulled for the batch, and those that were not
 
-    def find(self, lookup: Lookup, *, exact: bool = False) -> LookupResult | None:
-        """The rows of a lookup, if they were pulled: for the very tensor of ids, or for one with the same ids in it.
+    def find(self, table: str, ids: torch.Tensor, device: torch.device, *, exact: bool = False) -> LookupResult | None:
+        """The rows of ids, if they were pulled: for the very tensor of ids, or for one with the same ids in it.
 
         An `exact` read is not that of the batch, whose rows came by the tables' codecs.
         """
-        result = _find(self.forward, lookup) if self.forward else None
+        result = _find(self.forward, table, ids, device) if self.forward else None
         if result is None and self.batch is not None and not exact:
-            result = _find(self.batch, lookup)
+            result = _find(self.batch, table, ids, device)
             self.found += result is not None
             self.missed += result is None
         return result
@@ -128,13 +130,13 @@ class PrefetchedRows:
             self.batch = {name: results for name, results in self.batch.items() if table not in (None, name)}
 
 
-def _find(results: LookupResults, lookup: Lookup) -> LookupResult | None:
-    candidates = results.get(lookup.spec.name, ())
+def _find(results: LookupResults, table: str, ids: torch.Tensor, device: torch.device) -> LookupResult | None:
+    candidates = results.get(table, ())
     for result in candidates:
-        if result.is_of(lookup.ids) and result.rows.device == lookup.device:
+        if result.is_of(ids) and result.rows.device == device:
             return result
     for result in candidates:
-        if result.rows.device == lookup.device and result.has_rows_of(lookup.ids):
+        if result.rows.device == device and result.has_rows_of(ids):
             return result
     return None
 
@@ -303,17 +305,18 @@ class PullBatch:
 def _bundles(lookups: Sequence[Lookup], source: RowSource) -> tuple[list[list[Lookup]], list[Lookup]]:
     """The lookups of tables of one dim that can be read as one, and those that stay alone."""
     alike: dict[tuple[int, How], dict[str, Lookup]] = {}
-    names = set[str]()
+    known = set[str]()
     single: list[Lookup] = []
-    fits = source.in_bundles([lookup.spec.name for lookup in lookups if lookup.how])
+    names = [lookup.spec.name for lookup in lookups if lookup.how]
+    fits = source.in_bundles(names) if len(names) > 1 else frozenset()
     for lookup in lookups:
         spec = lookup.spec
         if not lookup.how or spec.name not in fits or lookup.ids.dtype not in (torch.int64, torch.int32):
             single.append(lookup)
-        elif spec.name in names:  # it is read twice
+        elif spec.name in known:  # it is read twice
             single.append(lookup)
         else:
-            names.add(spec.name)
+            known.add(spec.name)
             alike.setdefault((spec.dim, lookup.how), {})[spec.name] = lookup
     bundles: list[list[Lookup]] = []
     for them in alike.values():
@@ -328,7 +331,11 @@ def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
     """Tables that are read as one."""
     versions = [_version(lookup.ids) for lookup in lookups]
     flat = torch.cat([lookup.ids.detach().reshape(-1) for lookup in lookups]).to("cpu", torch.int64).numpy()
-    ends = np.cumsum([lookup.ids.numel() for lookup in lookups])
+    bounds = np.ones((len(lookups), 3), np.int64)
+    ends = np.cumsum([lookup.ids.numel() for lookup in lookups], dtype=np.int64)
+    bounds[0, 0], bounds[1:, 0], bounds[:, 1] = 0, ends[:-1], ends
+    if lookups[0].how != "rows":
+        bounds[:, 2] = [lookup.ids.shape[1] for lookup in lookups]
     tables = tuple([lookup.spec.name for lookup in lookups])
     keys = tuple([lookup.spec.space_key for lookup in lookups])
     with span("route"):
@@ -338,7 +345,7 @@ def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
     shapes = [lookup.ids.shape for lookup in lookups]
     specs = {lookup.spec.name: lookup.spec for lookup in lookups}
     readers = [lookup.reader for lookup in lookups]
-    bundle = BundleRows(route, rows, index, ends.tolist(), flat, shapes, lookups[0].how, readers, least, largest, specs)
+    bundle = BundleRows(route, rows, index, bounds, flat, shapes, lookups[0].how, readers, least, largest, specs)
     missing = np.ones(len(route.ids), np.bool_)
     return _Group(lookups, versions, route, missing, {tables: rows}, {rows.device: index}, bundle)
 

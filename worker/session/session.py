@@ -219,9 +219,8 @@ class Session:
 
     def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
-        lookup = Lookup(spec, ids, device)
-        found = self._prefetched.find(lookup, exact=self._exact)
-        return self._pull([lookup], cached=True)[spec.name][0] if found is None else found
+        found = self._prefetched.find(spec.name, ids, device, exact=self._exact)
+        return self._pull([Lookup(spec, ids, device)], cached=True)[spec.name][0] if found is None else found
 
     def read_all(self, reader: WholeTable, spec: TableSpec, num_rows: int, device: torch.device) -> LookupResult:
         """Rows 0 to num_rows - 1 of a table for a forward, never from copies; `reader` is told when they change."""
@@ -233,7 +232,8 @@ class Session:
     def stage(self, lookups: Sequence[Lookup]) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
         self._prefetched.forward = {}
-        found = [(lookup, self._prefetched.find(lookup, exact=self._exact)) for lookup in lookups]
+        find, exact = self._prefetched.find, self._exact
+        found = [(its, find(its.spec.name, its.ids, its.device, exact=exact)) for its in lookups]
         missing = [lookup for lookup, result in found if result is None]
         stale = any(weights.stale(self.clock) for weights in self.registry.dense)
         staged = self._pull(missing, cached=True) if missing or stale else {}

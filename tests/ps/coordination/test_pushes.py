@@ -61,6 +61,20 @@ class TestWholeOrNotAtAll:
         assert self.records(shard) == before
         assert shard.handle(push(*good, seq=2)).applied == 2 * len(IDS)
 
+    def test_a_bundle_whose_row_function_raises_leaves_no_trace(self, shard):
+        def both(last):
+            values = np.ones((2 * len(IDS), 2), np.float32)
+            values[-1] = last
+            members, counts = ("plain", "picky"), (len(IDS), len(IDS))
+            return TableGradients("", np.tile(IDS, 2), values, members=members, counts=counts)
+
+        shard.handle(push(both(1.0)))
+        before = self.records(shard)
+        with raises(BadOptimizer, reason=re.compile("table 'picky'")):
+            shard.handle(push(both(2.0), seq=2))
+        assert self.records(shard) == before
+        assert shard.handle(push(both(1.0), seq=2)).applied == 2 * len(IDS)
+
     def test_a_clock_whose_row_function_raises_leaves_no_trace(self, shard):
         for worker in (0, 1):
             shard.handle(join(worker, workers=2))
