@@ -23,6 +23,18 @@ from embershard.worker.session.reads import BundleRows, LookupResult
 Collect = Callable[[RowGradients], None]
 
 _NO_ORDER = np.empty(0, np.int64)
+# (pack, unpack) of the code that runs, or None. Earlier versions of torch cannot say, and read no bundles.
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+CAN_READ = _hooks is not None
+
+
+def are_saves_hooked() -> bool:
+    """Whether somebody takes the tensors that autograd saves, as an activation checkpoint does.
+
+    It computes a forward again, and expects the same tensors. A bundle saves none, and is not there the second time: so
+    rows come alone, then as now.
+    """
+    return _hooks is None or _hooks(True) is not None
 
 
 def look_up(rows: Tensor, index: Tensor, how: str) -> Tensor:

@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from embershard.proto.arrays import Ids
 from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
-from embershard.worker.nn.bundle import look_up, take
+from embershard.worker.nn.bundle import CAN_READ, are_saves_hooked, look_up, take
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.dense import ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
@@ -96,7 +96,7 @@ class _RemoteRows(nn.Module):
 
     def _takes_bundle(self) -> bool:
         """Whether rows may come in a bundle: where nothing but their sum counts of a gradient."""
-        if self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
+        if not CAN_READ or self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
             return False
         weight = self._weight
         if isinstance(weight, RemoteWeight) and (weight.in_use or weight.batch_rows):
@@ -142,6 +142,8 @@ class _RemoteRows(nn.Module):
         self._check_range(bundle.least[member], bundle.largest[member])
         if not torch.is_grad_enabled():
             return look_up(read.rows, read.index, bundle.how)
+        if are_saves_hooked():
+            return None
         found = take(read, bundle, self.table.session.collect)
         if found is not None and isinstance(weight, RemoteWeight):  # of batch_rows there is none, see _takes_bundle
             weight.looked_up_at = self.table.session.clock

@@ -1,5 +1,6 @@
 """Tables that are read, pulled and pushed together: the bits of one table at a time, in every mode."""
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import embershard as es
 from embershard.proto.messages import Pull, Push
@@ -396,6 +398,50 @@ def test_bags_of_a_bundle_may_be_called_with_weights_or_without_gradients():
     length = sum(length for _, length in Bags.KINDS)
     data = [ids[..., :1].repeat(1, length) for ids in batches()]
     check_equal(*(train(make, 2, data, step=step) for make in (Bags, AnnouncedBags)))
+
+
+@pytest.mark.parametrize("prefetch", [None, 0])
+@pytest.mark.parametrize("kind", ["rows", "bags"])
+def test_activation_checkpoints_compute_a_part_of_a_bundle_again(kind, prefetch):
+    """The tensors that autograd saves in a forward are those of the second one, counted from the first."""
+
+    def make(announced, again):
+        base = (AnnouncedBags if announced else Bags) if kind == "bags" else (Announced if announced else Model)
+
+        class Checkpointed(base):
+            def forward(self, ids):
+                each = self.ids(ids) if kind == "bags" else ids.unbind(-1)
+
+                def some(*numbers):
+                    return torch.cat([self.tables[i](each[i]).flatten(1) for i in numbers], -1).tanh()
+
+                def kept(*numbers):
+                    return checkpoint(some, *numbers, use_reentrant=False) if again else some(*numbers)
+
+                return self.linear(torch.cat([kept(0, 1), some(2), kept(*range(3, len(self.tables)))], -1))
+
+        return Checkpointed
+
+    data = batches()
+    if kind == "bags":
+        data = [ids[..., :1].repeat(1, sum(length for _, length in Bags.KINDS)) for ids in data]
+    check_equal(
+        train(make(False, False), 2, data),
+        train(make(False, True), 2, data),
+        train(make(True, False), 2, data, prefetch=prefetch),
+        train(make(True, True), 2, data, prefetch=prefetch),
+    )
+
+
+@pytest.mark.parametrize("hooks", [torch.autograd.graph.save_on_cpu, contextlib.nullcontext])
+def test_tensors_that_somebody_else_saves_do_not_change_what_is_learned(hooks):
+    def step(session, model, ids):
+        with hooks():
+            loss = model(ids).square().mean()
+        loss.backward()
+        session.step()
+
+    check_equal(train(Model, 2, batches()), train(Announced, 2, batches(), step=step))
 
 
 class Alternating(Announced):
