@@ -16,7 +16,7 @@ from typing import cast
 
 _MAX_PIECES = 1000  # of one sendmsg; Linux takes 1,024
 _MAX_READS = 16  # of one socket in a row; then it is the others' turn
-_ARMED = select.EPOLLIN | select.EPOLLONESHOT
+_PATIENCE_SECONDS = 1.0  # for which a thread waits for another one that seems to read
 
 _log = logging.getLogger(__name__)
 
@@ -24,57 +24,62 @@ _log = logging.getLogger(__name__)
 class Poller:
     """Reads what arrives at all SharedSockets of this process.
 
-    One thread at a time does it: a thread that waits for a reply (`run_until`), and else the I/O thread of `loop`.
-    Linux only (epoll).
+    Mostly one thread at a time does: one that waits for a reply (`run_until`), and else the I/O thread of `loop`. Which
+    one is only noted, for speed: each socket has a lock, and two that read at once do no harm. So whatever Ctrl-C
+    interrupts, replies are read. In a forked child, whose sockets are its parent's, it does nothing. It needs epoll.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self._process = os.getpid()
         self._sockets = select.epoll()
         # The loop watches this one, and the sockets through it: one call of the system, which any thread may make,
         # switches whether the loop wakes up.
         self._switch = select.epoll()
-        self._switch.register(self._sockets, _ARMED)
-        self._reading = threading.Lock()  # held by the thread that reads
-        self._reader, self._depth = 0, 0  # which one, and of how many blocks inside one another
+        self._switch.register(self._sockets, _armed())
+        self._reader = 0  # the thread that reads; 0: the loop
+        self._is_polling = False  # whether it waits for the sockets now
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready: dict[int, Callable[[int], None]] = {self._wake: self._woken}
         self._sockets.register(self._wake, select.EPOLLIN)
         loop.call_soon_threadsafe(loop.add_reader, self._switch.fileno(), self._read_on_loop)
 
-    def __enter__(self) -> None:
-        """Have this thread read, if none does, until the end of the block, in which it soon waits for replies.
+    def begin(self) -> None:
+        """Have this thread read, if none does, until `end`: it is about to send, and to wait for the replies.
 
         Else the loop would wake up for a reply that comes while further requests are sent.
         """
-        if self._reader == threading.get_ident():
-            self._depth += 1
-        elif self._begin():
-            self._depth = 1
+        if not self._reader and self._is_here():
+            self._reader = threading.get_ident()
+            self._switch.modify(self._sockets, 0)
 
-    def __exit__(self, *_: object) -> None:
-        if self._reader == threading.get_ident():
-            self._depth -= 1
-            if not self._depth:
-                self._end()
+    def end(self) -> None:
+        """Have the loop read again, if this thread has read; another thread may begin."""
+        if self._reader == threading.get_ident() and self._is_here():
+            self._reader = 0  # before the loop may look: it does not look again until it is told to
+            self._switch.modify(self._sockets, _armed())
 
-    def run_until(self, is_done: Callable[[], bool], end: float) -> None:
-        """Read in this thread until `is_done()` or the time `end` (monotonic); not at all where another one reads."""
-        with self:
-            while self._reader == threading.get_ident() and not is_done() and (left := end - time.monotonic()) > 0:
+    def run_until(self, is_done: Callable[[], bool], end: float) -> bool:
+        """Read in this thread until `is_done()` or the time `end` (monotonic); False where another thread reads."""
+        me = threading.get_ident()
+        began = self._reader != me
+        try:
+            self.begin()
+            if self._reader != me:
+                return False
+            while not is_done() and (left := end - time.monotonic()) > 0:
+                self._is_polling = True
                 self._read(left)
+            return True
+        finally:
+            self._is_polling = False
+            if began:
+                self.end()
 
-    def _begin(self) -> bool:
-        if not self._reading.acquire(blocking=False):
-            return False
-        self._reader = threading.get_ident()
-        self._switch.modify(self._sockets, 0)
-        return True
-
-    def _end(self) -> None:
-        self._reader = 0
-        self._reading.release()  # before the loop may look: it does not look again until it is told to
-        self._switch.modify(self._sockets, _ARMED)
+    def take_over(self, waited: float) -> None:
+        """Read from now on in this thread, which waits in vain for another one to read, so many seconds already."""
+        if (self._reader and not self._is_polling) or waited > _PATIENCE_SECONDS:
+            self._reader = 0
 
     def wake(self) -> None:
         """Have the thread that reads look at its `is_done` again."""
@@ -91,16 +96,20 @@ class Poller:
 
     def remove(self, sock: socket.socket) -> None:
         """Forget a socket that is about to be closed."""
-        self._sockets.unregister(sock)
-        del self._ready[sock.fileno()]
+        if self._is_here():
+            self._sockets.unregister(sock)
+            del self._ready[sock.fileno()]
+
+    def _is_here(self) -> bool:
+        return self._process == os.getpid()
 
     def _read_on_loop(self) -> None:
         self._switch.poll(0)  # switches it off
-        if self._begin():  # else the thread that reads switches it on again when it ends
+        if not self._reader:  # else the thread that reads switches it on again when it ends
             try:
                 self._read(0)
             finally:
-                self._end()
+                self._switch.modify(self._sockets, _armed())
 
     def _read(self, seconds: float) -> None:
         for number, events in self._sockets.poll(seconds):
@@ -110,6 +119,18 @@ class Poller:
     def _woken(self, events: int) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+
+
+def _armed() -> int:
+    """The events that wake the loop up once."""
+    return select.EPOLLIN | select.EPOLLONESHOT
+
+
+class Connection(asyncio.BufferedProtocol):
+    """What a SharedSocket serves."""
+
+    def ended(self, reason: str) -> None:
+        """No more is sent or received; `connection_lost` follows soon."""
 
 
 class SharedSocket:
@@ -122,7 +143,7 @@ class SharedSocket:
     def __init__(
         self,
         transport: asyncio.Transport,
-        protocol: asyncio.BufferedProtocol,
+        protocol: Connection,
         lock: threading.RLock,
         poller: Poller,
     ) -> None:
@@ -143,22 +164,24 @@ class SharedSocket:
     def writelines(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Send these, or as much as the system takes now; the rest leaves from its memory as soon as it can."""
         views = [memoryview(piece) for piece in pieces if len(piece)]
-        self._unsent.extend(views)
-        self._unsent_bytes += sum(map(len, views))
-        if len(self._unsent) > len(views):
-            return  # others wait, and are sent before
+        num_bytes = sum(map(len, views))
         try:
-            self._send()
+            waits = bool(self._unsent)  # then others are sent before
+            self._unsent.extend(views)
+            self._unsent_bytes += num_bytes
+            if not waits:
+                self._send()
+                if self._unsent and self._is_open:
+                    self._poller.watch(self._socket, writes=True)
         except BaseException:  # Ctrl-C: what was sent is not known
             self.abort()
             raise
-        if self._unsent and self._is_open:
-            self._poller.watch(self._socket, writes=True)
 
-    def abort(self) -> None:
-        """End the connection; the protocol is told soon, by the loop."""
+    def abort(self, reason: str = "") -> None:
+        """End the connection; the protocol's connection_lost follows soon, on the loop."""
         if self._is_open:
             self._is_open = False
+            self._protocol.ended(reason)
             self._poller.remove(self._socket)
             self._socket.close()
             self._unsent.clear()
@@ -168,12 +191,12 @@ class SharedSocket:
     def _on_ready(self, events: int) -> None:
         with self._lock:
             try:
+                if events & ~select.EPOLLOUT and self._is_open:  # first: it may say why it ends
+                    self._receive()
                 if events & select.EPOLLOUT and self._is_open:
                     self._send()
                     if not self._unsent and self._is_open:
                         self._poller.watch(self._socket, writes=False)
-                if events & ~select.EPOLLOUT and self._is_open:
-                    self._receive()
             except BaseException as error:  # bytes were taken and not counted: nothing that follows could be understood
                 self.abort()
                 if not isinstance(error, Exception):
@@ -188,8 +211,10 @@ class SharedSocket:
                 sent = self._socket.sendmsg(pieces)
             except BlockingIOError:
                 return
-            except OSError:
-                self.abort()
+            except OSError as error:
+                unsent.clear()
+                self._receive()  # the shard may have said why it ended the connection
+                self.abort(error.strerror or str(error))
                 return
             self._unsent_bytes -= sent
             while unsent and sent >= len(unsent[0]):
@@ -204,8 +229,9 @@ class SharedSocket:
                 num_bytes = self._socket.recv_into(buffer)
             except BlockingIOError:
                 return
-            except OSError:
-                num_bytes = 0
+            except OSError as error:
+                self.abort(error.strerror or str(error))
+                return
             if not num_bytes:
                 self.abort()
                 return

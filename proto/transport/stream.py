@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ from embershard.proto.timing import span
 from embershard.proto.transport.announcements import current_address, folder_of
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import connect_beside, io_loop, io_poller, runs_here
-from embershard.proto.transport.shared_socket import Poller, SharedSocket
+from embershard.proto.transport.shared_socket import Connection, Poller, SharedSocket
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 
 # A call whose deadline has passed ends once nothing writes into its arrays any more. So much later we stop waiting.
 _GRACE_SECONDS = 10.0
+# So long a thread waits for another one to read its reply, before it looks whether one does.
+_FIRST_SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.02, 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +93,9 @@ class StreamCall:
     def result(self) -> Reply:
         """Wait for the reply and return it; see PendingReply."""
         end = self.started + self.seconds
-        if (poller := self.owner.poller) is not None and self.outcome is None:
-            poller.run_until(self.is_done, end)
-        if self.outcome is None and not self._wait(end - time.monotonic()):
+        if not self._wait(end):
             self.owner.expire(self)
-            self._wait(_GRACE_SECONDS)
+            self._wait(time.monotonic() + _GRACE_SECONDS)
         if isinstance(self.outcome, Exception):
             raise self.outcome
         if self.outcome is None:
@@ -105,11 +106,27 @@ class StreamCall:
         """Whether it has ended."""
         return self.outcome is not None
 
-    def _wait(self, seconds: float) -> bool:
-        """Wait for another thread to end it; whether one has."""
+    def _wait(self, end: float) -> bool:
+        """Wait until it has ended, or until the time `end`; whether it has."""
+        poller, began, slice_seconds = self.owner.poller, 0.0, _FIRST_SLICE_SECONDS
+        while self.outcome is None and (now := time.monotonic()) < end:
+            if poller is None:
+                self._ended().wait(end - now)
+            elif not poller.run_until(self.is_done, end):
+                began = began or now
+                self._ended().wait(min(slice_seconds, end - now))
+                slice_seconds = min(2 * slice_seconds, _LONGEST_SLICE_SECONDS)
+                if self.outcome is None:
+                    poller.take_over(time.monotonic() - began)
+        return self.outcome is not None
+
+    def _ended(self) -> threading.Event:
+        """What is set when another thread ends it."""
         with self.owner.lock:
             ended = self.ended = self.ended or threading.Event()
-        return self.outcome is not None or ended.wait(max(0.0, seconds))
+        if self.outcome is not None:  # before the event was there to be set
+            ended.set()
+        return ended
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""
@@ -190,7 +207,7 @@ class StreamTransport:
         # TLS and the emulated link are the loop's: only its thread may touch their connections
         self.poller = io_poller() if tls is None and link is None else None
         self.lock = threading.RLock()  # of all that follows, and of the connection
-        self._on_loop = 0  # calls that the loop has still to start
+        self._unstarted: deque[StreamCall] = deque()  # calls that the loop has still to start
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._waiting: list[StreamCall] = []
@@ -211,11 +228,11 @@ class StreamTransport:
             bulk = [np.ascontiguousarray(array).data for array in arrays(request)]
             call = StreamCall(self, type(request), head_bytes(request), bulk, into, timeout.total_seconds())
         with self.lock:
-            if self._connection is not None and self._connection.is_shared and not self._on_loop:
+            if self._connection is not None and self._connection.is_shared and not self._unstarted:
                 self._send(self._connection, call)
                 return call
-            self._on_loop += 1
-        self._loop.call_soon_threadsafe(self._start, call)
+            self._unstarted.append(call)
+        self._loop.call_soon_threadsafe(self._start)
         return call
 
     def close(self) -> None:
@@ -231,17 +248,18 @@ class StreamTransport:
                 self._connection.drop(str(TransportClosed()))
             self._fail_waiting(TransportClosed())
 
-    def _start(self, call: StreamCall) -> None:
+    def _start(self) -> None:
         with self.lock:
-            self._on_loop -= 1
-            if self.closed:
-                call.fail(TransportClosed())
-            elif self._connection is not None:
-                self._send(self._connection, call)
-            elif not call.is_done():  # its deadline may have passed
-                self._waiting.append(call)
-                if self._connecting is None:
-                    self._connecting = self._loop.create_task(self._connect())
+            while self._unstarted:
+                call = self._unstarted.popleft()
+                if self.closed:
+                    call.fail(TransportClosed())
+                elif self._connection is not None:
+                    self._send(self._connection, call)
+                elif not call.is_done():  # its deadline may have passed
+                    self._waiting.append(call)
+                    if self._connecting is None:
+                        self._connecting = self._loop.create_task(self._connect())
 
     def _send(self, connection: _Connection, call: StreamCall) -> None:
         call.number = next(self._numbers) & 0xFFFFFFFF or next(self._numbers) & 0xFFFFFFFF
@@ -250,11 +268,11 @@ class StreamTransport:
 
     def expire(self, call: StreamCall) -> None:
         """End a call whose deadline has passed, as soon as nothing is received into its arrays or sent from them."""
-        connection = self._connection
-        if connection is not None and not connection.is_shared:
-            self._loop.call_soon_threadsafe(self._expire, call)
-        else:
-            self._expire(call)
+        with self.lock:
+            if self._connection is None or self._connection.is_shared:
+                self._expire(call)
+                return
+        self._loop.call_soon_threadsafe(self._expire, call)
 
     def _expire(self, call: StreamCall) -> None:
         with self.lock:
@@ -340,7 +358,7 @@ class StreamTransport:
             self._connection = None
 
 
-class _Connection(asyncio.BufferedProtocol):
+class _Connection(Connection):
     """One connection, from its hello to its end.
 
     All of it happens with the owner's lock held; once it is shared by any thread, else by the I/O thread alone.
@@ -412,6 +430,10 @@ class _Connection(asyncio.BufferedProtocol):
         """From here on, have the threads that send and wait move the bytes."""
         if self.lost is None:
             self._shared = SharedSocket(self._transport, self, self._owner.lock, poller)
+
+    def ended(self, reason: str) -> None:
+        self._reason += f" ({reason})" * bool(reason)
+        self._owner.lost(self)  # the next call makes another
 
     def connection_lost(self, error: Exception | None) -> None:
         with self._owner.lock:

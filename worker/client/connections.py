@@ -213,7 +213,7 @@ class ShardConnections:
         self._verifying = {shard: clock.lock() for shard in self._connections}  # held by who asks it who it is
         self._worker = worker
         pollers = [getattr(connection.transport, "poller", None) for connection in connections]
-        self._reading: Poller | None = pollers[0] if all(pollers) else None  # a thread that waits reads its replies
+        self._poller: Poller | None = pollers[0] if all(pollers) else None  # a thread that waits reads its replies
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
     def __len__(self) -> int:
@@ -265,8 +265,13 @@ class ShardConnections:
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
                 for pause in _pauses(self.clock):
-                    with self._reading or nullcontext():
+                    try:
+                        if self._poller is not None:
+                            self._poller.begin()
                         waiting = self._try(waiting, into or {}, left, deadline, outcomes)
+                    finally:
+                        if self._poller is not None:
+                            self._poller.end()
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
                     recovers = awaits_recovery and self._is_recovering(waiting, outcomes)

@@ -1,7 +1,11 @@
 """Which thread reads what arrives, and what becomes of replies that nobody, or several threads, wait for."""
 
+import os
+import random
+import signal
 import threading
-from contextlib import closing
+import time
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
 import numpy as np
@@ -46,12 +50,22 @@ def readers(monkeypatch):
     return threads
 
 
+@contextmanager
+def reading():
+    """This thread is about to wait for replies."""
+    io_poller().begin()
+    try:
+        yield
+    finally:
+        io_poller().end()
+
+
 def pull(num_rows=4) -> m.Pull:
     return m.Pull(1, (m.TableIds("items", np.arange(num_rows, dtype=np.int64)),))
 
 
 def test_a_thread_that_has_said_that_it_waits_reads_its_own_replies(transport, readers):
-    with io_poller():
+    with reading():
         pending = [transport.submit(pull(n), PATIENCE) for n in (1, 1000, 100_000)]
         assert [answer.result().tables[0].size for answer in pending] == [2, 2000, 200_000]
     assert readers == [threading.get_ident()] * 3
@@ -61,7 +75,7 @@ def test_a_reply_that_nobody_waits_for_is_read_by_the_io_thread(transport, reade
     answer = transport.submit(pull(), PATIENCE)
     assert eventually(answer.is_done)
     assert threading.get_ident() not in readers
-    with io_poller():
+    with reading():
         answer.result()
     later = transport.submit(pull(), PATIENCE)  # nor after a thread has read
     assert eventually(later.is_done)
@@ -74,7 +88,7 @@ def test_threads_that_wait_at_the_same_time_each_get_their_reply(transport):
         try:
             for _ in range(100):
                 into = np.full((num_rows, 2), np.nan, np.float32)
-                with io_poller():
+                with reading():
                     reply = transport.submit(pull(num_rows), PATIENCE, [into]).result()
                 assert reply.tables[0] is into
                 assert np.isfinite(into).all()
@@ -94,7 +108,7 @@ def test_a_thread_that_waits_reads_also_for_other_connections(shard, transport, 
     with closing(StreamTransport(shard.address)) as other:
         other.submit(m.Hello(), PATIENCE).result()
         readers.clear()
-        with io_poller():
+        with reading():
             first, second = other.submit(pull(), PATIENCE), transport.submit(pull(), PATIENCE)
             second.result()
             first.result()
@@ -108,7 +122,7 @@ def test_an_interrupt_while_it_reads_ends_the_connection_and_the_next_call_makes
         monkeypatch.setattr(stream._Connection, "buffer_updated", received)
         raise KeyboardInterrupt
 
-    with io_poller():
+    with reading():
         answer = transport.submit(pull(), PATIENCE)
         monkeypatch.setattr(stream._Connection, "buffer_updated", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -126,3 +140,56 @@ def test_closing_a_transport_ends_the_wait_of_a_thread_that_reads(shard, transpo
     with pytest.raises(Unreachable, match="closed by this worker"):
         answer.result()
     gate.set()
+
+
+def test_a_thread_that_was_to_read_and_does_not_holds_nobody_up(transport):
+    thread = threading.Thread(target=io_poller().begin)  # as if Ctrl-C had kept it from the end
+    thread.start()
+    thread.join()
+    started = time.monotonic()
+    for _ in range(3):
+        assert transport.submit(pull(), PATIENCE).result().tables[0].size == 8
+    assert time.monotonic() - started < 10
+    later = transport.submit(pull(), PATIENCE)  # the loop reads again, too
+    assert eventually(later.is_done)
+
+
+def test_threads_whose_calls_are_interrupted_at_any_moment_leave_no_call_without_a_reply(transport):
+    main, failures, ended = threading.get_ident(), [], threading.Event()
+
+    def others():
+        while not ended.is_set():
+            try:
+                assert transport.submit(pull(), timedelta(seconds=20)).result().tables[0].size == 8
+            except BaseException as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    interrupts = 0
+    try:
+        while interrupts < 60:
+            timer = threading.Timer(random.uniform(0.0, 0.01), signal.pthread_kill, (main, signal.SIGINT))
+            with suppress(KeyboardInterrupt, Unreachable):
+                timer.start()
+                while timer.is_alive():
+                    with reading():
+                        transport.submit(pull(), PATIENCE).result()
+                time.sleep(0.1)
+            interrupts += 1
+    finally:
+        ended.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not [error for error in failures if "no answer" in str(error)]
+    assert transport.submit(pull(), PATIENCE).result().tables[0].size == 8
+
+
+def test_a_forked_child_takes_no_reply_of_its_parent(transport):
+    answer = transport.submit(pull(), PATIENCE)
+    child = os.fork()
+    if not child:
+        io_poller().begin()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert answer.result().tables[0].size == 8

@@ -238,6 +238,19 @@ def test_a_broken_stream_ends_its_calls_and_the_next_call_connects_again(connect
     assert ask(transport) == GREETING
 
 
+def test_a_shard_that_ends_the_connection_while_a_request_is_sent_is_heard(connect, listener):
+    def refusing(talk):
+        assert talk.checksum is not None  # hello
+        talk.sock.recv(1000)
+        talk.send(talk.frame(0, BadFrame(what="the size", got="b", want="c")))
+        talk.sock.shutdown(socket.SHUT_RDWR)
+
+    transport = connect(refusing, listener=listener)
+    large = m.Load("items", 1, np.arange(4_000_000), np.zeros((4_000_000, 4), np.float32), 0)
+    with pytest.raises(Unreachable, match="the size is b, not c"):
+        transport.submit(large, PATIENCE).result()
+
+
 def test_what_is_no_reply_to_its_call_is_an_error_or_dropped_and_the_connection_goes_on(connect):
     def script(talk):
         talk.answer(DECLARED, rows(1))
