@@ -26,7 +26,8 @@ QUEUE_REQUESTS = 1024
 _MIN_RETRY_MS, _MAX_RETRY_MS = 5, 1000
 _SMOOTHING = 0.1  # weight of the newest request in the mean duration
 _TICK_SECONDS = 0.25  # between looks at the time, while nothing else happens
-_SMALL_SECONDS = 0.001  # for which small work waits for other small work to end, before it is queued
+_MOST_QUICK = 32  # requests that one more has done before itself by its own thread
+_QUICK_SECONDS = 0.001  # for which quick work waits for other quick work to end, before it is queued
 # After a longer time between two looks, leases are extended by the rest of it: this process was stopped, perhaps with
 # their requests in its sockets.
 _STEP_SECONDS = 1.0
@@ -70,7 +71,7 @@ class _Job(Generic[T]):
     num_bytes: int
     deadline: float  # after which nobody waits for it
     arrived: float
-    is_small: bool
+    is_quick: Callable[[], bool] | None = None  # asked once nothing else runs; None: it may take long
     future: Future[T] = field(default_factory=Future)
     is_held: bool = False  # its answer waits to be released, and its bytes count for that long
 
@@ -83,8 +84,8 @@ class _Job(Generic[T]):
 class ApplyThread:
     """Runs work one after the other, in the order of its arrival. `submit` may be called from any thread.
 
-    `run_now` is for small work: where nothing runs and nothing large waits, the calling thread does it itself, and what
-    small work waits before it, which saves two switches of threads.
+    `run_now` is for quick work: where nothing runs and nothing long waits, the calling thread does it itself, and what
+    quick work waits before it, which saves two switches of threads.
 
     Work whose deadline passed in the queue, or whose future was cancelled, is dropped before it starts. At least one
     job is taken, however large: the bounds say how much may wait.
@@ -113,7 +114,7 @@ class ApplyThread:
         self.counters = Counters() if counters is None else counters  # of the queue and the busy time: of the thread
         self._lock = clock.lock()  # of the sizes of the queue, never held while work runs
         self._working = clock.lock()  # held by the thread that touches the tables
-        self._runs_large = False  # whether it may hold it for long
+        self._runs_long = False  # whether it may hold it for long
         self._waiting: deque[_Job[Any]] = deque()  # guarded by _lock
         self._signals = clock.queue()
         self._queued_bytes = 0
@@ -150,9 +151,14 @@ class ApplyThread:
         """Try parked work again when this has moved, and let its time pass."""
         self._watched = watched
 
-    def submit(self, work: Callable[[], T], num_bytes: int, deadline: float, *, is_small: bool = False) -> Future[T]:
-        """Queue work that holds `num_bytes`; ShardBusy where the queue is full, ShuttingDown once it is closed."""
-        job: _Job[T] = _Job(work, num_bytes, deadline, self._clock.now(), is_small)
+    def submit(
+        self, work: Callable[[], T], num_bytes: int, deadline: float, is_quick: Callable[[], bool] | None = None
+    ) -> Future[T]:
+        """Queue work that holds `num_bytes`; ShardBusy where the queue is full, ShuttingDown once it is closed.
+
+        Work that `is_quick` may be done by a thread that calls `run_now`.
+        """
+        job: _Job[T] = _Job(work, num_bytes, deadline, self._clock.now(), is_quick=is_quick)
         with self._lock:
             if self._closed:
                 raise ShuttingDown()
@@ -168,15 +174,17 @@ class ApplyThread:
             self._signals.put(_LOOK)
         return job.future
 
-    def run_now(self, work: Callable[[], T], num_bytes: int, deadline: float) -> Future[T] | None:
-        """Do work in this thread and return its future; None where other work runs, or waits and is not small."""
-        if self._runs_large or not self._working.acquire(timeout=_SMALL_SECONDS):
+    def run_now(
+        self, work: Callable[[], T], num_bytes: int, deadline: float, is_quick: Callable[[], bool] = lambda: True
+    ) -> Future[T] | None:
+        """Do quick work in this thread and return its future; None where it is not quick, or other work comes first."""
+        if self._runs_long or not self._working.acquire(timeout=_QUICK_SECONDS):
             return None
         try:
-            if not self._run_small():
+            if not self._run_quick() or not is_quick():
                 return None
             now = self._now()  # only now: no lease has ended by this time that the work would have kept
-            job: _Job[T] = _Job(work, num_bytes, deadline, now, True)
+            job: _Job[T] = _Job(work, num_bytes, deadline, now)
             parked = self._parked
             self._do(job, now)
             self.counters.queue.add(0.0)
@@ -187,16 +195,19 @@ class ApplyThread:
             self._working.release()
         return job.future
 
-    def _run_small(self) -> bool:
-        """Do the small work that waits; False where larger work waits, or no more is taken."""
-        while True:
+    def _run_quick(self) -> bool:
+        """Do the quick work that waits; False where other work waits, or much, or no more is taken."""
+        for _ in range(_MOST_QUICK):
             with self._lock:
-                if self._closed or (self._waiting and not self._waiting[0].is_small):
-                    return False
-                if not self._waiting:
-                    return True
-                job = self._waiting.popleft()
+                job = self._waiting[0] if self._waiting else None
+                if self._closed or job is None:
+                    return not self._closed
+            if job.is_quick is None or not job.is_quick():
+                return False
+            with self._lock:
+                self._waiting.popleft()  # the same: who takes from it works, as we do
             self._run_waiting(job)
+        return False
 
     def close(self) -> None:
         """Take nothing more; what was accepted is still done, but for what is parked."""
@@ -226,14 +237,15 @@ class ApplyThread:
                     break
                 with self._lock:
                     job = self._waiting.popleft() if self._waiting else None
+                self._runs_long = job is None or job.is_quick is None or not job.is_quick()
                 if job is not None:
-                    self._runs_large = not job.is_small
                     self._run_waiting(job)
                 elif signal is None:
                     self._pass_time(self._now())
                 if self._parked:
+                    self._runs_long = True
                     self._try_parked()
-                self._runs_large = False
+                self._runs_long = False
         for job in self._parked:
             self.release(job, None, ShuttingDown())
 

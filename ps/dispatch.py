@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -35,6 +36,25 @@ class _Incoming(Generic[T]):
     peer: str
     principal: Principal | None
     is_small: bool
+
+
+class _FirstRead:
+    """A request that is read to be looked at, and need not be read again for its first try."""
+
+    def __init__(self, read: Callable[[], Request]) -> None:
+        self._read = read
+        self._request: Request | None = None
+
+    def passes(self, check: Callable[[Request], bool]) -> bool:
+        """Whether the request passes; one that cannot be read does: its error is soon made again."""
+        with suppress(Exception):
+            self._request = self._read()
+            return check(self._request)
+        return True
+
+    def __call__(self) -> Request:
+        request, self._request = self._request, None
+        return self._read() if request is None else request
 
 
 _log = logging.getLogger(__name__)
@@ -111,7 +131,7 @@ class Dispatch:
         waits for the reply any more: its future is cancelled then.
         `peer` is where it comes from, for people, and `principal` who sent it: NotAllowed where they may not, before a
         byte of it is decoded. Cancelling a future drops work that has not begun. What `is_small` is done before this
-        returns, where nothing else runs or waits.
+        returns, where nothing else runs or waits, and the shard finds that it is quick.
         A request that has to wait for other workers is read again each time that it may be answered.
         """
         incoming = _Incoming(kind, read, write, num_bytes, deadline, peer, principal, is_small)
@@ -156,9 +176,14 @@ class Dispatch:
 
     def _apply_to(self, incoming: _Incoming[T]) -> Future[T]:
         """Have the tables answer; ShardBusy where too much waits for them."""
-        work, num_bytes, deadline = partial(self._handled, incoming), incoming.num_bytes, incoming.deadline
-        done = self._apply.run_now(work, num_bytes, deadline) if incoming.is_small else None
-        return self._apply.submit(work, num_bytes, deadline, is_small=incoming.is_small) if done is None else done
+        num_bytes, deadline = incoming.num_bytes, incoming.deadline
+        if not incoming.is_small:
+            return self._apply.submit(partial(self._handled, incoming), num_bytes, deadline)
+        reading = _FirstRead(incoming.read)
+        work = partial(self._handled, replace(incoming, read=reading))
+        is_quick = partial(reading.passes, self._shard.is_quick)
+        done = self._apply.run_now(work, num_bytes, deadline, is_quick)
+        return self._apply.submit(work, num_bytes, deadline, is_quick) if done is None else done
 
     def _handled(self, incoming: _Incoming[T]) -> T:
         """What `write` makes of the reply to what `read` gives; the caller holds the tables."""

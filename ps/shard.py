@@ -94,6 +94,7 @@ _CHANGES = (Push, Load, Declare, Join, Leave, Rendezvous, TakeSplit, Compress)
 _EVENT_BYTES = 4096  # of an event's record in a log, beside its arrays
 _RESTORED_BYTES = 16 * 2**20  # of an event of restored rows
 _WAIT_SECONDS = 0.01
+_QUICK_FLOATS = 2**17  # of a pull or push: half a MiB
 
 
 class Shard:
@@ -195,6 +196,16 @@ class Shard:
             if self._log is not None:
                 waits = request.flush if isinstance(request, Heartbeat) else not isinstance(request, Pull)
                 self._awaited = self._lsn if waits else 0
+
+    def is_quick(self, request: Request) -> bool:
+        """Whether a pull or push takes a millisecond at most: few floats, no codec, and no clock that it may close."""
+        if not isinstance(request, (Pull, Push)) or self.core.clock.staleness == 0:
+            return False
+        if any(part.codec for part in request.tables):
+            return False
+        if isinstance(request, Push):
+            return sum(part.gradients.size for part in request.tables) <= _QUICK_FLOATS
+        return sum(map(self.core.tables.num_floats, request.tables)) <= _QUICK_FLOATS
 
     def bases_to(self, bases: Bases) -> None:
         """Have these bases of the log taken when they are due."""

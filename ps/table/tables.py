@@ -240,6 +240,11 @@ class Tables:
             raise UnknownTable(table=name, known=(", ".join(known[:_NAMES_SHOWN]) or "none") + more)
         return entry
 
+    def num_floats(self, part: TableIds) -> int:
+        """How many floats the rows of a part have; 0 where its table is not here."""
+        entry = self._entries.get(part.members[0] if part.members else part.table)
+        return 0 if entry is None else len(part.ids) * entry.table.spec.dim
+
     def open_entry(self, name: str) -> Entry:
         """A table that has its first values; UnknownTable, TableLoading."""
         entry = self.entry(name)

@@ -84,8 +84,9 @@ RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
 # Rows that wait to be read: of one peer, before its requests are left unread and no more rows are made for it; of all.
 UNSENT_BYTES = MAX_MESSAGE_BYTES
 ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
-# A pull or push in a frame up to this size is answered on the event loop while nothing else runs. Larger ones would
-# keep other frames from arriving, and took a fifth more CPU there: the system maps memory for their rows anew.
+# A pull or push in a frame up to this size may be answered on the event loop, where it is quick and nothing else runs.
+# Larger ones would keep other frames from arriving, and took a fifth more CPU there: the system maps memory for their
+# rows anew.
 AT_ONCE_BYTES = 2**14
 _RETRY_MS = 100
 # a TLS record with the alert handshake_failure: what a server says that speaks no TLS

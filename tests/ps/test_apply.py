@@ -265,6 +265,21 @@ class TestRunNow:
         idle(thread)
         assert done == []
 
+    def test_work_that_is_not_quick_is_left_to_the_thread(self, thread):
+        assert thread.run_now(bytes, 1, float("inf"), is_quick=lambda: False) is None
+
+    def test_quick_work_that_waits_is_done_before_it_and_other_work_is_not(self, thread):
+        done = []
+        with thread._working:  # the thread is about to begin
+            for is_quick in (True, True, False, True):
+                thread.submit(lambda: done.append(threading.get_ident()), 1, float("inf"), lambda quick=is_quick: quick)
+            thread._working.release()
+            assert run_now(thread) is None
+            thread._working.acquire()
+        idle(thread)
+        assert len(done) == 4
+        assert done[2:] == [thread._thread.ident] * 2
+
     def test_work_that_is_submitted_meanwhile_comes_after_it(self, thread):
         done = []
 

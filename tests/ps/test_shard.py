@@ -295,6 +295,27 @@ class TestLoad:
         assert pulled(shard, 1) == [[6.0] * DIM]
 
 
+@pytest.mark.parametrize(
+    ("request_of", "is_quick"),
+    [
+        (lambda: Pull(1, (TableIds("items", np.arange(2000)),)), True),
+        (lambda: Pull(1, (TableIds("unknown", np.arange(2000)),)), True),
+        (lambda: Pull(1, (TableIds("items", np.arange(60_000)),)), False),  # packed they may have come in 8 KB
+        (lambda: Pull(1, (TableIds("items", np.arange(10), codec="int8"),)), False),
+        (lambda: push(gradients([1, 2])), True),
+        (lambda: push(gradients([1, 2], codec="mine")), False),
+        (lambda: Hello(), False),
+    ],
+)
+def test_a_request_is_quick_if_it_is_a_pull_or_push_of_few_floats_without_a_codec(shard, request_of, is_quick):
+    assert shard.is_quick(request_of()) is is_quick
+
+
+def test_no_request_is_quick_while_a_push_may_close_a_clock_and_apply_all_workers_gradients(shard):
+    shard.handle(join(0, workers=2))
+    assert not shard.is_quick(push(gradients([1])))
+
+
 def test_status_counts_what_happened(shard):
     rows(shard, 1, 2)
     shard.handle(push(gradients([1])))
