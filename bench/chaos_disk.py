@@ -72,8 +72,13 @@ class FillableDisk:
                     size //= 2
 
     def free(self) -> None:
-        """Give it back."""
+        """Give it back, for good: a loss of power would bring the file back that was not forgotten by the disk."""
         self._filler.unlink(missing_ok=True)
+        folder = os.open(self._filler.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 class SmallDisk(FillableDisk):
