@@ -310,6 +310,9 @@ bar-conservation: setup  ## no gradient lost or applied twice, under lost replie
 bench-cluster: setup  ## what bar-scale measured, carried by simulation to 1,000 shards and 10,000 workers (a quarter of an hour)
 	$(BIN)/python bench/cluster/run.py $(ARGS)
 
+bar-floor: setup  ## a pull and push of 13,677 rows against the least that can do this work on the same machine (3 minutes, 12 GB)
+	$(BIN)/python bench/bar_floor.py $(ARGS)
+
 bar-latency: setup  ## small pulls: one client, 32 at once, and a small step beside torch (2 minutes; ARGS="--tree DIR --tree DIR")
 	$(BIN)/python bench/bar_latency.py $(ARGS)
 
