@@ -66,7 +66,7 @@ from embershard.ps.coordination.early_answers import EarlyAnswers
 from embershard.ps.coordination.fencing import Fences
 from embershard.ps.coordination.leases import Leases
 from embershard.ps.coordination.outcome import Outcome
-from embershard.ps.coordination.pushes import RouteCache
+from embershard.ps.coordination.pushes import RouteCache, kept_for
 from embershard.ps.core import Core
 from embershard.ps.events import (
     Event,
@@ -521,7 +521,7 @@ class Shard:
             if part.route:
                 has_routes = True
                 self.core.tables.check_open(part)
-                known = self._routes.find(token.worker, token.epoch, part.route, (part.key, part.counts))
+                known = self._routes.find(token.worker, token.epoch, part.route, kept_for(part))
                 if known is None:
                     raise UnknownRoute(
                         worker=token.worker, route=part.route, table=part.table or ", ".join(part.members[:3])
@@ -628,7 +628,7 @@ class Shard:
         self._pulled_rows += sum([read.count_pulled() for read in reads])
         for part in request.tables:
             if part.route:
-                self._routes.keep(request.worker, request.epoch, part.route, (part.key, part.counts), part.ids)
+                self._routes.keep(request.worker, request.epoch, part.route, kept_for(part), part.ids)
         return rows
 
     def _check_placement(self, epoch: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import BadOptimizer
-from embershard.proto.messages import Load, Push, PushToken, TableKey
+from embershard.proto.messages import Load, Push, PushToken, TableGradients, TableIds
 from embershard.ps.coordination.aggregate import Sender
 from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
@@ -24,8 +26,9 @@ MAX_ROUTES = 1024  # of a worker
 MAX_BYTES = 32 * 2**20  # of a worker
 MAX_ALL_BYTES = 256 * 2**20  # of all: whoever pulls may say that it is any worker
 MAX_WORKERS = 4096
+_ROUTE_BYTES = 400  # that a route takes beside its ids and the length of its key
 
-KeptFor = tuple[TableKey, tuple[int, ...]]  # the table, or the members of a bundle and how many ids each of them has
+KeptFor = str | bytes  # a table, or a digest of the members of a bundle and of how many ids each of them has
 
 
 class Pushes:
@@ -138,6 +141,14 @@ class _Kept:
     nbytes: int = 0
 
 
+def kept_for(part: TableIds | TableGradients) -> KeptFor:
+    """What the ids of a part of a request are kept for: of a bundle 16 bytes, however many tables it has."""
+    if not part.members:
+        return part.table
+    text = "\0".join(part.members).encode() + array("q", part.counts).tobytes()  # no table's name has a zero in it
+    return blake2b(text, digest_size=16).digest()
+
+
 class RouteCache:
     """Number -> (what it is for, ids), per worker's incarnation; bounded, the oldest are dropped.
 
@@ -149,13 +160,16 @@ class RouteCache:
         self._nbytes = 0
 
     def keep(self, worker: int, epoch: int, number: int, kept_for: KeptFor, ids: Ids) -> None:
-        """Remember a copy of ids ((U,) int64) of a table or a bundle."""
+        """Remember a copy of ids ((U,) int64) of a table or a bundle, if there are any."""
+        if not len(ids):
+            self.forget(worker, epoch, number)
+            return
         kept = self._workers.setdefault((worker, epoch), _Kept())
         self._workers.move_to_end((worker, epoch))
         self._drop(kept, number)
         kept.routes[number] = (kept_for, ids.copy())  # the array may be a part of a whole message
-        kept.nbytes += ids.nbytes
-        self._nbytes += ids.nbytes
+        kept.nbytes += _size(kept_for, ids)
+        self._nbytes += _size(kept_for, ids)
         while len(kept.routes) > MAX_ROUTES or kept.nbytes > MAX_BYTES:
             self._drop(kept, next(iter(kept.routes)))
         while len(self._workers) > MAX_WORKERS or self._nbytes > MAX_ALL_BYTES:
@@ -177,10 +191,14 @@ class RouteCache:
     def _drop(self, kept: _Kept, number: int) -> None:
         route = kept.routes.pop(number, None)
         if route is not None:
-            kept.nbytes -= route[1].nbytes
-            self._nbytes -= route[1].nbytes
+            kept.nbytes -= _size(*route)
+            self._nbytes -= _size(*route)
 
     def _drop_worker(self, worker: tuple[int, int]) -> None:
         kept = self._workers.pop(worker, None)
         if kept is not None:
             self._nbytes -= kept.nbytes
+
+
+def _size(kept_for: KeptFor, ids: Ids) -> int:
+    return _ROUTE_BYTES + len(kept_for) + ids.nbytes

@@ -1,6 +1,7 @@
 """Pushes and loads of a shard: whole or not at all, once, and of ids that a pull has named."""
 
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from embershard.proto.messages import Declare, Pull, Pushed, TableGradients, Tab
 from embershard.proto.routing import Placement
 from embershard.proto.spec import Constant, Custom
 from embershard.ps.coordination import pushes as routes_module
-from embershard.ps.coordination.pushes import RouteCache
+from embershard.ps.coordination.pushes import RouteCache, kept_for
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from harness.raises import raises
@@ -124,6 +125,7 @@ class TestRoutes:
 
 class TestRouteCache:
     IDS = ids_of(1, 2, 3)
+    SIZE = routes_module._size("t", IDS)
 
     @pytest.fixture
     def routes(self):
@@ -140,9 +142,9 @@ class TestRouteCache:
 
     def test_the_oldest_routes_of_a_worker_are_dropped_by_number_and_by_bytes(self, routes, monkeypatch):
         for number in range(1, routes_module.MAX_ROUTES + 2):
-            routes.keep(0, 1, number, "t", ids_of())
+            routes.keep(0, 1, number, "t", ids_of(1))
         assert self.known(routes, (0, 1), (0, 2)) == [False, True]
-        monkeypatch.setattr(routes_module, "MAX_BYTES", 2 * self.IDS.nbytes)
+        monkeypatch.setattr(routes_module, "MAX_BYTES", 2 * self.SIZE)
         for number in (1, 1, 2):  # the same number twice counts once
             routes.keep(1, 1, number, "t", self.IDS)
         assert self.known(routes, (1, 1), (1, 2)) == [True, True]
@@ -155,10 +157,28 @@ class TestRouteCache:
             routes.keep(worker, 1, 1, "t", self.IDS)
         assert self.known(routes, (0, 1), (1, 1), (2, 1)) == [True, False, True]
         monkeypatch.setattr(routes_module, "MAX_WORKERS", 9)
-        monkeypatch.setattr(routes_module, "MAX_ALL_BYTES", 3 * self.IDS.nbytes)
+        monkeypatch.setattr(routes_module, "MAX_ALL_BYTES", 3 * self.SIZE)
         for worker in (3, 4):
             routes.keep(worker, 1, 1, "t", self.IDS)
         assert self.known(routes, (0, 1), (2, 1), (3, 1), (4, 1)) == [False, True, True, True]
         routes.forget(3, 1, 1)
         routes.keep(5, 1, 1, "t", self.IDS)  # the place of what was forgotten
         assert self.known(routes, (2, 1), (4, 1), (5, 1)) == [True, True, True]
+
+    def keep_bundle(self, routes, number, ids):
+        """As a message brings it, with names of its own."""
+        members = tuple([f"table.{name}" for name in range(300)])
+        part = TableIds("", ids, number, members=members, counts=(len(ids),) + (0,) * 299)
+        routes.keep(1, 1, number, kept_for(part), ids)
+
+    @pytest.mark.parametrize("ids", [[], [7]], ids=["none", "one"])
+    def test_what_bundles_leave_is_counted_whole_and_not_their_members(self, routes, ids):
+        tracemalloc.start()
+        try:
+            for number in range(1, 501):
+                self.keep_bundle(routes, number, ids_of(*ids))
+            taken = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert taken <= routes._nbytes + 10_000  # of the cache itself
+        assert routes._nbytes == 500 * len(ids) * (routes_module._ROUTE_BYTES + 16 + 8)
