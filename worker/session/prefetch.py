@@ -15,7 +15,7 @@ import numpy as np
 
 from embershard.proto.arrays import Ids
 from embershard.proto.messages import TableKey
-from embershard.proto.routing import Route
+from embershard.proto.routing import BundleRoute, Route
 from embershard.proto.timing import span
 from embershard.worker.device import with_current_gpu
 from embershard.worker.session.dense import DenseWeights
@@ -199,8 +199,7 @@ class Prefetcher(Generic[B]):
                     for table, what in touched:
                         if not previous.reads(table, what):
                             current.invalidate(table, what)
-                            if self._cache is not None and isinstance(table, str):
-                                self._cache.drop(table, what if isinstance(what, np.ndarray) else what.ids)
+                            self._drop_copies(table, what)
                 if self._source.lost_leases != self._lost_leases:
                     self._lost_leases = self._source.lost_leases
                     self.forget_copies()  # they go by batches: no clock says that they are of before
@@ -213,6 +212,15 @@ class Prefetcher(Generic[B]):
             self._put(error)
         else:
             self._put(None)
+
+    def _drop_copies(self, table: TableKey, what: Route | Ids) -> None:
+        if self._cache is None:
+            return
+        if isinstance(what, BundleRoute):
+            for name, route, _ in what.members():
+                self._cache.drop(name, route.ids)
+        elif isinstance(table, str):
+            self._cache.drop(table, what if isinstance(what, np.ndarray) else what.ids)
 
     def _timed(self, batches: Iterator[B]) -> Iterator[B]:
         while True:

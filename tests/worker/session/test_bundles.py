@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -466,6 +467,27 @@ def test_rows_that_are_changed_while_they_are_pulled_ahead_come_again(make):
 
     data = batches(8)
     check_equal(train(Model, 2, data, step=step), train(make, 2, data, step=step, prefetch=0))
+
+
+def test_copies_of_rows_that_a_bundle_has_pushed_are_dropped(seen):
+    """A loop reads announced rows from copies; what it pushes of others, in bundles, is in no copy after that."""
+
+    def trained(make):
+        with es.local(2) as session:
+            model = es.wrap(make(), session, optimizer=OPTIMIZERS, dense_optimizer=es.SGD(lr=0.1))
+            session.cache_rows(1000, staleness=3)
+            other = batches(13)
+            inputs = partial(Announced.embedding_inputs, model)
+            loop = session.prefetch(batches(12), inputs=inputs, staleness=0)
+            for number, ids in enumerate(loop):
+                model(other[number + 1] if number % 2 else ids).square().mean().backward()
+                session.step()
+            return weights(session, model)
+
+    expected = trained(Model)
+    assert not bundles(seen, Push)
+    check_equal(expected, trained(Announced))
+    assert bundles(seen, Push)
 
 
 @pytest.mark.parametrize("most", [64, 1])
