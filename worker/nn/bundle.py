@@ -26,6 +26,13 @@ _NO_ORDER = np.empty(0, np.int64)
 # (pack, unpack) of the code that runs, or None. Earlier versions of torch cannot say, and read no bundles.
 _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 CAN_READ = _hooks is not None
+# whether the backward that runs was told to retain_graph; a torch without it never refuses a second one
+_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+_SECOND = (
+    "Trying to backward through the graph a second time: the rows of a table were read by a forward that had its "
+    "backward. Specify retain_graph=True there if you need to backward through the graph a second time"
+)
 
 
 def are_saves_hooked() -> bool:
@@ -59,12 +66,13 @@ def take(read: LookupResult, bundle: BundleRows, collect: Collect) -> Tensor | N
 class _BundleLookup(torch.autograd.Function):
     """F.embedding or F.embedding_bag for several tables, with the bits of one at a time, in outputs and gradients.
 
-    It saves no tensor: a part of its outputs may have a backward before the others.
+    It saves no tensor, whose loss torch would see in a second backward: a part of the outputs may have their first one
+    after that of others.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, bundle: BundleRows, used: Mask) -> tuple[Tensor, ...]:
-        ctx.bundle, ctx.used = bundle, used  # type: ignore[attr-defined]
+        ctx.bundle, ctx.used, ctx.freed = bundle, used, np.zeros(len(used), np.bool_)  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         dim, how = rows.shape[1], bundle.how
         bags = (bundle.bounds[:, 1] - bundle.bounds[:, 0]) // bundle.bounds[:, 2]
@@ -89,6 +97,10 @@ class _BundleLookup(torch.autograd.Function):
         bundle: BundleRows = ctx.bundle  # type: ignore[attr-defined]
         used: Mask = ctx.used  # type: ignore[attr-defined]
         used[:] = [its is not None for its in gradients]
+        if (ctx.freed & used).any():  # type: ignore[attr-defined]
+            raise RuntimeError(_SECOND)
+        if not _keeps_graph():
+            ctx.freed |= used  # type: ignore[attr-defined]
         dim, bounds = bundle.rows.shape[1], bundle.bounds if used.all() else bundle.bounds[used]
         flat = [its if its.dim() == 2 else its.reshape(-1, dim) for its in gradients if its is not None]
         scales = np.ones(len(flat)) if bundle.how != "mean" else 1.0 / bounds[:, 2]

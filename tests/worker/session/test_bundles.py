@@ -210,6 +210,27 @@ def test_gradients_of_a_bundle_are_there_by_table_and_can_be_changed():
     check_equal(*(train(make, shards, batches(), step=step) for make in (Model, Announced) for shards in (1, 2)))
 
 
+def test_a_second_backward_is_refused_by_every_table_that_had_one():
+    """As torch does, of a model that saves nothing else; and not of one that had none, or was to retain its graph."""
+    refused = pytest.raises(RuntimeError, match="backward through the graph a second time")
+
+    def step(session, model, ids):
+        parts = [part.sum() for part in model(ids)]
+        parts[0].backward()
+        parts[1].backward(retain_graph=True)
+        (parts[1] + parts[2]).backward()
+        parts[3].backward()
+        for again in parts[:4]:
+            with refused:
+                again.backward()
+        session.step()
+
+    def split(model, parts):
+        return parts
+
+    check_equal(*(train(lambda make=make: make(split), 2, batches(), step=step) for make in (Model, Announced)))
+
+
 def test_second_derivatives_pass_through_a_bundle():
     def step(session, model, ids):
         loss = model(ids).pow(3).mean()
