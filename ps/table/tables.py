@@ -60,7 +60,8 @@ from embershard.ps.table.table import Applied, Table
 
 # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
 MAX_TABLES = 20_000
-_MOST_BUNDLES = 1024  # that are remembered: which tables go together is of the peer's choice
+# that are remembered, and members of all of them, 44 bytes each: which tables go together is of the peer's choice
+_MOST_BUNDLES, _MOST_MEMBERS = 1024, 2**16
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
 
 
@@ -116,6 +117,7 @@ class Tables:
         self._coding = coding
         self._entries: dict[str, Entry] = {}
         self._bundles: dict[tuple[str, ...], Members] = {}
+        self._num_members = 0  # of all of these
         self.revision = 0  # grows whenever there are other tables
         self.quotas: TableQuotas | None = None  # of whom a request comes from, while it is handled
 
@@ -169,7 +171,11 @@ class Tables:
     def _changed(self) -> None:
         """There are other tables from here on."""
         self.revision += 1
+        self._forget_bundles()
+
+    def _forget_bundles(self) -> None:
         self._bundles.clear()
+        self._num_members = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -279,9 +285,12 @@ class Tables:
                 raise InvalidRequest(reason=f"a bundle of {len(names)} tables names one twice")
             if len(dims := {table.spec.dim for table in tables}) != 1:
                 raise InvalidRequest(reason=f"a bundle of tables of dims {sorted(dims)}; they must have one")
-            if len(self._bundles) >= _MOST_BUNDLES:
-                self._bundles.clear()
-            found = self._bundles[names] = Members.of(tables)  # a table that has its first values keeps them
+            if len(self._bundles) >= _MOST_BUNDLES or self._num_members + len(names) > _MOST_MEMBERS:
+                self._forget_bundles()
+            self._num_members += len(names)
+            found = Members.of(tables)
+            # by the tables' own names, not the message's; a table that has its first values keeps them
+            self._bundles[tuple([table.spec.name for table in tables])] = found
         return found
 
     def check_open(self, part: TableGradients) -> None:

@@ -1,6 +1,7 @@
 """Bundles of tables on a shard: what single tables do, in one message and one kernel call; and what is refused."""
 
 import re
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -14,6 +15,7 @@ from embershard.ps.security.access import tables_of
 from embershard.ps.shard import Shard
 from embershard.ps.table import kernels
 from embershard.ps.table import table as table_module
+from embershard.ps.table import tables as tables_module
 from embershard.ps.table.optimizers import OptimizerRegistry
 from harness.events import again
 from harness.held_log import HeldLog
@@ -259,6 +261,26 @@ def test_tables_that_others_took_the_place_of_are_forgotten(shard):
     assert [one() for one in before] == [None] * 3
     shard.handle(push(part, seq=2))
     assert [one.rows for one in shard.status().tables] == [2, 0, 3]
+
+
+def test_memory_of_remembered_bundles_is_bounded_by_their_members(monkeypatch):
+    monkeypatch.setattr(tables_module, "_MOST_MEMBERS", 500)
+    shard = make_shard(*(table(f"table.{number}", DIM) for number in range(50)))
+    draw = np.random.default_rng(0)
+
+    def pull(count):
+        for _ in range(count):  # in any order, by names of their own
+            members = tuple([f"table.{number}" for number in draw.permutation(50)])
+            shard.handle(Pull(1, (bundle((0,) * 50, ids_of(), members),)))
+
+    pull(1)
+    tracemalloc.start()
+    try:
+        pull(109)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 60_000  # of 10 bundles; of all, by the names of messages, 605,000
 
 
 def test_all_members_are_tables_that_a_request_names():
