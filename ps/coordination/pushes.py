@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -15,10 +15,11 @@ from embershard.ps.coordination.aggregate import Sender
 from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.security.table_quotas import TableQuotas
-from embershard.ps.table.checked import Checked
+from embershard.ps.table.checked import Checked, CheckedBundle, CheckedGradients
 from embershard.ps.table.table import Applied, Table
-from embershard.ps.table.tables import Tables, apply_parts, check_room, single_tables
+from embershard.ps.table.tables import Tables, apply_parts, single_tables
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
 # one that never does can make a shard remember; what was dropped is sent again with its ids.
@@ -116,7 +117,7 @@ class Pushes:
         if self._tables.quotas is not None:
             self._check_quotas(self._tables.quotas, [(part.table, part.ids) for part in single_tables(parts)])
         kept_bytes = sum(part.nbytes for part in parts) if kept else 0
-        check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
+        _check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
 
     def _check_quotas(self, quotas: TableQuotas, parts: Sequence[tuple[Table, Ids]]) -> None:
@@ -131,6 +132,60 @@ class Pushes:
         if request.last:
             self._clock.updates.count([request.version])
         return reply
+
+
+def _check_room(
+    parts: Sequence[Checked],
+    waiting: Mapping[Table, int],
+    waiting_parts: Callable[[], Iterable[CheckedGradients]],
+    budget: MemoryBudget,
+    kept_bytes: int,
+) -> None:
+    """Make sure that all rows of a push can be created, before any is: TableFull, NoAddressSpace.
+
+    waiting: ids per table that are to be applied before, those of `waiting_parts`. kept_bytes: of what is kept of it.
+    """
+    bundles = [part for part in parts if isinstance(part, CheckedBundle) and not waiting]
+    wanted = _sum_sizes(waiting, [part for part in parts if isinstance(part, CheckedGradients) or waiting])
+    members = [table for part in bundles for table in part.members.tables]
+    if len({*members, *wanted}) < len(members) + len(wanted):  # a table that is in two parts has the rows of both
+        bundles, wanted = [], _sum_sizes(waiting, parts)
+    most = kept_bytes + sum(table.most_growth * count for table, count in wanted.items())
+    if most + sum(part.most_growth() for part in bundles) > budget.limit - budget.used:
+        wanted = _sum_sizes(waiting, parts)
+        _check_growth(parts, wanted, waiting_parts, budget, kept_bytes)
+    for table, count in wanted.items():
+        table.reserve(count)
+    for part in bundles:
+        part.reserve()
+
+
+def _sum_sizes(waiting: Mapping[Table, int], parts: Iterable[Checked]) -> dict[Table, int]:
+    """The number of ids of each table, those that wait included."""
+    wanted = dict(waiting)
+    for part in parts:
+        sizes = [(part.table, len(part.ids))] if isinstance(part, CheckedGradients) else part.sizes()
+        for table, count in sizes:
+            wanted[table] = wanted.get(table, 0) + count
+    return wanted
+
+
+def _check_growth(
+    parts: Sequence[Checked],
+    wanted: dict[Table, int],
+    waiting_parts: Callable[[], Iterable[CheckedGradients]],
+    budget: MemoryBudget,
+    kept_bytes: int,
+) -> None:
+    """TableFull where the budget has no room for so many new rows; first as if all ids were new."""
+    asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
+    if asked > budget.limit - budget.used:  # now as they are
+        single = single_tables(parts)
+        wanted.update(dict.fromkeys(wanted, 0))
+        for one in (*waiting_parts(), *single):
+            wanted[one.table] += one.table.count_missing(one.ids)
+        asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
+        budget.check(max(single, key=lambda one: len(one.ids)).table.spec.name if single else "", asked)
 
 
 @dataclass(slots=True)

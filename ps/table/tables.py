@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -389,7 +389,7 @@ def single_tables(parts: Sequence[Checked]) -> list[CheckedGradients]:
 def _apply(part: CheckedGradients, difference: bool, divisor: float) -> Applied:
     """Apply gradients, at the learning rate over `divisor`, or add them as differences to the rows.
 
-    Whether there is memory was decided when they came (check_room): what was accepted is applied, in a replay too.
+    Whether there is memory was decided when they came (see Pushes): what was accepted is applied, in a replay too.
     """
     if difference:
         return part.table.add(part.ids, part.gradients, has_room=True)
@@ -425,58 +425,6 @@ def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, 
     results = [applied for _, applied in done]
     results += [part.apply(divisor, count=count) for part in bundles]
     return Applied(sum(one.rows for one in results), sum(one.skipped for one in results))
-
-
-def check_room(
-    parts: Sequence[Checked],
-    waiting: Mapping[Table, int],
-    waiting_parts: Callable[[], Iterable[CheckedGradients]],
-    budget: MemoryBudget,
-    kept_bytes: int,
-) -> None:
-    """Make sure that all rows of a push can be created, before any is: TableFull, NoAddressSpace.
-
-    waiting: ids per table that are to be applied before, those of `waiting_parts`. kept_bytes: of what is kept of it.
-    """
-    together = [part for part in parts if isinstance(part, CheckedBundle) and not waiting]
-    alone = [part for part in parts if isinstance(part, CheckedGradients) or waiting]
-    wanted = _sum_sizes(waiting, alone)
-    most = kept_bytes + sum(table.most_growth * count for table, count in wanted.items())
-    if most + sum(part.most_growth() for part in together) > budget.limit - budget.used:
-        wanted = _sum_sizes(waiting, parts)
-        _check_growth(parts, wanted, waiting_parts, budget, kept_bytes)
-    for table, count in wanted.items():
-        table.reserve(count)
-    for part in together:
-        part.reserve()
-
-
-def _sum_sizes(waiting: Mapping[Table, int], parts: Iterable[Checked]) -> dict[Table, int]:
-    """The number of ids of each table, those that wait included."""
-    wanted = dict(waiting)
-    for part in parts:
-        sizes = [(part.table, len(part.ids))] if isinstance(part, CheckedGradients) else part.sizes()
-        for table, count in sizes:
-            wanted[table] = wanted.get(table, 0) + count
-    return wanted
-
-
-def _check_growth(
-    parts: Sequence[Checked],
-    wanted: dict[Table, int],
-    waiting_parts: Callable[[], Iterable[CheckedGradients]],
-    budget: MemoryBudget,
-    kept_bytes: int,
-) -> None:
-    """TableFull where the budget has no room for so many new rows; first as if all ids were new."""
-    asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
-    if asked > budget.limit - budget.used:  # now as they are
-        single = single_tables(parts)
-        wanted.update(dict.fromkeys(wanted, 0))
-        for one in (*waiting_parts(), *single):
-            wanted[one.table] += one.table.count_missing(one.ids)
-        asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
-        budget.check(max(single, key=lambda one: len(one.ids)).table.spec.name if single else "", asked)
 
 
 def _space_keys(spec: TableSpec) -> Words:

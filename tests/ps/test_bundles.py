@@ -220,6 +220,26 @@ def test_memory_for_all_tables_is_asked_for_before_any_changes():
     assert state(shard) == before
 
 
+@pytest.mark.parametrize("other", ["bundle", "table"])
+def test_address_space_is_asked_for_a_table_that_is_in_two_parts_with_the_rows_of_both(other, monkeypatch):
+    monkeypatch.setattr(table_module, "_FIRST_BYTES", 1 << 16)
+    shard = make_shard(*SPECS)
+    capacity = min(one.capacity for one in shard.core.tables.all())
+    monkeypatch.setattr(table_module, "MAX_ROWS", capacity)
+    before, count = state(shard), capacity - 10
+    values = np.ones((count, DIM), np.float32)
+    first, second = np.arange(count), np.arange(count, 2 * count)
+    parts = [pushed(values, (count, 0, 0), first)]
+    if other == "bundle":
+        parts.append(pushed(values, (0, count), second, ("plain", "sums")))
+    else:
+        parts.insert(0, TableGradients("sums", second, values))
+    with raises(errors.NoAddressSpace, table="sums"):
+        shard.handle(push(*parts))
+    assert state(shard) == before
+    shard.handle(push(parts[1], seq=2))  # either alone has room
+
+
 def test_rows_that_a_snapshot_reads_are_kept_as_they_were(shard):
     ids, values = draw(0, (20, 20, 20))
     shard.handle(push(pushed(values, (20, 20, 20), ids)))
