@@ -287,12 +287,13 @@ class Session:
     def gradients(self) -> list[RowGradients]:
         """Return the gradients of the tables since the last step, one part per table; you may change them in place.
 
-        Gradients of an id that was read several times are summed. They are on the device of the module that read.
+        Gradients of an id that was read several times are summed. They are on the device of the module that read. The
+        order is that of the tables' names, so that a norm of all has the same bits in whichever order backward came.
         """
         with span("gather"):
             self._merge()
             self._collected = [one for part in self._collected for one in part.split()]
-        return list(self._collected)
+        return sorted(self._collected, key=lambda part: part.spec.name)
 
     def drop_gradients(self, table: str) -> None:
         """Forget the gradients of one table since the last step."""

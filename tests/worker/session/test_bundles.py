@@ -18,6 +18,7 @@ from embershard.proto.messages import Pull, Push
 from embershard.proto.routing import Placement, make_bundle, make_routes
 from embershard.ps.shard import Shard
 from embershard.worker.client import byte_counts
+from embershard.worker.training.step import global_norm
 
 ROWS, TABLES = 40, 5
 OPTIMIZERS = {"tables.0": es.Adam(lr=0.1), "tables.1": es.SGD(lr=0.1, momentum=0.9), "*": es.Adagrad(lr=0.1)}
@@ -208,6 +209,25 @@ def test_gradients_of_a_bundle_are_there_by_table_and_can_be_changed():
         session.step()
 
     check_equal(*(train(make, shards, batches(), step=step) for make in (Model, Announced) for shards in (1, 2)))
+
+
+def test_gradients_are_clipped_by_a_norm_of_the_same_bits():
+    def step(session, model, ids):
+        model(ids).square().mean().backward()
+        gradients = [part.gradients for part in session.gradients()]
+        model.norms.append(global_norm(gradients))
+        for gradient in gradients:
+            gradient.mul_(min(1.0, 0.01 / model.norms[-1]))
+        session.step()
+
+    def trained(make):
+        model = make()
+        model.norms = []
+        return train(lambda: model, 2, batches(12), step=step), model.norms
+
+    (alone, norms), (together, others) = trained(Model), trained(Announced)
+    assert norms == others
+    check_equal(alone, together)
 
 
 def test_a_second_backward_is_refused_by_every_table_that_had_one():
