@@ -88,6 +88,7 @@ class KeptPushes:
         with self._lock:
             if seq > self._acknowledged[shard]:
                 self._acknowledged[shard] = seq
+                self._end_loads(shard, seq)
                 self._drop(shard)
 
     def first_incomplete(self, shard: int, seq: int | None = None) -> int:
@@ -105,11 +106,13 @@ class KeptPushes:
             self._loading.setdefault(shard, seq)
 
     def loads_end(self, shard: int, seq: int) -> None:
-        """Note that a shard has answered the loads up to `seq`, or a push of this seq, which came after them."""
+        """Note that a shard has answered the loads up to `seq`, or a push of this seq, which came after them, for good.
+
+        The early answer to a push ends none: a push that is lost and comes again must not say that they were answered.
+        """
         with self._lock:
-            if self._loading.get(shard, seq + 1) <= seq:  # a push before a load may be answered late
-                del self._loading[shard]
-                self._look()
+            self._end_loads(shard, seq)
+            self._look()
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
@@ -161,6 +164,10 @@ class KeptPushes:
             refused, self._refused = self._refused, []
             self._look()
         return refused
+
+    def _end_loads(self, shard: int, seq: int) -> None:
+        if self._loading.get(shard, seq + 1) <= seq:  # a push before a load may be answered late
+            del self._loading[shard]
 
     def _drop(self, shard: int) -> None:
         kept, acknowledged = self._kept[shard], self._acknowledged[shard]

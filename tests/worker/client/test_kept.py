@@ -537,3 +537,14 @@ def test_a_push_that_is_answered_late_says_nothing_of_a_load_behind_it():
     kept.loads_end(0, 8)
     assert kept.first_incomplete(0, 9) == 9
     assert kept.is_empty
+
+
+def test_a_push_that_is_lost_after_an_early_answer_says_nothing_of_a_load_before_it_that_got_none():
+    """The load was given up; a shard that had lost the push, and never seen the load, told of lost memory."""
+    kept, said = KeptPushes(), []
+    kept.load_begins(0, 5)
+    kept.add(0, push(gradients([1]), seq=6, first=5))
+    kept.answered(0, push(gradients([1]), seq=6, first=5))
+    kept.resend(0, 2, lambda sent: said.append(sent.token.first_incomplete) or Pushed(False, 1, 0, early=True))
+    kept.acknowledge(0, 6)
+    assert (said, kept.first_incomplete(0, 7), kept.is_empty) == ([5], 7, True)
