@@ -37,6 +37,8 @@ class Sent:
     request: Push | Load
     content: bytes
     state: str = "open"  # "early": answered before it was safe; "acknowledged", "refused"
+    taken: float = -1.0  # when it became an event, to the last
+    refused: float = -1.0  # when the shard refused it, to the last
 
 
 @dataclass
@@ -126,7 +128,8 @@ class ShardOracle:
             return
         sent = self.sent[_token(request)]
         if isinstance(outcome, EmbershardError):
-            if not outcome.retryable and type(outcome).__name__ != "UnknownRoute":
+            is_refused = not outcome.retryable and type(outcome).__name__ != "UnknownRoute"
+            if is_refused and sent.taken <= sent.refused:  # else it is late: the push came again, and was taken
                 sent.state = "refused"
                 self.missing.discard(_token(request))
                 self.lost.discard(_token(request))  # it came again, and its sender is told that it is not applied
@@ -140,7 +143,8 @@ class ShardOracle:
         elif not isinstance(outcome, Exception):
             self.world.covered["duplicates answered"] += isinstance(outcome, Pushed) and outcome.duplicate
             self.world.covered["pushes answered early"] += isinstance(outcome, Pushed) and outcome.early
-            if sent.state == "refused" and isinstance(outcome, Pushed) and outcome.early:
+            is_late = sent.taken <= sent.refused
+            if sent.state == "refused" and is_late and isinstance(outcome, Pushed) and outcome.early:
                 return  # it is late: the push came again to the next process, which has refused it
             if not (isinstance(outcome, Pushed) and outcome.early):
                 sent.state = "acknowledged"
@@ -203,6 +207,7 @@ class ShardOracle:
                 self.fail(f"push {token} is LSN {self.lsn_of[token]} and LSN {lsn}")
             else:
                 self.lsn_of[token] = lsn
+                sent.taken = self.world.now
                 self.logged.add(token)
                 self.missing.discard(token)
                 self.lost.discard(token)  # its sender still had it
@@ -226,6 +231,7 @@ class ShardOracle:
         """An error leaves the shard: that a push was refused for good is an event, which counts as answered."""
         if isinstance(request, Push | Load) and request.token is not None:
             self.released = max(self.released, self.settled.get(_token(request), 0))
+            self.sent[_token(request)].refused = self.world.now
 
     def reply(self, request: object, reply: object) -> None:
         """The shard has made a reply, which may leave later."""
