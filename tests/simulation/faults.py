@@ -42,8 +42,8 @@ class Faults:
     - "partitions": workers are cut off from all shards for longer than their leases, and links for longer than calls;
     - "syncs": in mode `log` a sync for a base fails, and the machine of the next process loses power; in mode `fsync` a
       write or sync takes long, and the machine loses power meanwhile;
-    - "lost tables": a push gets lost without a sign, its machine loses power, and with it a new table, and the shard's
-      process is killed as it has taken this push, after all;
+    - "lost tables": a push gets lost, its machine loses power, and a new table is lost with it; the shard's process is
+      killed as it has taken this push, after all;
     - "rare requests": disks fail, and bits flip, while a worker pauses, leaves, loads rows or takes a part of the data.
     """
 
@@ -185,7 +185,7 @@ class Faults:
         shard, worker = self._losing_table = call.shard, call.worker
         self._count("drop", self.sim.machines[shard].states | {"push"})
         self.sim.world.at(self.random.choice([1e-3, 5e-3]), lambda: self.process("power loss", shard, worker))
-        return "silence"
+        return self.random.choice(["silence", "drop"])
 
     def _begin_loss(self, shard: int, event: Event, is_after_refusal: bool) -> None:
         """From here on a machine's kernel writes nothing to the disk, until it loses power some events later."""

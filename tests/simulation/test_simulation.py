@@ -52,6 +52,11 @@ FOUND_BY_LOSSES = {  # by seeds with this focus, as short losses are now
 }
 
 
+FOUND_BY_LOST_TABLES = {  # by seeds with this focus
+    14: "a push of a lost table was taken after its copy was refused, and its sender dropped it and called it refused",
+}
+
+
 FOUND_SINCE = {  # by seeds with all that they draw: an I/O thread, and focuses that came later
     233: "a push that was lost after an early answer said that a load before it, which was given up, was acknowledged",
 }
@@ -77,6 +82,11 @@ def test_what_a_seed_has_found_stays_mended(seed):
 @pytest.mark.parametrize("seed", FOUND_BY_LOSSES)
 def test_what_short_losses_have_found_stays_mended(seed):
     check(seed, focus="short losses")
+
+
+@pytest.mark.parametrize("seed", FOUND_BY_LOST_TABLES)
+def test_what_lost_tables_have_found_stays_mended(seed):
+    check(seed, focus="lost tables")
 
 
 @pytest.mark.parametrize("seed", FOUND_SINCE)

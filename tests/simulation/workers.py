@@ -90,10 +90,9 @@ class SimulatedWorker:
             oracle.submitted(call)
             if isinstance(call.request, Pull) and call.request.required_clock:
                 self._asked[call.shard] = self.sim.world.now
-            if self.client is not None and isinstance(call.request, Push):
-                num_kept = len(self.client.connections.kept._kept[call.shard])
-                if num_kept > self.scenario.kept_pushes:
-                    oracle.fail(f"worker {self.number} keeps {num_kept} pushes")
+            if isinstance(call.request, Push) and self.client and self.client.epoch == call.request.token.epoch:
+                kept = {one.push.token.seq for one in self.client.connections.kept._kept[call.shard]}
+                oracle.keeps(call.request.token, kept, self.scenario.kept_pushes)
             return
         oracle.answered(call, outcome)
         if isinstance(call.request, Pull) and isinstance(outcome, Rows) and call.expected is not None:

@@ -12,7 +12,19 @@ import numpy as np
 
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost, UnknownTable
-from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows, Split
+from embershard.proto.messages import (
+    DELTA,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Load,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Rows,
+    Split,
+)
 from embershard.proto.routing import Placement
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
@@ -114,6 +126,16 @@ class ShardOracle:
         other = self.contents.setdefault(content, token)
         if other != token and other[:1] == token[:1]:
             self.fail(f"worker {token[0]} sends {type(request).__name__} {token} again, which was {other} before")
+
+    def keeps(self, token: PushToken, seqs: set[int], most: int) -> None:
+        """The sender of a push keeps these of its pushes: those that were answered early, and no more than it may."""
+        if len(seqs) > most:
+            self.fail(f"worker {token.worker} keeps {len(seqs)} pushes")
+        states = {key[2]: sent.state for key, sent in self.sent.items() if key[:2] == (token.worker, token.epoch)}
+        safe = max((seq for seq, state in states.items() if state == "acknowledged"), default=0)
+        for seq, state in states.items():
+            if state == "early" and seq > safe and seq not in seqs:
+                self.fail(f"worker {token.worker} does not keep push {seq}, which was answered early and is not safe")
 
     def answered(self, call: SimulatedCall, outcome: object) -> None:
         """A client has its reply, or knows that none comes."""
