@@ -41,7 +41,7 @@ class KeptPushes:
         self._bytes: defaultdict[int, int] = defaultdict(int)
         self._acknowledged: defaultdict[int, int] = defaultdict(int)  # up to this seq they are safe
         self._refused: list[tuple[int, Push, EmbershardError]] = []
-        self._last: defaultdict[int, int] = defaultdict(int)  # seq of the last that was kept
+        self._last: defaultdict[int, int] = defaultdict(int)  # seq of the last that was kept or acknowledged
         # shard -> the first load of which nobody knows that it was answered
         self._loading: dict[int, int] = {}
         # shard, seq -> what its next process has said to a push before its sender knew of an answer
@@ -87,6 +87,7 @@ class KeptPushes:
         with self._lock:
             if seq > self._acknowledged[shard]:
                 self._acknowledged[shard] = seq
+                self._last[shard] = max(self._last[shard], seq)
                 self._end_loads(shard, seq)
                 self._drop(shard)
 

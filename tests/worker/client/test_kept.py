@@ -548,3 +548,13 @@ def test_a_push_that_is_lost_after_an_early_answer_says_nothing_of_a_load_before
     kept.resend(0, 2, lambda sent: said.append(sent.token.first_incomplete) or Pushed(False, 1, 0, early=True))
     kept.acknowledge(0, 6)
     assert (said, kept.first_incomplete(0, 7), kept.is_empty) == ([5], 7, True)
+
+
+def test_a_heartbeat_of_a_worker_that_has_only_loaded_says_that_its_load_was_acknowledged():
+    """Its shard had lost the load with the power, and the worker waited for others without being told."""
+    kept = KeptPushes()
+    kept.load_begins(0, 1)
+    assert kept.first_incomplete(0) == 1
+    kept.loads_end(0, 1)
+    kept.acknowledge(0, 1)
+    assert kept.first_incomplete(0) == 2
