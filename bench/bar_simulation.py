@@ -100,7 +100,7 @@ def run_mutants(progress: Progress, names: list[str], seeds: int) -> None:
     for name in names:
         if progress.state["mutants"].get(name, -1) >= 0:
             continue
-        command = [sys.executable, "-m", "simulation", mutants.seeds(name, seeds), "--mutant", name]
+        command = [sys.executable, "-m", "simulation", *mutants.arguments(name, seeds)]
         done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
         caught = re.search(r"^python -m simulation (\d+) --mutant", done.stdout, re.MULTILINE)
         progress.state["mutants"][name] = int(caught[1]) if caught else -1

@@ -6,11 +6,12 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from embershard.proto.messages import Declare, Leave, Load, Push
+from embershard.proto.messages import Declare, Leave, Load, Push, TakeSplit
 from embershard.ps.events import Event, PushEvent, Settled, Term
 
 from .machinery.network import SimulatedCall
 from .machines import WAITS
+from .scenario import LOST_TABLES, RARE
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -23,6 +24,7 @@ STATES = ["serving", "recovering", "write", "sync", "base", "gathered", "push", 
           "leave", "heartbeat", "hello", "rendezvous", "split"]  # fmt: skip
 # how often a short loss begins with an event, where it is not 0.2: of pushes and terms there are many
 _LOSSES = {PushEvent: 0.12, Term: 0.05, Declare: 0.8, Leave: 0.5, Load: 0.5}
+_RARE = {Leave: 0.12, Load: 0.12, TakeSplit: 0.4}  # requests of which there are few: how often something hits a message
 IMPOSSIBLE = {("flip", "recovering")}  # what a kind does not come in: a flip is made in a log that was read
 
 
@@ -39,7 +41,10 @@ class Faults:
       loses the last events and no others;
     - "partitions": workers are cut off from all shards for longer than their leases, and links for longer than calls;
     - "syncs": in mode `log` a sync for a base fails, and the machine of the next process loses power; in mode `fsync` a
-      write or sync takes long, and the machine loses power meanwhile.
+      write or sync takes long, and the machine loses power meanwhile;
+    - "lost tables": a push gets lost, its machine loses power, and a new table is lost with it; the shard's process is
+      killed as it has taken this push, after all;
+    - "rare requests": disks fail, and bits flip, while a worker pauses, leaves, loads rows or takes a part of the data.
     """
 
     def __init__(self, simulation: Simulation, count: int) -> None:
@@ -62,7 +67,14 @@ class Faults:
             self._weights |= {"cut": 4, "stop worker": 4}
             self._awaits = PushEvent
             self._cut_seconds = [2.0, 5.0, 8.0]
+        elif self.focus == LOST_TABLES:
+            self._weights |= {"power loss": 0, "flip": 0}
+            self._others = 0.25
+        elif self.focus == RARE:
+            self._weights |= {"disk full": 1, "eio": 1, "failed sync": 2, "flip": 4}
+            self._others = 0.25
         self._losing: dict[int, int] = {}  # shards whose machine will lose power -> events before
+        self._losing_table = -1, -1  # the shard that loses one, and whose push is lost before
         self._refused: set[int] = set()  # shards of which the last event is that a push was refused or put off
         self._distrusted: set[int] = set()  # shards of which a sync for a base has failed
         self.counts: Counter[str] = Counter()
@@ -85,7 +97,10 @@ class Faults:
         """What becomes of a message; it may also be the moment at which a process fails."""
         if self.focus == "partitions" and call.kind is Push and direction == "request" and self._wanted(0.1):
             return self._isolate(call)
-        if not self._wanted(0.12 * self._others):
+        if self.focus == LOST_TABLES and call.kind is Push and self._losing_table == (call.shard, -1):
+            return self._lose_push(call)
+        usual = 0.12 * self._others
+        if not self._wanted(_RARE.get(call.kind, usual) if self.focus == RARE else usual):
             return ""
         if self.random.random() < 0.5:
             seconds = self.random.choice([0.0, 2e-4, 1e-3]) * self.random.random()
@@ -110,10 +125,12 @@ class Faults:
             focused = self._is_slow if self.sim.scenario.durability == "fsync" else self._fails_base
             if focused(shard, kind, name):
                 return
-        if not self._wanted((0.10 if self.sim.network.open_calls(shard) else 0.02) * self._others):
+        calls = self.sim.network.open_calls(shard)
+        is_rare = self.focus == RARE and any(call.kind in _RARE for call in calls)
+        if not self._wanted(0.5 if is_rare else (0.10 if calls else 0.02) * self._others):
             return
         machine = self.sim.machines[shard]
-        if self.random.random() < 0.4:
+        if self.random.random() < (0.8 if is_rare else 0.4):
             what = self._choose(DISK[kind])
             if not what:
                 return
@@ -123,7 +140,7 @@ class Faults:
             else:
                 machine.disk.failing[kind] = {"slow disk": "slow"}.get(what, what)
             return
-        workers = [call.worker for call in self.sim.network.open_calls(shard)]
+        workers = [call.worker for call in calls]
         worker = self.random.choice(workers or range(self.sim.scenario.workers))
         what, moment = self._choose(PROCESS), seconds * self.random.random()
         if what:
@@ -133,6 +150,8 @@ class Faults:
         """A shard has applied an event, which its log does not have yet."""
         if self._awaits and isinstance(event, self._awaits):
             self._awaits = None
+        if self.focus == LOST_TABLES:
+            self._lose_table(shard, event)
         tables = self.sim.machines[shard].oracle.model.tables
         if self.focus != "short losses" or len(tables) <= isinstance(event, Declare):
             return  # who loses the first table loses all, and training ends
@@ -147,6 +166,26 @@ class Faults:
             if self.random.random() < 0.3:  # others wait for it, and hear what of theirs is safe
                 self.sim.world.at(1e-3, lambda: self.process("stop worker", shard, worker))
             self.sim.world.at(self.random.choice([1e-3, 2e-3, 5e-3, 0.02, 0.5]), lambda: self._lose(shard, worker))
+
+    def _lose_table(self, shard: int, event: Event) -> None:
+        """As _begin_loss, where the last table is declared; end the process that has taken the push after all."""
+        sim, (losing, worker) = self.sim, self._losing_table
+        if isinstance(event, Declare) and event.spec.name == sim.scenario.tables[-1].name and self._wanted(0.8):
+            sim.machines[shard].disk.write_back()
+            sim.world.note("write back", shard)
+            self._losing_table = shard, -1
+        elif isinstance(event, PushEvent) and losing == shard and event.push.token.worker == worker:
+            self._losing_table = -1, -1
+            sim.world.at(self.random.uniform(1e-4, 2e-3), lambda: self.process("kill shard", shard, worker))
+
+    def _lose_push(self, call: SimulatedCall) -> str:
+        """The first push after the declaration gets lost; soon its shard's machine loses power."""
+        if not self._wanted(1.0):
+            return ""
+        shard, worker = self._losing_table = call.shard, call.worker
+        self._count("drop", self.sim.machines[shard].states | {"push"})
+        self.sim.world.at(self.random.choice([1e-3, 5e-3]), lambda: self.process("power loss", shard, worker))
+        return self.random.choice(["silence", "drop"])
 
     def _begin_loss(self, shard: int, event: Event, is_after_refusal: bool) -> None:
         """From here on a machine's kernel writes nothing to the disk, until it loses power some events later."""
@@ -239,7 +278,7 @@ class Faults:
         elif kind == "kill shard":
             machine.kill(self.random.choice([0.001, 0.05, 0.5]))
         elif kind == "power loss":
-            keeps = self.focus != "short losses" or self.random.random() < 0.2
+            keeps = self.focus not in ("short losses", LOST_TABLES) or self.random.random() < 0.2
             machine.kill(self.random.choice([0.05, 0.5]), power=True, keeps=keeps)
         elif not machine.flip(self.random):
             return

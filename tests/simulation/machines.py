@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embershard.proto.errors import EmbershardError, LogDamaged, LogTooNew
 from embershard.proto.messages import (
@@ -67,6 +68,7 @@ class ShardMachine:
         self.log: recovery.ShardLog | None = None
         self.has_power, self.is_serving = True, False
         self._waiting: list[SimulatedCall] = []  # calls that this process has
+        self._inbox: Any = None  # of its I/O thread, where it has one
         self._to_restore: tuple[Path, int, int] | None = None  # path, offset, byte
 
     @property
@@ -168,13 +170,28 @@ class ShardMachine:
             late = random.uniform(1e-4, 1e-3) if self.has_power else random.uniform(0.05, 1.0)
             self.sim.network.refuse(call, late, "Connection refused")
             return
-        dispatch, shard, oracle, network = self.dispatch, self.shard, self.oracle, self.sim.network
-        assert shard is not None
         if call not in self._waiting:
             self._waiting.append(call)
+        submit = partial(self._submit, process, self.dispatch, call)
+        submit() if self._inbox is None else self._inbox.put(submit)
+
+    def _receive(self, process: Process) -> None:
+        """What the I/O thread of a process does."""
+        inbox = self._inbox
+        while not process.is_dead:
+            inbox.get()()
+
+    def _submit(self, process: Process, dispatch: Dispatch, call: SimulatedCall) -> None:
+        """Have a process answer a request."""
+        oracle, network, scenario = self.oracle, self.sim.network, self.sim.scenario
         made: dict[str, object] = {}
 
+        def work() -> None:
+            if scenario.work_seconds:
+                process.clock.sleep(process.clock.uniform(0.0, scenario.work_seconds / 2))
+
         def read() -> object:
+            work()
             made["request"] = call.read()
             return made["request"]
 
@@ -183,6 +200,7 @@ class ShardMachine:
             if isinstance(made["request"], Pull):
                 made["rows"] = oracle.rows(made["request"])
             made["lsn"], made["reply"] = len(oracle.history), reply
+            work()  # meanwhile the log may have written its event
             return as_bytes(reply)
 
         def done(future: object) -> None:
@@ -203,7 +221,13 @@ class ShardMachine:
             network.reply(call, future.result() if error is None else as_bytes(error), made.get("rows"))
 
         deadline = process.clock.now() + call.seconds
-        future = dispatch.submit(call.kind, read, write, num_bytes=call.num_bytes, deadline=deadline, peer="")
+        is_small = call.kind in (Pull, Push) and call.num_bytes <= scenario.small_bytes
+        future = dispatch.submit(
+            call.kind, read, write, num_bytes=call.num_bytes, deadline=deadline, peer="", is_small=is_small
+        )
+        if is_small:
+            how = "queued" if not made else "parked" if "reply" not in made and not future.done() else "done"
+            self.sim.world.covered[f"small requests that the I/O thread has {how}"] += 1
         future.add_done_callback(done)
 
     def _serve(self, process: Process) -> None:
@@ -215,6 +239,9 @@ class ShardMachine:
         progress = RecoveryProgress(process.clock)
         self.shard = shard
         self.dispatch = Dispatch(shard, ApplyThread(clock=process.clock), progress)
+        self._inbox = process.clock.queue() if scenario.small_bytes else None
+        if self._inbox is not None:
+            process.spawn(lambda: self._receive(process))
         try:
             log = self.log = self._recover(shard, process, progress)
         except (LogDamaged, LogTooNew) as error:  # a bit of a version was flipped

@@ -10,7 +10,7 @@ A file of mutants/ says in its first line what is wrong, then has hunks:
     >>>>>>>
 
 `install` has this process import the package so changed; the files stay as they are. A first line may name the seed
-that found a fault which is mended, as "seed 227": it catches the mutant.
+that catches the mutant, with the focus that it was found with: seed 227, focus "".
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.patch"))
 
 
-def seeds(name: str, count: int) -> str:
-    """The seeds to try: the one that found it, or the first ones."""
-    found = re.search(r"seed (\d+)", (FOLDER / f"{name}.patch").read_text().partition("\n")[0])
-    return found[1] if found else f"0:{count}"
+def arguments(name: str, count: int) -> list[str]:
+    """What `python -m simulation` is given to catch a mutant: the seed that does, or the first ones."""
+    line = (FOLDER / f"{name}.patch").read_text().partition("\n")[0]
+    found = re.search(r'seed (\d+)(?:, focus "(.*?)")?', line)
+    if found is None:
+        return [f"0:{count}", "--mutant", name]
+    return [found[1], "--mutant", name, *([] if found[2] is None else ["--focus", found[2]])]
 
 
 def changed_sources(name: str) -> dict[str, str]:

@@ -15,6 +15,9 @@ PULL_CODECS = ["none"] * 4 + ["delta", "delta", "fp16s", "int8"]
 
 # What half of the seeds prefer, of what several faults in a row have to come for; "" is none
 FOCUSES = ["", "", "", "", "short losses", "short losses", "partitions", "syncs"]
+# these came later, and have some of the seeds that have none of the others, by numbers of their own: what was named
+# before is as it was
+RARE, LOST_TABLES = "rare requests", "lost tables"
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,17 @@ class Scenario:
     focus: str = ""  # which faults it prefers, see faults.py
     compute: float = 0.0  # seconds at most between a pull and its push
     more_steps: tuple[int, ...] = ()  # of each worker: who has fewer pauses while the others go on
+    late_table: int = 0  # steps of a worker before it declares the last table
+    rests: int = 0  # steps after which a worker pauses and goes on; 0: it does not
+    small_bytes: int = 0  # of a pull or push that an I/O thread may do; 0: none, and there is no such thread
+    work_seconds: float = 0.0  # that a request has the tables for, at most
 
     @classmethod
     def of(cls, seed: int, faults: int | None = None, focus: str | None = None) -> Scenario:
-        """That of a seed; `faults` replaces its number of faults, and `focus` what it prefers."""
+        """That of a seed; `faults` replaces its number of faults, and `focus` what it prefers.
+
+        With a `focus` a seed is what it was when it was named, without what seeds draw since.
+        """
         r = random.Random(f"scenario {seed}")
         is_sync = r.random() < 0.45
         is_member = is_sync or r.random() < 0.8
@@ -106,15 +116,29 @@ class Scenario:
             compresses=r.random() < 0.2,
             log_segments=r.choice([None, None, None, 6]),
         )
-        return _focused(scenario, focus)
+        return _focused(_with_io_thread(scenario), _own_focus(seed)) if focus is None else _focused(scenario, focus)
 
 
-def _focused(scenario: Scenario, focus: str | None) -> Scenario:
-    """A scenario with a focus, by default its seed's, and with what its faults can hit."""
+def _own_focus(seed: int) -> str:
+    """The focus of a seed."""
+    chosen = random.Random(f"focus {seed}").choice(FOCUSES)
+    share = 1.0 if chosen else random.Random(f"later focus {seed}").random()
+    return RARE if share < 0.125 else LOST_TABLES if share < 0.1875 else chosen
+
+
+def _with_io_thread(scenario: Scenario) -> Scenario:
+    """A scenario that may have an I/O thread, which does small pulls and pushes."""
+    r = random.Random(f"small {scenario.seed}")
+    small_bytes, work_seconds = r.choice([0, 250, 2**14, 2**14]), r.choice([0.0, 5e-4, 3e-3])
+    return replace(scenario, small_bytes=small_bytes, work_seconds=work_seconds if small_bytes else 0.0)
+
+
+def _focused(scenario: Scenario, focus: str) -> Scenario:
+    """A scenario with a focus, and with what its faults can hit."""
+    known = {*FOCUSES, RARE, LOST_TABLES}
+    assert focus in known, f"a focus is one of {sorted(known)}, not {focus}"
     r = random.Random(f"focus {scenario.seed}")  # of its own: the other numbers of a seed are as without it
-    chosen = r.choice(FOCUSES)
-    focus = chosen if focus is None else focus
-    assert focus in FOCUSES, f"a focus is one of {FOCUSES}, not {focus}"
+    r.choice(FOCUSES)  # see _own_focus
     scenario = replace(scenario, focus=focus)
     if focus == "short losses":
         workers = 1 if scenario.staleness != 0 and r.random() < 0.4 else scenario.workers
@@ -131,4 +155,17 @@ def _focused(scenario: Scenario, focus: str | None) -> Scenario:
         return replace(scenario, lease=r.choice([1.0, 2.0]), shards=max(2, scenario.shards))
     if focus == "syncs":
         return replace(scenario, durability=r.choice(["log", "fsync"]), base_tail=0)
+    if focus == RARE and scenario.is_member:
+        splits = scenario.staleness != 0 and r.random() < 0.7
+        loads = scenario.staleness != 0
+        return replace(scenario, splits=splits, loads=loads, rests=0 if splits else r.choice([1, 2, 3]))
+    if focus == LOST_TABLES:  # one worker declares the last table first, and another one again
+        tables, lease, late_table = scenario.tables, r.choice([1.0, 2.0]), r.choice([1, 2, 3])
+        if len(tables) == 1:
+            tables = (*tables, replace(tables[0], name="b"))
+        scenario = replace(
+            scenario, tables=tables, lease=lease, late_table=late_table, workers=max(2, scenario.workers)
+        )
+        scenario = replace(scenario, durability="log", staleness=None, is_member=True)
+        return replace(scenario, loads=False, splits=False, aware=False)
     return scenario

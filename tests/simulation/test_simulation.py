@@ -52,6 +52,17 @@ FOUND_BY_LOSSES = {  # by seeds with this focus, as short losses are now
 }
 
 
+FOUND_BY_LOST_TABLES = {  # by seeds with this focus
+    14: "a push of a lost table was taken after its copy was refused, and its sender dropped it and called it refused",
+}
+
+
+FOUND_SINCE = {  # by seeds with all that they draw: an I/O thread, and focuses that came later
+    233: "a push that was lost after an early answer said that a load before it, which was given up, was acknowledged",
+    4718: "a worker that had only loaded waited at one shard, and none of its heartbeats said what another had lost",
+}
+
+
 def check(seed, focus=None):
     result = simulate(seed, focus=focus)
     options = "" if focus is None else f" --focus {focus!r}"
@@ -74,6 +85,16 @@ def test_what_short_losses_have_found_stays_mended(seed):
     check(seed, focus="short losses")
 
 
+@pytest.mark.parametrize("seed", FOUND_BY_LOST_TABLES)
+def test_what_lost_tables_have_found_stays_mended(seed):
+    check(seed, focus="lost tables")
+
+
+@pytest.mark.parametrize("seed", FOUND_SINCE)
+def test_what_a_seed_has_found_since_stays_mended(seed):
+    check(seed)
+
+
 def test_a_seed_repeats_itself():
     assert len({simulate(7).trace for _ in range(3)}) == 1
     assert simulate(8).trace != simulate(7).trace
@@ -90,7 +111,7 @@ def test_nothing_is_lost_in_500_seeds():
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", mutants.names())
 def test_a_mutant_is_caught(name):
-    command = [sys.executable, "-m", "simulation", mutants.seeds(name, SEEDS_FOR_MUTANTS), "--mutant", name]
+    command = [sys.executable, "-m", "simulation", *mutants.arguments(name, SEEDS_FOR_MUTANTS)]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 1, done.stdout
     assert f"--mutant {name}  #" in done.stdout, done.stderr

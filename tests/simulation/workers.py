@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -89,10 +90,9 @@ class SimulatedWorker:
             oracle.submitted(call)
             if isinstance(call.request, Pull) and call.request.required_clock:
                 self._asked[call.shard] = self.sim.world.now
-            if self.client is not None and isinstance(call.request, Push):
-                num_kept = len(self.client.connections.kept._kept[call.shard])
-                if num_kept > self.scenario.kept_pushes:
-                    oracle.fail(f"worker {self.number} keeps {num_kept} pushes")
+            if isinstance(call.request, Push) and self.client and self.client.epoch == call.request.token.epoch:
+                kept = {one.push.token.seq for one in self.client.connections.kept._kept[call.shard]}
+                oracle.keeps(call.request.token, kept, self.scenario.kept_pushes)
             return
         oracle.answered(call, outcome)
         if isinstance(call.request, Pull) and isinstance(outcome, Rows) and call.expected is not None:
@@ -172,7 +172,7 @@ class SimulatedWorker:
         self.client = client = Client(transports, worker=self.number, timeout=timeout, clock=clock)
         client.compressor.differences = scenario.local_steps
         self.is_training = True
-        for table in scenario.tables:
+        for table in self._tables():
             created = client.declare(table, load=scenario.loads, dense=is_dense(table))
             if created and scenario.loads:
                 self._load(client, table.name, NUM_IDS + 1000 * self.incarnation, created)
@@ -205,6 +205,10 @@ class SimulatedWorker:
         client.close()
         self.is_training = False
 
+    def _tables(self) -> tuple[TableSpec, ...]:
+        """Those that this worker has declared by now, or declares first."""
+        return self.scenario.tables[:-1] if self.done < self.scenario.late_table else self.scenario.tables
+
     def _steps(self, client: Client) -> None:
         member, split, clock = client.membership, -1, 0
         steps = self.scenario.steps + sum(self.scenario.more_steps[self.number : self.number + 1])
@@ -216,9 +220,13 @@ class SimulatedWorker:
                 if split < 0:
                     break
             clock = clock if member is None else max(clock, member.first)
+            if self.scenario.late_table and self.done == self.scenario.late_table:
+                client.declare(self.scenario.tables[-1], dense=is_dense(self.scenario.tables[-1]))
             self._step(client, clock)
             clock += 1
             self.done += 1
+            if self.scenario.rests and member is not None and self.done % self.scenario.rests == 0:
+                clock = self._rest(client, clock)
         else:
             if self.scenario.splits and split >= 0 and member is not None:
                 self.sim.took(self.number, split, -1)  # it is given to another one when this one leaves
@@ -236,7 +244,7 @@ class SimulatedWorker:
 
     def _step(self, client: Client, clock: int) -> None:
         rng = np.random.default_rng([self.scenario.seed, self.number, self.incarnation, clock])
-        chosen = [t for t in self.scenario.tables if rng.random() < 0.8]
+        chosen = [t for t in self._tables() if rng.random() < 0.8]
         ids = [np.unique(rng.integers(0, NUM_IDS, 1 + rng.integers(6))) for _ in chosen]
         ids = [np.arange(NUM_DENSE) if is_dense(t) else one for one, t in zip(ids, chosen, strict=True)]
         routes = [make_route(one, table.space_key, client.placement) for one, table in zip(ids, chosen, strict=True)]
@@ -387,11 +395,27 @@ class SimulatedWorker:
             except ShardUnavailable:
                 self._pause(client)
 
+    def _rest(self, client: Client, clock: int) -> int:
+        """Pause between two steps, as a session does while it evaluates; the clock at which it goes on."""
+        member, process = client.membership, self.process
+        assert member is not None
+        assert process is not None
+        self._flush(client)
+        self._await_safe(client)
+        self._insist(client, member.pause)
+        process.clock.sleep(process.clock.uniform(0.0, 0.1))
+        self._insist(client, lambda: member.resume(clock))
+        return max(clock, member.first)
+
     def _await_safe(self, client: Client) -> None:
         """Wait until all pushes are safe, as a session does before it pauses: one that came again would be late."""
+        self._insist(client, client.flush)
+
+    def _insist(self, client: Client, call: Callable[[], object]) -> None:
+        """Call until all shards answer, or the program ends."""
         while True:
             try:
-                client.flush()
+                call()
                 return
             except ShardUnavailable:
                 self._pause(client)

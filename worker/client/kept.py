@@ -24,12 +24,11 @@ Sent = TypeVar("Sent", bound=Push | Load)
 
 @dataclass(slots=True)
 class _Kept:
-    """A push, whether it was answered, and what the shard's next process has said to it before its sender knew."""
+    """A push, and whether it was answered."""
 
     push: Push
     num_bytes: int
     is_answered: bool = False
-    outcome: Reply | EmbershardError | None = None
 
 
 class KeptPushes:
@@ -42,12 +41,14 @@ class KeptPushes:
         self._bytes: defaultdict[int, int] = defaultdict(int)
         self._acknowledged: defaultdict[int, int] = defaultdict(int)  # up to this seq they are safe
         self._refused: list[tuple[int, Push, EmbershardError]] = []
-        self._last: defaultdict[int, int] = defaultdict(int)  # seq of the last that was kept
+        self._last: defaultdict[int, int] = defaultdict(int)  # seq of the last that was kept or acknowledged
         # shard -> the first load of which nobody knows that it was answered
         self._loading: dict[int, int] = {}
+        # shard, seq -> what its next process has said to a push before its sender knew of an answer
+        self._said: dict[tuple[int, int], Reply | EmbershardError] = {}
 
     def add(self, shard: int, push: Push) -> None:
-        """Keep a push that is sent now, perhaps again: what a process has said to it before counts no more."""
+        """Keep a push that is sent now, perhaps again."""
         with self._lock:
             self.is_empty = False
             kept = self._kept[shard]
@@ -55,10 +56,6 @@ class KeptPushes:
                 kept.append(_Kept(push, _num_bytes(push)))
                 self._bytes[shard] += kept[-1].num_bytes
                 self._last[shard] = push.token.seq
-                return
-            for one in kept:
-                if one.push.token.seq == push.token.seq:
-                    one.outcome = None
 
     def answered(self, shard: int, push: Push) -> None:
         """A push was answered before it is safe."""
@@ -66,13 +63,15 @@ class KeptPushes:
             kept = next((one for one in self._kept[shard] if one.push.token.seq == push.token.seq), None)
             if kept is not None:
                 kept.is_answered = True
+            said = self._said.pop((shard, push.token.seq), None)
             self._drop(shard)
-        if kept is not None and kept.outcome is not None:  # it was sent again while another shard was waited for
-            self._settle_answered(shard, kept.push, kept.outcome)
+        if kept is not None and said is not None:  # it was sent again while another shard was waited for
+            self._settle_answered(shard, kept.push, said)
 
     def settle(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
         """A push is safe, and so are those that were answered before it, or it was refused."""
         with self._lock:
+            self._said.pop((shard, push.token.seq), None)
             kept = self._kept[shard]
             for one in kept:
                 if one.push.token.seq == push.token.seq:
@@ -88,11 +87,18 @@ class KeptPushes:
         with self._lock:
             if seq > self._acknowledged[shard]:
                 self._acknowledged[shard] = seq
+                self._last[shard] = max(self._last[shard], seq)
+                self._end_loads(shard, seq)
                 self._drop(shard)
 
     def first_incomplete(self, shard: int, seq: int | None = None) -> int:
-        """The first of a shard's pushes and loads up to `seq` (None: that were sent) that is not known to be safe."""
+        """The first of a shard's pushes and loads up to `seq` (None: that were sent) that is not known to be safe.
+
+        With a `seq` this one is about to be sent: what a process has said to it before counts no more.
+        """
         with self._lock:  # a reply to another thread may drop it in between
+            if seq is not None:
+                self._said.pop((shard, seq), None)
             seq = self._last[shard] + 1 if seq is None else seq
             kept = self._kept[shard]
             first = kept[0].push.token.seq if kept else seq  # beyond `seq` where that one is safe by now
@@ -105,11 +111,13 @@ class KeptPushes:
             self._loading.setdefault(shard, seq)
 
     def loads_end(self, shard: int, seq: int) -> None:
-        """Note that a shard has answered the loads up to `seq`, or a push of this seq, which came after them."""
+        """Note that a shard has answered the loads up to `seq`, or a push of this seq, which came after them, for good.
+
+        The early answer to a push ends none: a push that is lost and comes again must not say that they were answered.
+        """
         with self._lock:
-            if self._loading.get(shard, seq + 1) <= seq:  # a push before a load may be answered late
-                del self._loading[shard]
-                self._look()
+            self._end_loads(shard, seq)
+            self._look()
 
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
@@ -141,11 +149,14 @@ class KeptPushes:
                 outcome = send(replace(push, tables=tuple(replace(part, route=0) for part in push.tables)))
             if isinstance(outcome, EmbershardError) and outcome.retryable:
                 return outcome
+            if isinstance(outcome, Pushed) and outcome.early:
+                continue
             with self._lock:
-                kept.outcome = None if isinstance(outcome, Pushed) and outcome.early else outcome
                 is_answered = kept.is_answered  # else its sender is told
-            if is_answered and kept.outcome is not None:
-                self._settle_answered(shard, push, kept.outcome)
+                if not is_answered:
+                    self._said[shard, push.token.seq] = outcome
+            if is_answered:
+                self._settle_answered(shard, push, outcome)
         return None
 
     def _settle_answered(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
@@ -161,6 +172,10 @@ class KeptPushes:
             refused, self._refused = self._refused, []
             self._look()
         return refused
+
+    def _end_loads(self, shard: int, seq: int) -> None:
+        if self._loading.get(shard, seq + 1) <= seq:  # a push before a load may be answered late
+            del self._loading[shard]
 
     def _drop(self, shard: int) -> None:
         kept, acknowledged = self._kept[shard], self._acknowledged[shard]

@@ -240,7 +240,7 @@ class PushQueue:
 
     def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
         """Give back what a shard will not apply, now that it has answered."""
-        if not self._kept.is_empty:
+        if not self._kept.is_empty and not (isinstance(outcome, Pushed) and outcome.early):
             self._kept.loads_end(shard, push.token.seq)
         if gathers and not push.weight:
             return  # nobody would have applied it

@@ -58,8 +58,9 @@ class Network:
         token = getattr(call.request, "token", None)
         seqs = f" seq {token.seq}, all below {token.first_incomplete} acknowledged" if token is not None else ""
         self.world.note(call.process.name, direction, call.shard, f"{kind.__name__}{seqs}", fate)
-        if fate == "drop":
-            if random.random() < 0.85:  # the connection breaks, else nothing is heard until the deadline
+        if fate in ("drop", "silence"):
+            # mostly the connection breaks; else nothing is heard until the deadline
+            if fate == "drop" and random.random() < 0.85:
                 self.refuse(call, random.uniform(0.002, 0.3), "the connection broke")
             return
         if fate == "delay":

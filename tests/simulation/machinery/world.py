@@ -230,14 +230,16 @@ class _Lock:
         self._waiters: deque[_Waiter] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        me = greenlet.getcurrent()
+        me, now = greenlet.getcurrent(), self._process.clock.now
         if self._owner is me and self._again:
             self._count += 1
             return True
+        over = now() + timeout
         while self._owner is not None:
-            if not blocking:
+            left = None if timeout < 0 else over - now()
+            if not blocking or (left is not None and left <= 0):
                 return False
-            waiter = _Waiter(self._process, None)
+            waiter = _Waiter(self._process, left)
             self._waiters.append(waiter)
             waiter.wait()
         self._owner, self._count = me, 1

@@ -12,7 +12,19 @@ import numpy as np
 
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import EmbershardError, LogDamaged, MemoryLost, UnknownTable
-from embershard.proto.messages import DELTA, GetStatus, Heartbeat, Hello, Load, Pull, Push, Pushed, Rows, Split
+from embershard.proto.messages import (
+    DELTA,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Load,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Rows,
+    Split,
+)
 from embershard.proto.routing import Placement
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.core import Core
@@ -37,6 +49,8 @@ class Sent:
     request: Push | Load
     content: bytes
     state: str = "open"  # "early": answered before it was safe; "acknowledged", "refused"
+    taken: float = -1.0  # when it became an event, to the last
+    refused: float = -1.0  # when the shard refused it, to the last
 
 
 @dataclass
@@ -113,6 +127,16 @@ class ShardOracle:
         if other != token and other[:1] == token[:1]:
             self.fail(f"worker {token[0]} sends {type(request).__name__} {token} again, which was {other} before")
 
+    def keeps(self, token: PushToken, seqs: set[int], most: int) -> None:
+        """The sender of a push keeps these of its pushes: those that were answered early, and no more than it may."""
+        if len(seqs) > most:
+            self.fail(f"worker {token.worker} keeps {len(seqs)} pushes")
+        states = {key[2]: sent.state for key, sent in self.sent.items() if key[:2] == (token.worker, token.epoch)}
+        safe = max((seq for seq, state in states.items() if state == "acknowledged"), default=0)
+        for seq, state in states.items():
+            if state == "early" and seq > safe and seq not in seqs:
+                self.fail(f"worker {token.worker} does not keep push {seq}, which was answered early and is not safe")
+
     def answered(self, call: SimulatedCall, outcome: object) -> None:
         """A client has its reply, or knows that none comes."""
         request = call.request
@@ -126,7 +150,8 @@ class ShardOracle:
             return
         sent = self.sent[_token(request)]
         if isinstance(outcome, EmbershardError):
-            if not outcome.retryable and type(outcome).__name__ != "UnknownRoute":
+            is_refused = not outcome.retryable and type(outcome).__name__ != "UnknownRoute"
+            if is_refused and sent.taken <= sent.refused:  # else it is late: the push came again, and was taken
                 sent.state = "refused"
                 self.missing.discard(_token(request))
                 self.lost.discard(_token(request))  # it came again, and its sender is told that it is not applied
@@ -140,7 +165,8 @@ class ShardOracle:
         elif not isinstance(outcome, Exception):
             self.world.covered["duplicates answered"] += isinstance(outcome, Pushed) and outcome.duplicate
             self.world.covered["pushes answered early"] += isinstance(outcome, Pushed) and outcome.early
-            if sent.state == "refused" and isinstance(outcome, Pushed) and outcome.early:
+            is_late = sent.taken <= sent.refused
+            if sent.state == "refused" and is_late and isinstance(outcome, Pushed) and outcome.early:
                 return  # it is late: the push came again to the next process, which has refused it
             if not (isinstance(outcome, Pushed) and outcome.early):
                 sent.state = "acknowledged"
@@ -203,6 +229,7 @@ class ShardOracle:
                 self.fail(f"push {token} is LSN {self.lsn_of[token]} and LSN {lsn}")
             else:
                 self.lsn_of[token] = lsn
+                sent.taken = self.world.now
                 self.logged.add(token)
                 self.missing.discard(token)
                 self.lost.discard(token)  # its sender still had it
@@ -226,6 +253,7 @@ class ShardOracle:
         """An error leaves the shard: that a push was refused for good is an event, which counts as answered."""
         if isinstance(request, Push | Load) and request.token is not None:
             self.released = max(self.released, self.settled.get(_token(request), 0))
+            self.sent[_token(request)].refused = self.world.now
 
     def reply(self, request: object, reply: object) -> None:
         """The shard has made a reply, which may leave later."""

@@ -426,7 +426,7 @@ def test_a_push_that_was_refused_as_it_was_kept_and_is_sent_once_more_by_its_sen
     kept, one = KeptPushes(), push(gradients([1]))
     kept.add(0, one)
     assert kept.resend(0, 2, lambda push: errors.LeaseLost(worker=0, lease_ms=1)) is None
-    kept.add(0, one)
+    kept.first_incomplete(0, 1)  # as it is sent once more, perhaps within the call in which it was sent first
     kept.answered(0, one)
     assert (kept.first_incomplete(0, 99), kept.unsafe([0]), kept.take_refused()) == (1, [0], [])
 
@@ -537,3 +537,24 @@ def test_a_push_that_is_answered_late_says_nothing_of_a_load_behind_it():
     kept.loads_end(0, 8)
     assert kept.first_incomplete(0, 9) == 9
     assert kept.is_empty
+
+
+def test_a_push_that_is_lost_after_an_early_answer_says_nothing_of_a_load_before_it_that_got_none():
+    """The load was given up; a shard that had lost the push, and never seen the load, told of lost memory."""
+    kept, said = KeptPushes(), []
+    kept.load_begins(0, 5)
+    kept.add(0, push(gradients([1]), seq=6, first=5))
+    kept.answered(0, push(gradients([1]), seq=6, first=5))
+    kept.resend(0, 2, lambda sent: said.append(sent.token.first_incomplete) or Pushed(False, 1, 0, early=True))
+    kept.acknowledge(0, 6)
+    assert (said, kept.first_incomplete(0, 7), kept.is_empty) == ([5], 7, True)
+
+
+def test_a_heartbeat_of_a_worker_that_has_only_loaded_says_that_its_load_was_acknowledged():
+    """Its shard had lost the load with the power, and the worker waited for others without being told."""
+    kept = KeptPushes()
+    kept.load_begins(0, 1)
+    assert kept.first_incomplete(0) == 1
+    kept.loads_end(0, 1)
+    kept.acknowledge(0, 1)
+    assert kept.first_incomplete(0) == 2
