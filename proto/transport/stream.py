@@ -458,6 +458,7 @@ class _Connection(Connection):
         for call in self._calls.values():
             call.fail(self.refused or reason)
         self._calls.clear()
+        self._shared = self._reader = None  # each holds this connection: without a collection all three would stay
 
     def eof_received(self) -> None:
         self._transport.abort()  # what is still to be sent would have no reply

@@ -273,6 +273,7 @@ class Connection(asyncio.BufferedProtocol):
         self._end()
         self._server.connections.discard(self)
         self._received_frame(self._receiving)
+        self._reader = None  # which holds this connection: without a collection both would stay, and 128 KiB
 
     def _end(self) -> None:
         """Count this connection no longer."""

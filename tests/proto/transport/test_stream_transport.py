@@ -251,6 +251,17 @@ def test_a_shard_that_ends_the_connection_while_a_request_is_sent_is_heard(conne
         transport.submit(large, PATIENCE).result()
 
 
+def test_a_connection_that_has_ended_is_free_without_a_collection(connect, listener):
+    transport = connect(lambda talk: talk.answer(GREETING), polite, listener=listener)
+    gc.disable()
+    try:
+        assert ask(transport) == GREETING
+        ended = weakref.ref(transport._connection)
+        assert eventually(lambda: ended() is None)
+    finally:
+        gc.enable()
+
+
 def test_what_is_no_reply_to_its_call_is_an_error_or_dropped_and_the_connection_goes_on(connect):
     def script(talk):
         talk.answer(DECLARED, rows(1))
