@@ -126,7 +126,7 @@ def _armed() -> int:
     return select.EPOLLIN | select.EPOLLONESHOT
 
 
-class Connection(asyncio.BufferedProtocol):
+class SocketProtocol(asyncio.BufferedProtocol):
     """What a SharedSocket serves."""
 
     def ended(self, reason: str) -> None:
@@ -143,7 +143,7 @@ class SharedSocket:
     def __init__(
         self,
         transport: asyncio.Transport,
-        protocol: Connection,
+        protocol: SocketProtocol,
         lock: threading.RLock,
         poller: Poller,
     ) -> None:

@@ -43,7 +43,7 @@ from embershard.proto.timing import span
 from embershard.proto.transport.announcements import current_address, folder_of
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import connect_beside, io_loop, io_poller, runs_here
-from embershard.proto.transport.shared_socket import Connection, Poller, SharedSocket
+from embershard.proto.transport.shared_socket import Poller, SharedSocket, SocketProtocol
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
@@ -358,7 +358,7 @@ class StreamTransport:
             self._connection = None
 
 
-class _Connection(Connection):
+class _Connection(SocketProtocol):
     """One connection, from its hello to its end.
 
     All of it happens with the owner's lock held; once it is shared by any thread, else by the I/O thread alone.

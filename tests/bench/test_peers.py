@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
+COMMON = "DIM, BATCH, NDENSE, NCAT = 16, 2048, 13, 26\n"
 DENSE = """
 import torch
+torch.set_num_threads(1)
 class Dense(torch.nn.Module):
     def __init__(self, seed=0):
         super().__init__()
@@ -18,26 +20,32 @@ class Dense(torch.nn.Module):
 loss_fn = torch.nn.functional.mse_loss
 """
 PROGRAM = """
-import json, os
+import json, torch
+from common import BATCH
 from dlrm_torch import Dense
-print(json.dumps({"peer": "own", "layer": type(Dense().layer).__name__, "folder": os.environ["EMBERSHARD_PEERS"]}))
+said = {"peer": "own", "layer": type(Dense().layer).__name__, "batch": BATCH, "threads": torch.get_num_threads()}
+print(json.dumps(said))
 """
 
 
 @pytest.mark.parametrize(
-    ("onednn", "layer"), [pytest.param("", "Linear", marks=pytest.mark.long), (".with_onednn", "OneDnnLinear")]
+    ("changes", "layer", "threads"),
+    [
+        pytest.param("", "Linear", 1, marks=pytest.mark.long),
+        (".with_onednn", "OneDnnLinear", 1),
+        pytest.param(".on_two_threads", "Linear", 2, marks=pytest.mark.long),
+    ],
 )
-def test_a_relative_folder_of_peers_is_found_from_where_programs_run_with_its_linear_layers_or_ours(
-    onednn, layer, tmp_path
+def test_programs_of_a_relative_folder_run_with_the_batch_threads_and_linear_layers_that_are_wanted(
+    changes, layer, threads, tmp_path
 ):
     folder = tmp_path / "given" / "peers"
     folder.mkdir(parents=True)
-    (folder / "dlrm_torch.py").write_text(DENSE)
-    (folder / "own.py").write_text(PROGRAM)
-    code = f"import json\nfrom peers import Program\nprint(json.dumps(Program('own', 'own.py'){onednn}.run([])))"
+    for name, text in (("common.py", COMMON), ("dlrm_torch.py", DENSE), ("own.py", PROGRAM)):
+        (folder / name).write_text(text)
+    code = f"import json\nfrom peers import Program\nprint(json.dumps(Program('own', 'own.py'){changes}.run([], 512)))"
     environment = {**os.environ, "EMBERSHARD_PEERS": "peers", "PYTHONPATH": str(BENCH)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["folder"], said["layer"]) == (str(folder), layer)
+    assert json.loads(done.stdout) == {"peer": "own", "layer": layer, "batch": 512, "threads": threads}
