@@ -16,6 +16,9 @@ from typing import cast
 
 _MAX_PIECES = 1000  # of one sendmsg; Linux takes 1,024
 _MAX_READS = 16  # of one socket in a row; then it is the others' turn
+# A thread that reads looks so often whether another one has read its reply: of two that read at once, the wrong one may
+# take what was to wake it.
+_LONGEST_POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 1.0  # for which a thread waits for another one that seems to read
 
 _log = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ class Poller:
                 return False
             while not is_done() and (left := end - time.monotonic()) > 0:
                 self._is_polling = True
-                self._read(left)
+                self._read(min(left, _LONGEST_POLL_SECONDS))
             return True
         finally:
             self._is_polling = False

@@ -84,6 +84,7 @@ class StreamCall:
     places: Sequence[memoryview] | None = None  # where its reply arrives
     outcome: Reply | Exception | None = None  # once it has ended
     ended: threading.Event | None = None  # of the threads that wait for that and do not read
+    reader: int = 0  # the thread that waits for that and reads; another one may read its reply
 
     @property
     def num_bytes(self) -> int:
@@ -110,6 +111,7 @@ class StreamCall:
         """Wait until it has ended, or until the time `end`; whether it has."""
         poller, began, slice_seconds = self.owner.poller, 0.0, _FIRST_SLICE_SECONDS
         while self.outcome is None and (now := time.monotonic()) < end:
+            self.reader = threading.get_ident()
             if poller is None:
                 self._ended().wait(end - now)
             elif not poller.run_until(self.is_done, end):
@@ -130,17 +132,17 @@ class StreamCall:
 
     def fail(self, error: Exception) -> None:
         """End with an error, unless it has ended."""
-        if self._end(error) and (poller := self.owner.poller) is not None:
-            poller.wake()
+        self._end(error)
 
-    def _end(self, outcome: Reply | Exception) -> bool:
-        """End, unless it has ended; whether it has now."""
+    def _end(self, outcome: Reply | Exception) -> None:
+        """End, unless it has ended, and wake who waits."""
         if self.outcome is not None:
-            return False
+            return
         self.outcome = outcome
         if self.ended is not None:  # looked for only now: who waits puts it there and then looks at the outcome
             self.ended.set()
-        return True
+        if self.reader not in (0, threading.get_ident()) and (poller := self.owner.poller) is not None:
+            poller.wake()
 
     def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
         """Return the memory for an array of the reply: the caller's own, where it fits."""

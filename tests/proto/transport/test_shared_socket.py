@@ -154,6 +154,24 @@ def test_a_thread_that_was_to_read_and_does_not_holds_nobody_up(transport):
     assert eventually(later.is_done)
 
 
+def test_a_thread_whose_reply_another_one_reads_is_woken(shard, transport):
+    poller, sizes = io_poller(), []
+    started = time.monotonic()
+    for _ in range(20):
+        gate = threading.Event()
+        shard.apply.submit(gate.wait, 1, float("inf"))
+        answer = transport.submit(pull(), PATIENCE)
+        thread = threading.Thread(target=lambda answer=answer: sizes.append(answer.result().tables[0].size))
+        thread.start()
+        assert eventually(lambda: poller._is_polling)
+        threading.Timer(0.01, gate.set).start()
+        while not answer.is_done():
+            poller._read(0.001)  # at the same time
+        thread.join()
+    assert sizes == [8] * 20
+    assert time.monotonic() - started < 20  # and not a deadline
+
+
 def test_threads_whose_calls_are_interrupted_at_any_moment_leave_no_call_without_a_reply(transport):
     main, failures, ended = threading.get_ident(), [], threading.Event()
 
