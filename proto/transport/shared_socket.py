@@ -64,24 +64,27 @@ class Poller:
 
     def run_until(self, is_done: Callable[[], bool], end: float) -> bool:
         """Read in this thread until `is_done()` or the time `end` (monotonic); False where another thread reads."""
+        if not self._is_here():
+            return False
         me = threading.get_ident()
         began = self._reader != me
         try:
             self.begin()
             if self._reader != me:
                 return False
+            self._is_polling = True
             while not is_done() and (left := end - time.monotonic()) > 0:
-                self._is_polling = True
                 self._read(min(left, _LONGEST_POLL_SECONDS))
             return True
         finally:
-            self._is_polling = False
+            if self._reader == me:
+                self._is_polling = False
             if began:
                 self.end()
 
     def take_over(self, waited: float) -> None:
-        """Read from now on in this thread, which waits in vain for another one to read, so many seconds already."""
-        if (self._reader and not self._is_polling) or waited > _PATIENCE_SECONDS:
+        """Let the next thread that waits read: this one has waited for so many seconds for another one to read."""
+        if self._is_here() and (not self._is_polling or waited > _PATIENCE_SECONDS):
             self._reader = 0
 
     def wake(self) -> None:
