@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from embershard.proto import messages as m
-from embershard.proto.transport import stream
 from embershard.proto.transport.io_thread import io_poller
 from embershard.proto.transport.stream import StreamTransport
+from embershard.proto.transport.stream_connection import StreamCall, StreamConnection
 from embershard.proto.transport.transport import Unreachable
 from harness.eventually import eventually
 from harness.served import ServedShard
@@ -40,13 +40,13 @@ def transport(shard):
 @pytest.fixture
 def readers(monkeypatch):
     """The threads that have read replies, in order."""
-    threads, finish = [], stream.StreamCall.finish
+    threads, finish = [], StreamCall.finish
 
     def noting(call, reply):
         threads.append(threading.get_ident())
         finish(call, reply)
 
-    monkeypatch.setattr(stream.StreamCall, "finish", noting)
+    monkeypatch.setattr(StreamCall, "finish", noting)
     return threads
 
 
@@ -116,15 +116,15 @@ def test_a_thread_that_waits_reads_also_for_other_connections(shard, transport, 
 
 
 def test_an_interrupt_while_it_reads_ends_the_connection_and_the_next_call_makes_another(transport, monkeypatch):
-    received = stream._Connection.buffer_updated
+    received = StreamConnection.buffer_updated
 
     def interrupted(connection, num_bytes):
-        monkeypatch.setattr(stream._Connection, "buffer_updated", received)
+        monkeypatch.setattr(StreamConnection, "buffer_updated", received)
         raise KeyboardInterrupt
 
     with reading():
         answer = transport.submit(pull(), PATIENCE)
-        monkeypatch.setattr(stream._Connection, "buffer_updated", interrupted)
+        monkeypatch.setattr(StreamConnection, "buffer_updated", interrupted)
         with pytest.raises(KeyboardInterrupt):
             answer.result()
     with pytest.raises(Unreachable):

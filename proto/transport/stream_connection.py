@@ -1,0 +1,432 @@
+"""One connection of the `stream` transport to a shard, and the calls that are under way on it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import sys
+import termios
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats
+from embershard.proto.errors import (
+    BadToken,
+    EmbershardError,
+    NotAllowed,
+    NotAShard,
+    Status,
+    TLSNotOffered,
+    WrongVersion,
+    from_wire,
+)
+from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Reply, Request, Rows
+from embershard.proto.protobuf import read
+from embershard.proto.security.tokens import pack_token
+from embershard.proto.timing import span
+from embershard.proto.transport.shared_socket import Poller, SharedSocket, SocketProtocol
+from embershard.proto.transport.transport import TransportClosed, Unreachable
+from embershard.proto.wire import (
+    HELLO_BYTES,
+    Feature,
+    Frame,
+    FrameReader,
+    Header,
+    client_hello,
+    encode,
+    read_server_hello,
+)
+
+if TYPE_CHECKING:
+    from embershard.proto.transport.client_tls import ClientTLS
+    from embershard.proto.transport.stream import StreamTransport
+
+_SOCKET_BYTES = 4 * 2**20  # a message of some MiB passes a Unix socket without waiting for its reader at each 200 KiB
+# A call whose deadline has passed ends once nothing writes into its arrays any more. So much later we stop waiting.
+_GRACE_SECONDS = 10.0
+# So long a thread waits for another one to read its reply, before it looks whether one does.
+_FIRST_SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.02, 0.2
+
+
+@dataclass(slots=True, eq=False)
+class StreamCall:
+    """A request under way, and its reply."""
+
+    owner: StreamTransport
+    request: type[Request]
+    head: bytes
+    bulk: list[memoryview]
+    into: Sequence[Array]
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+    number: int = 0
+    sent_bytes: int = 0  # of its frames
+    received_bytes: int = 0
+    end: int = 0  # of its bytes among those sent on its connection
+    gone: int = 0  # bytes of its connection that had arrived before it was sent
+    places: Sequence[memoryview] | None = None  # where its reply arrives
+    outcome: Reply | Exception | None = None  # once it has ended
+    ended: threading.Event | None = None  # of the threads that wait for that and do not read
+    reader: int = 0  # the thread that waits for that and reads; another one may read its reply
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the call has moved until now, both ways."""
+        return self.sent_bytes + self.received_bytes
+
+    def result(self) -> Reply:
+        """Wait for the reply and return it; see PendingReply."""
+        end = self.started + self.seconds
+        if not self._wait(end):
+            self.owner.expire(self)
+            self._wait(time.monotonic() + _GRACE_SECONDS)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        if self.outcome is None:
+            raise Unreachable("no answer")
+        return self.outcome
+
+    def is_done(self) -> bool:
+        """Whether the call has its reply, or an error in its place."""
+        return self.outcome is not None
+
+    def _wait(self, end: float) -> bool:
+        """Wait until it has ended, or until the time `end`; whether it has."""
+        poller, began, slice_seconds = self.owner.poller, 0.0, _FIRST_SLICE_SECONDS
+        while self.outcome is None and (now := time.monotonic()) < end:
+            self.reader = threading.get_ident()
+            if poller is None:
+                self._ended().wait(end - now)
+            elif not poller.run_until(self.is_done, end):
+                began = began or now
+                self._ended().wait(min(slice_seconds, end - now))
+                slice_seconds = min(2 * slice_seconds, _LONGEST_SLICE_SECONDS)
+                if self.outcome is None:
+                    poller.take_over(time.monotonic() - began)
+        return self.outcome is not None
+
+    def _ended(self) -> threading.Event:
+        """What is set when another thread ends it."""
+        with self.owner.lock:
+            ended = self.ended = self.ended or threading.Event()
+        if self.outcome is not None:  # before the event was there to be set
+            ended.set()
+        return ended
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless it has ended."""
+        self._end(error)
+
+    def _end(self, outcome: Reply | Exception) -> None:
+        """End, unless it has ended, and wake who waits."""
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        if self.ended is not None:  # looked for only now: who waits puts it there and then looks at the outcome
+            self.ended.set()
+        if self.reader not in (0, threading.get_ident()) and (poller := self.owner.poller) is not None:
+            poller.wake()
+
+    def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
+        """Return the memory for an array of the reply: the caller's own, where it fits."""
+        if len(lengths) != len(self.into):
+            self.into = [np.empty(length, np.uint8) for length in lengths]
+        return [
+            (array if array.nbytes == length else np.empty(length, np.uint8)).data
+            for array, length in zip(self.into, lengths, strict=True)
+        ]
+
+    def finish(self, reply: Reply) -> None:
+        """End with the reply, whose rows are the caller's own arrays where they came there, unless it has ended."""
+        if isinstance(reply, Rows):
+            reply = Rows(
+                tuple(map(_same, self.into, reply.tables)),
+                reply.version,
+                reply.codecs,
+                reply.settings,
+                reply.coding_seconds,
+                reply.held_seconds,
+                reply.acknowledged,
+            )
+        self._end(reply)
+
+
+def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
+    """The caller's own array, where it is what was received into, see place."""
+    same = array.nbytes == received.nbytes and array.dtype == received.dtype
+    return cast("Floats | Bytes", array) if same else received
+
+
+class StreamConnection(SocketProtocol):
+    """One connection, from its hello to its end.
+
+    All of it happens with the owner's lock held; once it is shared by any thread, else by the I/O thread alone.
+    """
+
+    def __init__(self, owner: StreamTransport) -> None:
+        self._owner, self._link = owner, owner.link
+        self._features = owner._features
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # once its hello was answered
+        self.uses_tls = False
+        self._hello = memoryview(bytearray(HELLO_BYTES))
+        self._filled = 0
+        self._reader: FrameReader | None = None
+        self._checksum = False
+        self._calls: dict[int, StreamCall] = {}
+        self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
+        self._sent = 0  # bytes, those that asyncio still holds included
+        self._answered = 0  # of these, up to the end of the last request that was answered
+        self._heard = 0.0
+        self.lost: Unreachable | EmbershardError | None = None  # why it ended
+        self.refused: EmbershardError | None = None  # why the shard ended it
+        self._reason = "the connection broke"
+        self._transport: asyncio.Transport
+        self._shared: SharedSocket | None = None  # what sends and receives in its place
+        self._outer: asyncio.Transport | None = None  # below TLS
+        self._socket: socket.socket
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say hello to the shard."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
+        sock = self._socket = transport.get_extra_info("socket")
+        if sock.family == socket.AF_UNIX:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+        else:
+            self.uses_tls = self._owner.tls is not None
+        if self._link is not None:
+            self._link.join(self._transport)
+        if sock.family != socket.AF_UNIX or self._owner.token.at_unix_sockets:
+            self._features |= Feature.TOKEN
+        self._transport.write(client_hello(Feature.TLS if self.uses_tls else self._features))
+
+    async def start_tls(self, tls: ClientTLS) -> None:
+        """Begin TLS on this connection; the hello inside it is the one that counts.
+
+        An error that says so where a side does not trust the other; Unreachable where the connection just ends.
+        """
+        outer = self._outer = self._transport
+        if self._link is not None:
+            self._link.leave(outer)
+        self.ready, self._filled, self._reader = asyncio.get_running_loop().create_future(), 0, None
+        try:
+            self._transport = await tls.handshake(outer, self)
+            if self._link is not None:
+                self._link.join(self._transport)
+            self._transport.write(client_hello(self._features))
+            await self.ready
+        except BaseException:
+            self._owner.lost(self)
+            self.drop("no hello")
+            outer.abort()
+            raise
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any thread may send and receive, not the loop's alone."""
+        return self._shared is not None
+
+    def share(self, poller: Poller) -> None:
+        """From here on, have the threads that send and wait move the bytes."""
+        if self.lost is None:
+            self._shared = SharedSocket(self._transport, self, self._owner.lock, poller)
+
+    def ended(self, reason: str) -> None:
+        """Learn that nothing more is sent or received: the next call makes another connection."""
+        self._reason += f" ({reason})" * bool(reason)
+        self._owner.lost(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the calls under way with the reason why the connection ended."""
+        with self._owner.lock:
+            self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
+        if self._shared is not None:
+            self._shared.abort()
+        self._owner.lost(self)
+        if self._link is not None:
+            self._link.leave(self._transport)
+        reason = self.lost or Unreachable(f"{self._reason} ({error})" if error else self._reason)
+        if not self.ready.done() and self._outer is not None and error is not None and self._owner.tls is not None:
+            # where it does not like our certificate it says so after its own handshake, when ours has ended well
+            reason = self._owner.tls.explain(error) or reason
+        if self._owner.closed:
+            reason = TransportClosed()
+        self.lost = reason
+        if not self.ready.done():
+            self.ready.set_exception(reason)
+            self.ready.exception()  # retrieved: nobody waits for it during a TLS handshake, which has its own error
+        for call in self._calls.values():
+            call.fail(self.refused or reason)
+        self._calls.clear()
+        self._shared = self._reader = None  # each holds this connection: without a collection all three would stay
+
+    def eof_received(self) -> None:
+        """End the connection: the shard sends nothing more."""
+        self._transport.abort()  # what is still to be sent would have no reply
+
+    def drop(self, reason: str) -> None:
+        """End the connection and what is under way on it."""
+        self._reason = reason
+        if self._link is not None:
+            self._link.leave(self._transport)
+        (self._shared or self._transport).abort()
+
+    def send(self, call: StreamCall) -> None:
+        """Write a call's request to the connection."""
+        kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
+        try:
+            with span("send"):
+                pieces = encode(kind, call.number, timeout_ms, call.head, call.bulk, checksum=self._checksum)
+                self._calls[call.number] = call
+                call.gone = self._sent if self._answered == self._sent else self._gone()
+                call.sent_bytes = sum(map(len, pieces))
+                self._owner.sent_bytes += call.sent_bytes
+                self._sent += call.sent_bytes
+                call.end = self._sent
+                if self._link is None:
+                    (self._shared or self._transport).writelines(pieces)
+                else:
+                    self._link.send(self._transport, pieces)
+        except EmbershardError as error:
+            call.fail(error)
+
+    def expire(self, call: StreamCall) -> bool:
+        """A call's deadline has passed: once it ends, nothing may be received into its arrays or sent from them.
+
+        False where the connection has to end with it; the call then fails when nothing moves any more.
+        """
+        if self._calls.get(call.number) is not call:
+            return True
+        if self._arriving is not None and self._arriving is call.places:
+            self.drop("no answer: its deadline passed while it arrived")
+        elif self._heard < call.started and not call.gone < self._gone() < call.end:
+            self.drop("no answer")  # nor does it wait behind bytes that move: the next call tries another connection
+        elif call.end > self._left() and any(part.nbytes for part in call.bulk):  # a head is in memory of its own
+            self.drop("no answer: its deadline passed while it was sent")
+        else:
+            del self._calls[call.number]
+            return True
+        return False
+
+    def _left(self) -> int:
+        """Bytes that have left this process."""
+        waiting = 0 if self._link is None else self._link.unsent(self._transport)
+        if self._outer is not None:
+            waiting += self._outer.get_write_buffer_size()
+        return self._sent - (self._shared or self._transport).get_write_buffer_size() - waiting
+
+    def _gone(self) -> int:
+        """Those of them that the other side's system has, as far as this one says."""
+        queued = bytes(4)
+        with suppress(OSError):
+            queued = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, queued)
+        return self._left() - int.from_bytes(queued, sys.byteorder)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the memory for the next bytes: of a large reply, the caller's own arrays."""
+        buffer = self._hello[self._filled :] if self._reader is None else self._reader.buffer()
+        return buffer if self._link is None else buffer[: self._link.chunk_bytes]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """Read what so many new bytes complete, and end the calls whose replies they are."""
+        self._heard = time.monotonic()
+        self._owner.received_bytes += num_bytes
+        if self._link is not None:
+            self._link.received(num_bytes)
+        try:
+            if self._reader is None:
+                self._greet(num_bytes)
+                return
+            with span("receive"):
+                frames = self._reader.received(num_bytes)
+            for frame in frames:
+                self._finish(frame)
+        except EmbershardError as error:
+            self.drop(str(error))
+
+    def _greet(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+        if self._filled < HELLO_BYTES:
+            return
+        is_outer = self.uses_tls and self._outer is None  # of it nothing counts but that TLS follows
+        try:
+            agreed = read_server_hello(bytes(self._hello))
+            if is_outer and Feature.TLS not in agreed.features:
+                raise TLSNotOffered(address=self._owner.address, reason="it was started without certificates")
+        except EmbershardError as error:
+            if not isinstance(error, WrongVersion | TLSNotOffered):
+                error = NotAShard(address=self._owner.address, reason=str(error))
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self._transport.abort()
+            return
+        if Feature.TOKEN in agreed.features and not is_outer:
+            try:
+                self._transport.write(pack_token(self._token()))
+            except BadToken as error:
+                self.ready.set_exception(error)
+                self._transport.abort()
+                return
+        self._checksum = Feature.CHECKSUM in agreed.features
+        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _token(self) -> str | None:
+        """What to show; found only now that the shard has answered, which has written its own before."""
+        if self.uses_tls:  # a shard with certificates has written none
+            return self._owner.token.find("", 0)
+        peer = self._transport.get_extra_info("peername")
+        ip, port = peer[:2] if isinstance(peer, tuple) else ("", 0)
+        return self._owner.token.find(ip, port)
+
+    def _place(self, header: Header) -> Sequence[memoryview] | None:
+        """Where the arrays of a reply go: to the caller's own, if they fit."""
+        call = self._calls.get(header.call)
+        if call is None or call.places is not None:
+            return None  # nobody waits for it any more, or it has its reply
+        call.places = call.place(header.lengths)
+        self._arriving = call.places
+        return call.places
+
+    def _finish(self, frame: Frame) -> None:
+        header, buffers = frame
+        if self._arriving is buffers:  # and not those of a frame behind it, of which a part is here already
+            self._arriving = None
+        if header.call == 0 and header.kind == ERROR_KIND:
+            error = from_wire(header.head, "")
+            if isinstance(error, NotAllowed) or error.status is Status.UNAUTHENTICATED:  # nor will it be another time
+                self.refused = error
+                self._owner.lost(self)
+            self.drop(str(error))
+            return
+        call = self._calls.get(header.call)
+        if call is None:
+            return
+        if self._arriving is not None and self._arriving is call.places:
+            # the second arrives in the caller's arrays
+            raise NotAShard(address=self._owner.address, reason="it sent two replies to one call")
+        del self._calls[header.call]
+        call.received_bytes = header.num_bytes
+        self._answered = max(self._answered, call.end)
+        reply = METHODS[call.request][1]
+        if header.kind == ERROR_KIND:
+            call.fail(from_wire(header.head, ""))
+        elif header.kind != KIND_OF[reply]:
+            call.fail(NotAShard(address=self._owner.address, reason=f"its reply is of kind {header.kind}"))
+        else:
+            try:
+                message = read(reply, header.head, buffers)
+            except EmbershardError as error:
+                call.fail(NotAShard(address=self._owner.address, reason=str(error)))
+                return
+            call.finish(message)
