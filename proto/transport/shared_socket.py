@@ -133,10 +133,10 @@ def _armed() -> int:
 
 
 class SocketProtocol(asyncio.BufferedProtocol):
-    """What a SharedSocket serves."""
+    """The protocol of a connection whose socket is shared: asyncio's, and told at once when the socket is closed."""
 
     def ended(self, reason: str) -> None:
-        """No more is sent or received; `connection_lost` follows soon."""
+        """Learn that nothing more is sent or received, for this reason; `connection_lost` follows soon."""
 
 
 class SharedSocket:

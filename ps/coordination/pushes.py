@@ -197,7 +197,7 @@ class _Kept:
 
 
 def kept_for(part: TableIds | TableGradients) -> KeptFor:
-    """What the ids of a part of a request are kept for: of a bundle 16 bytes, however many tables it has."""
+    """Return the table whose ids a part of a request has; of a bundle a digest (16 bytes) of its members and counts."""
     if not part.members:
         return part.table
     text = "\0".join(part.members).encode() + array("q", part.counts).tobytes()  # no table's name has a zero in it

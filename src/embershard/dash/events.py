@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """Grade an event."""
+    """How much an event matters to who watches a job; the panel colours it so."""
 
     INFO = "info"
     WARNING = "warning"

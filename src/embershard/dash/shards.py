@@ -121,7 +121,7 @@ class ShardWatch:
 
     @property
     def status(self) -> ShardStatus | None:
-        """The last answer."""
+        """The shard's last status, however old; None before its first."""
         return self._answers[-1][1] if self._answers else None
 
     @property
@@ -161,7 +161,7 @@ class ShardWatch:
         return row
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the shard; a call under way ends with an error."""
         self._transport.close()
 
     def _ask(self) -> ShardStatus:
@@ -261,7 +261,7 @@ class ShardWatches:
         return milliseconds([sum(part[i] for part in parts if i < len(part)) for i in range(width)], share)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close the connections to all shards; calls under way end with errors."""
         for watch in self.watches:
             watch.close()
         if self._pool is not None:

@@ -84,7 +84,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to sample."""
+        """Draw the tables' headings, and sample the shards from now on."""
         self.query_one("#shards", DataTable).add_columns(*(heading for heading, _, _ in _SHARDS))
         headings = ("worker", "state", "clock", "lease", "samples/s", "step", "where a step goes")
         self.query_one("#workers", DataTable).add_columns(*headings)
@@ -95,7 +95,7 @@ class TopApp(App[None]):
         self._sampler.close(wait=False)
 
     def show(self, sample: PanelSample) -> None:
-        """Show a sample."""
+        """Redraw the screen with a sample, and add its events to the list."""
         log = self.query_one("#events", RichLog)
         for event in sample.events:
             log.write(_line(event))
@@ -178,7 +178,7 @@ def facts(sample: PanelSample) -> Text:
 
 
 def worker_cells(row: WorkerRow) -> list[Text]:
-    """A worker as cells."""
+    """Return the cells of a worker's line: number, state and whom it waits for, figures, and the parts of a step."""
     state = Text(row.state, "green" if row.state in _GOOD else "yellow")
     if row.waits_for:
         state.append(f" for worker {', '.join(map(str, row.waits_for))}")

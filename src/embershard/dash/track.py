@@ -42,10 +42,6 @@ class Track:
             for name, column in zip(self.names, held.T.tolist(), strict=True)
         }
 
-    def clear(self) -> None:
-        """Forget all points."""
-        self.points, self._coarse, self._per = 0, 0, 2
-
     def _thin(self) -> None:
         capacity, held = len(self._values), self._values
         spare = self.points - self._coarse - capacity // 2  # of the fine points

@@ -13,7 +13,7 @@ DEADLINE_SECONDS = 3.0
 
 
 class Level(enum.StrEnum):
-    """Grade an answer."""
+    """The outcome of one of doctor's checks."""
 
     OK = "ok"
     WARN = "warn"  # it runs, but slower or less safely than it could
