@@ -238,7 +238,10 @@ class TestParking:
 
 
 def run_now(thread, work=threading.get_ident, deadline=float("inf")):
-    return thread.run_now(work, 1, deadline)
+    """The future of work that this thread did, once the other one does not happen to look at the time."""
+    while (future := thread.run_now(work, 1, deadline)) is None:
+        time.sleep(0.001)
+    return future
 
 
 class TestRunNow:
@@ -260,7 +263,7 @@ class TestRunNow:
 
     def test_work_is_left_to_the_thread_while_other_work_runs(self, thread):
         gate, done = occupy(thread), []
-        assert run_now(thread, lambda: done.append("now")) is None
+        assert thread.run_now(lambda: done.append("now"), 1, float("inf")) is None
         gate.set()
         idle(thread)
         assert done == []
@@ -270,12 +273,11 @@ class TestRunNow:
 
     def test_quick_work_that_waits_is_done_before_it_and_other_work_is_not(self, thread):
         done = []
-        with thread._working:  # the thread is about to begin
+        with thread._working:  # as run_now has it
             for is_quick in (True, True, False, True):
                 thread.submit(lambda: done.append(threading.get_ident()), 1, float("inf"), lambda quick=is_quick: quick)
-            thread._working.release()
-            assert run_now(thread) is None
-            thread._working.acquire()
+            assert not thread._run_quick()
+            assert done == [threading.get_ident()] * 2
         idle(thread)
         assert len(done) == 4
         assert done[2:] == [thread._thread.ident] * 2
@@ -304,7 +306,7 @@ class TestRunNow:
 
     def test_nothing_is_taken_once_it_is_closed(self, thread):
         thread.close()
-        assert run_now(thread) is None
+        assert thread.run_now(bytes, 1, float("inf")) is None
 
 
 class TestLeases:

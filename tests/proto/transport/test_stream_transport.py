@@ -252,11 +252,18 @@ def test_a_shard_that_ends_the_connection_while_a_request_is_sent_is_heard(conne
 
 
 def test_a_connection_that_has_ended_is_free_without_a_collection(connect, listener):
-    transport = connect(lambda talk: talk.answer(GREETING), polite, listener=listener)
+    leave = threading.Event()
+
+    def leaving(talk):
+        talk.answer(GREETING)
+        leave.wait(20)
+
+    transport = connect(leaving, polite, listener=listener)
     gc.disable()
     try:
         assert ask(transport) == GREETING
         ended = weakref.ref(transport._connection)
+        leave.set()
         assert eventually(lambda: ended() is None)
     finally:
         gc.enable()
