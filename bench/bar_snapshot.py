@@ -34,8 +34,8 @@ import numpy.typing as npt
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.proto.arrays import mix64
 from embershard.proto.errors import EmbershardError
-from embershard.proto.reference import mix64
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.stored import StoredSnapshot

@@ -23,7 +23,7 @@ FLOORS = (
     {"proto/arrays", "proto/clock", "proto/errors"},
     {"proto/compiled", "proto/monitoring", "proto/security"},
     {"proto/routing", "proto/timing", "proto/user_modules", "proto/wire"},
-    {"proto/codec/values", "proto/reference", "proto/torch_rpc"},
+    {"proto/codec/values", "proto/torch_rpc"},
     {"proto/codec"},
     {"proto/spec"},
     {"proto/messages", "proto/optim", "proto/snapshot"},

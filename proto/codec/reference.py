@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto import reference
-from embershard.proto.arrays import Bytes, Floats
+from embershard.proto.arrays import Bytes, Floats, mix64
 
 
 def encode_fp16s(rows: Floats, key: int | None = None) -> Bytes:
@@ -52,8 +51,8 @@ def encode_int8(rows: Floats, key: int | None = None) -> Bytes:
     """
     levels, scales = np.zeros(rows.shape, np.int8), []
     if key is not None:
-        call_key = int(reference.mix64(np.array([key], np.uint64).view(np.int64), 0x696E7438)[0])
-        words = reference.mix64(np.arange(-(-rows.size // 2)), call_key)
+        call_key = int(mix64(np.array([key], np.uint64).view(np.int64), 0x696E7438)[0])
+        words = mix64(np.arange(-(-rows.size // 2)), call_key)
         u = (words.view(np.uint32) >> 8)[: rows.size].reshape(rows.shape) * np.float32(2.0**-24)
     for r, start, stop in _blocks(*rows.shape):
         x = rows[r, start:stop]

@@ -14,9 +14,9 @@ import pytest
 import safetensors.numpy
 
 from embershard.proto import errors, spec
+from embershard.proto.arrays import mix64
 from embershard.proto.codec.name import CodecName
 from embershard.proto.messages import Declare, Leave, Load, Pull, Restore, Snapshot, TableGradients, TableIds, replace
-from embershard.proto.reference import mix64
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot import blocks
 from embershard.proto.snapshot.manifest import MANIFEST, Manifest, pack_manifest, unpack_part

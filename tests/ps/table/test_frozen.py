@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import spec
-from embershard.proto.reference import mix64
+from embershard.proto.arrays import mix64
 from embershard.ps.table import frozen
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from embershard.proto import spec
+from embershard.proto.arrays import mix64
 from embershard.proto.compiled.intrinsics import first_match, fma
 from embershard.proto.optim import initial_rows
-from embershard.proto.reference import mix64
 from embershard.ps.table import hash_index
 from embershard.ps.table.arena import Arena
 from embershard.ps.table.optimizers import OptimizerRegistry

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import spec
+from embershard.proto.arrays import mix64
 from embershard.proto.errors import InvalidRequest, NoAddressSpace, SnapshotNotWritten, TableFull, WrongDim
-from embershard.proto.reference import mix64
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table import arena
 from embershard.ps.table import table as module

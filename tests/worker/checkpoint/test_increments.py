@@ -13,7 +13,7 @@ import pytest
 
 from embershard.local_shards import InProcessShards
 from embershard.proto import errors, spec
-from embershard.proto.reference import mix64
+from embershard.proto.arrays import mix64
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import MANIFEST, Parent, pack_manifest, pack_part

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import embershard as es
+from embershard.proto.arrays import mix64
 from embershard.proto.optim.initial_rows import initial_rows
-from embershard.proto.reference import mix64
 from embershard.proto.spec import Initializer
 from embershard.worker.data.hashing import hash_column, hash_numbers, hash_texts
 from embershard.worker.data.inputs.feature_ids import feature_ids, feature_key, spelled

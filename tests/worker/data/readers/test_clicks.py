@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from embershard.proto.reference import mix64
+from embershard.proto.arrays import mix64
 from embershard.worker.data.readers.clicks import PAIRS, ClickStream, spread_step, zipf_bins
 from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
 

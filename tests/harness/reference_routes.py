@@ -1,11 +1,10 @@
-"""The routing kernels in plain numpy: slow, short, and the specification that routing.py is tested against."""
+"""Routes by plain numpy, slow and short: what the kernels of proto/routing.py must give."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from embershard.proto.arrays import Ids
-from embershard.proto.arrays import mix64 as mix64
+from embershard.proto.arrays import Ids, mix64
 from embershard.proto.routing import BUCKET_SHIFT, Placement, Route
 
 
