@@ -89,6 +89,7 @@ class PullPush:
         import numpy as np
 
         import embershard as es
+        from embershard.proto.shared_memory import empty_floats
 
         def values() -> Iterator[tuple[Any, Any]]:
             draw = np.random.default_rng(0)
@@ -98,8 +99,9 @@ class PullPush:
 
         table = session.table(es.TableSpec(name="rows", dim=C.PS_DIM, optimizer=es.Adagrad(lr=C.PS_LR)), values)
         self._name, self._key, self._client = table.spec.name, table.spec.space_key, session.client
-        self._gradients = C.ps_grad()
-        self._out = np.zeros((C.PS_DRAW, C.PS_DIM), np.float32)
+        # where our models have them: in the memory that shards of this machine share
+        self._gradients, self._out = (empty_floats(C.PS_DRAW, C.PS_DIM) for _ in range(2))
+        self._gradients[...] = C.ps_grad()
 
     def __call__(self, step: int, ids: Any) -> tuple[int, list[float]]:
         """The number of unique ids, and milliseconds of the route, the pull and the push."""

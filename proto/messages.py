@@ -120,6 +120,8 @@ class TableIds:
     packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
     members: tuple[str, ...] = ()
     counts: tuple[int, ...] = ()
+    # (U * dim,) memory for the rows, if they come as float32: a shard that can writes them there. It does not travel.
+    room: Floats | None = field(default=None, compare=False)
 
     @property
     def key(self) -> TableKey:

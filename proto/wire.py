@@ -32,6 +32,7 @@ SCRATCH_BYTES = 2**17
 
 _HELLO = struct.Struct("<8sHHI")
 HELLO_BYTES = _HELLO.size  # 16, both ways
+IN_FRAME = 2**32 - 1  # in place of an offset in shared memory: the buffer travels
 
 _FRAME_MAGIC = b"EMBF"
 _CHECKED = struct.Struct("<4sBBHIIIII")  # the prefix without its last field, the checksum
@@ -45,6 +46,7 @@ class Feature(enum.IntFlag):
     CHECKSUM = 1  # the buffers have a checksum too
     TLS = 2  # a TLS handshake follows the hello, and another hello inside it
     TOKEN = 4  # before its first frame the client sends a token, see security/tokens.py
+    SHARED_MEMORY = 8  # with its hello the client has given memory in which buffers may lie
 
 
 class Agreed(NamedTuple):
@@ -62,11 +64,24 @@ class Header(NamedTuple):
     timeout_ms: int  # how long the caller waits; 0 in replies
     head: bytes
     lengths: tuple[int, ...]  # bytes of each buffer
+    offsets: tuple[int, ...] = ()  # of each buffer in shared memory, or IN_FRAME; (): all of them travel
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole frame."""
+        """Bytes of the whole frame, as if all buffers travelled."""
         return frame_bytes(len(self.head), self.lengths)
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of the buffers that travel."""
+        if not self.offsets:
+            return sum(self.lengths)
+        return sum([size for size, offset in zip(self.lengths, self.offsets, strict=True) if offset == IN_FRAME])
+
+    @property
+    def shares(self) -> bool:
+        """Whether a buffer lies in shared memory."""
+        return any([offset != IN_FRAME for offset in self.offsets])
 
 
 class Frame(NamedTuple):
@@ -135,23 +150,31 @@ def _read_hello(data: bytes) -> tuple[int, int, int]:
 
 
 def encode(
-    kind: int, call: int, timeout_ms: int, head: bytes, buffers: Sequence[ReadableBuffer] = (), *, checksum: bool
+    kind: int,
+    call: int,
+    timeout_ms: int,
+    head: bytes,
+    buffers: Sequence[ReadableBuffer] = (),
+    *,
+    checksum: bool,
+    offsets: Sequence[int] | None = None,
 ) -> list[bytes | memoryview]:
     """The pieces of a frame in order: its start as bytes, then the memory of the buffers themselves, uncopied.
 
-    Buffers are C-contiguous; empty ones need no piece. MessageTooLarge, InvalidRequest over the limits of a frame.
+    Buffers are C-contiguous; empty ones need no piece. `offsets` are for a connection with shared memory: where each
+    buffer lies there, or IN_FRAME. MessageTooLarge, InvalidRequest over the limits of a frame.
     """
     pieces: list[bytes | memoryview] = [b""]
     bulk_bytes = bulk_crc = 0
     tail = head  # what follows the prefix
     if buffers:
         lengths = []
-        for buffer in buffers:
+        for number, buffer in enumerate(buffers):
             view = memoryview(buffer)
             lengths.append(view.nbytes)
-            if view.nbytes:  # an empty view cannot be cast
+            if view.nbytes and (offsets is None or offsets[number] == IN_FRAME):  # an empty view cannot be cast
                 pieces.append(view.cast("B"))
-        bulk_bytes = sum(lengths)
+        bulk_bytes = sum(map(len, pieces))
         if bulk_bytes >= 2**32:
             raise MessageTooLarge(got=bulk_bytes, limit=2**32 - 1)
         if len(lengths) > MAX_BUFFERS:
@@ -159,7 +182,8 @@ def encode(
         if checksum:
             for piece in pieces:
                 bulk_crc = crc32(piece, bulk_crc)
-        tail = struct.pack(f"<{len(lengths)}I", *lengths) + head
+        entries = lengths if offsets is None else [*lengths, *offsets]
+        tail = struct.pack(f"<{len(entries)}I", *entries) + head
     if len(head) > MAX_HEAD_BYTES:
         raise MessageTooLarge(got=len(head), limit=MAX_HEAD_BYTES)
     checked = _CHECKED.pack(
@@ -192,15 +216,24 @@ class FrameReader:
         "_next",
         "_place",
         "_scratch",
+        "_shared",
         "_start",
         "_target",
         "_want_crc",
     )
 
-    def __init__(self, limit: int, place: Callable[[Header], Sequence[memoryview] | None], *, checksum: bool) -> None:
+    def __init__(
+        self,
+        limit: int,
+        place: Callable[[Header], Sequence[memoryview] | None],
+        *,
+        checksum: bool,
+        shared: bool = False,
+    ) -> None:
         self._limit = limit
         self._place = place
         self._checksum = checksum
+        self._shared = shared
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._start = self._scratch  # where bytes land: the scratch, or a larger one for one frame with a large head
         self._filled = 0  # bytes in _start: a part of the start of a frame
@@ -265,36 +298,45 @@ class FrameReader:
             raise BadFrame(what="the size of the head", got=head_bytes, want=f"at most {MAX_HEAD_BYTES}")
         if bulk_bytes > self._limit:
             raise BadFrame(what="the size of the buffers", got=bulk_bytes, want=f"at most {self._limit}")
-        head_at = PREFIX_BYTES + 4 * num_buffers
+        head_at = PREFIX_BYTES + self._entries_bytes(num_buffers)
         start_bytes: int = head_at + head_bytes
         if len(data) < start_bytes:
             return 0
         found = crc32(data[PREFIX_BYTES:start_bytes], crc32(data[: PREFIX_BYTES - 4]))
         if found != crc:
             raise BadFrame(what="the checksum of a frame's start", got=f"{found:#010x}", want=f"{crc:#010x}")
-        lengths: tuple[int, ...] = struct.unpack_from(f"<{num_buffers}I", data, PREFIX_BYTES) if num_buffers else ()
-        if sum(lengths) != bulk_bytes:
-            raise BadFrame(what="the sum of the buffers' lengths", got=sum(lengths), want=bulk_bytes)
+        entries: tuple[int, ...] = struct.unpack_from(f"<{(head_at - PREFIX_BYTES) // 4}I", data, PREFIX_BYTES)
+        head = bytes(data[head_at:start_bytes])
+        header = self._header = Header(kind, call, timeout_ms, head, entries[:num_buffers], entries[num_buffers:])
+        if header.bulk_bytes != bulk_bytes:
+            raise BadFrame(what="the sum of the buffers' lengths", got=header.bulk_bytes, want=bulk_bytes)
+        if self._shared and sum(header.lengths) > self._limit:
+            raise BadFrame(what="the size of all buffers", got=sum(header.lengths), want=f"at most {self._limit}")
         if bulk_crc and not self._checksum:
             raise BadFrame(what="the checksum of buffers that have none", got=f"{bulk_crc:#010x}", want=0)
-        header = self._header = Header(kind, call, timeout_ms, bytes(data[head_at:start_bytes]), lengths)
         self._left, self._want_crc = bulk_bytes, bulk_crc
         self._buffers = ()
         if num_buffers:
             self._buffers = self._place(header)
             if self._buffers is not None:
-                assert [buffer.nbytes for buffer in self._buffers] == list(lengths), "place() gave other sizes"
+                assert [part.nbytes for part in self._buffers] == list(header.lengths), "place() gave other sizes"
                 self._next_target()
         return start_bytes
 
+    def _entries_bytes(self, num_buffers: int) -> int:
+        """Bytes of the lengths of so many buffers, and of their offsets."""
+        return (8 if self._shared else 4) * num_buffers
+
     def _next_target(self) -> None:
-        """Go to the next buffer that is not empty."""
+        """Go to the next buffer that travels and is not empty."""
         buffers, self._target = self._buffers, None
         assert buffers is not None
+        assert self._header is not None
+        offsets = self._header.offsets
         while self._next < len(buffers):
-            buffer = buffers[self._next]
+            number, buffer = self._next, buffers[self._next]
             self._next += 1
-            if buffer.nbytes:
+            if buffer.nbytes and (not offsets or offsets[number] == IN_FRAME):
                 self._target = buffer.cast("B")
                 return
 
@@ -339,6 +381,6 @@ class FrameReader:
         if pos:
             view[:rest] = view[pos:end]  # at most once per frame
         if rest == len(view):  # no room: the prefix is known, and its sizes are within the limits
-            num_buffers, head_bytes = _PREFIX.unpack_from(view)[3], _PREFIX.unpack_from(view)[6]
-            self._start = memoryview(bytearray(PREFIX_BYTES + 4 * num_buffers + head_bytes))
+            entries_bytes, head_bytes = self._entries_bytes(_PREFIX.unpack_from(view)[3]), _PREFIX.unpack_from(view)[6]
+            self._start = memoryview(bytearray(PREFIX_BYTES + entries_bytes + head_bytes))
             self._start[:rest] = view

@@ -109,6 +109,11 @@ class Dispatch:
             status.rejected.update(dict(self.access.refusals))
         return status
 
+    @property
+    def keeps_arrays(self) -> bool:
+        """Whether the shard may need arrays of a request after its reply."""
+        return self._shard.keeps_arrays
+
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Tell the shard when bytes of a worker arrived last; see Shard.set_activity_probe."""
         self._shard.set_activity_probe(last_sign)

@@ -21,7 +21,7 @@ FOLDERS = ("proto", "ps", "worker", "deploy")
 # with an __init__, which proto/ must not have.
 FLOORS = (
     {"proto/arrays", "proto/clock", "proto/errors"},
-    {"proto/compiled", "proto/monitoring", "proto/security"},
+    {"proto/compiled", "proto/monitoring", "proto/security", "proto/shared_memory"},
     {"proto/routing", "proto/timing", "proto/user_modules", "proto/wire"},
     {"proto/codec/values", "proto/torch_rpc"},
     {"proto/codec"},

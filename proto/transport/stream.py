@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class StreamTransport:
             # the parent's tokens too: pushes of both would be taken for retries of one another
             raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
         with span("encode"):
-            bulk = [np.ascontiguousarray(array).data for array in arrays(request)]
+            bulk = [cast(Array, np.ascontiguousarray(array)) for array in arrays(request)]
             call = StreamCall(self, type(request), head_bytes(request), bulk, into, timeout.total_seconds())
         with self.lock:
             if self._connection is not None and self._connection.is_shared and not self._unstarted:

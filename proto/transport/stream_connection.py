@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import socket
 import sys
 import termios
@@ -27,20 +28,23 @@ from embershard.proto.errors import (
     WrongVersion,
     from_wire,
 )
-from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Reply, Request, Rows
+from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Pull, Push, Reply, Request, Rows
 from embershard.proto.protobuf import read
 from embershard.proto.security.tokens import pack_token
+from embershard.proto.shared_memory import SHARED_FROM_BYTES, SharedHeap, shared_heap
 from embershard.proto.timing import span
 from embershard.proto.transport.shared_socket import Poller, SharedSocket, SocketProtocol
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
+    IN_FRAME,
     Feature,
     Frame,
     FrameReader,
     Header,
     client_hello,
     encode,
+    frame_bytes,
     read_server_hello,
 )
 
@@ -62,13 +66,15 @@ class StreamCall:
     owner: StreamTransport
     request: type[Request]
     head: bytes
-    bulk: list[memoryview]
+    bulk: list[Array]  # C-contiguous
     into: Sequence[Array]
     seconds: float
     started: float = field(default_factory=time.monotonic)
     number: int = 0
-    sent_bytes: int = 0  # of its frames
+    sent_bytes: int = 0  # of its frames, with what lies in shared memory in place of them
     received_bytes: int = 0
+    shared: list[Array] = field(default_factory=list)  # what the shard reads or writes in shared memory
+    rooms: Sequence[int] = ()  # where the arrays of the reply may lie in shared memory, or IN_FRAME
     end: int = 0  # of its bytes among those sent on its connection
     gone: int = 0  # bytes of its connection that had arrived before it was sent
     places: Sequence[memoryview] | None = None  # where its reply arrives
@@ -134,6 +140,27 @@ class StreamCall:
         if self.reader not in (0, threading.get_ident()) and (poller := self.owner.poller) is not None:
             poller.wake()
 
+    def share(self, heap: SharedHeap) -> tuple[list[Array], list[int]]:
+        """Return the arrays of the request's frame, and where each lies in shared memory or IN_FRAME.
+
+        Large gradients are copied there, unless they lie there already. Behind the ids of a pull come the arrays for
+        its rows, where a shard can write them there.
+        """
+        travels = [IN_FRAME] * len(self.bulk)
+        if self.request is Push:
+            self.bulk = [_shared(heap, array) for array in self.bulk]
+            offsets = [_offset(heap, array) for array in self.bulk]
+            self.shared = [array for array, offset in zip(self.bulk, offsets, strict=True) if offset != IN_FRAME]
+            return self.bulk, offsets
+        if self.request is Pull and len(self.into) == len(self.bulk):
+            rooms = [_offset(heap, array) for array in self.into]
+            if any([room != IN_FRAME for room in rooms]):
+                self.rooms, none = rooms, self.bulk[0][:0]
+                self.shared = [array for array, room in zip(self.into, rooms, strict=True) if room != IN_FRAME]
+                into = [none if room == IN_FRAME else array for array, room in zip(self.into, rooms, strict=True)]
+                return [*self.bulk, *into], travels + rooms
+        return self.bulk, travels
+
     def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
         """Return the memory for an array of the reply: the caller's own, where it fits."""
         if len(lengths) != len(self.into):
@@ -164,6 +191,22 @@ def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
     return cast("Floats | Bytes", array) if same else received
 
 
+def _shared(heap: SharedHeap, array: Array) -> Array:
+    """An array, or its copy in shared memory where that spares the socket much."""
+    if array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES or heap.offset_of(array) is not None:
+        return array
+    copied = heap.copy(cast(Floats, array))
+    return array if copied is None else copied
+
+
+def _offset(heap: SharedHeap, array: Array) -> int:
+    """Where an array of float32 lies in shared memory; IN_FRAME where it does not, or is small."""
+    if array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES or not array.flags.c_contiguous:
+        return IN_FRAME
+    offset = heap.offset_of(array)
+    return IN_FRAME if offset is None else offset
+
+
 class StreamConnection(SocketProtocol):
     """One connection, from its hello to its end.
 
@@ -179,6 +222,7 @@ class StreamConnection(SocketProtocol):
         self._filled = 0
         self._reader: FrameReader | None = None
         self._checksum = False
+        self._heap: SharedHeap | None = None  # what both sides of this connection share
         self._calls: dict[int, StreamCall] = {}
         self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
         self._sent = 0  # bytes, those that asyncio still holds included
@@ -199,13 +243,27 @@ class StreamConnection(SocketProtocol):
         if sock.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+            self._heap = shared_heap()
         else:
             self.uses_tls = self._owner.tls is not None
         if self._link is not None:
             self._link.join(self._transport)
         if sock.family != socket.AF_UNIX or self._owner.token.at_unix_sockets:
             self._features |= Feature.TOKEN
-        self._transport.write(client_hello(Feature.TLS if self.uses_tls else self._features))
+        if self._heap is None:
+            self._transport.write(client_hello(Feature.TLS if self.uses_tls else self._features))
+        else:
+            self._give(self._heap)
+
+    def _give(self, heap: SharedHeap) -> None:
+        """Say hello, and give the shard our shared memory with it: asyncio cannot send a descriptor."""
+        self._features |= Feature.SHARED_MEMORY
+        try:
+            with socket.socket(fileno=os.dup(self._socket.fileno())) as sock:
+                socket.send_fds(sock, [client_hello(self._features)], [heap.file])  # 16 bytes have room
+        except OSError as error:
+            self._reason += f" ({error.strerror or error})"
+            self._transport.abort()
 
     async def start_tls(self, tls: ClientTLS) -> None:
         """Begin TLS on this connection; the hello inside it is the one that counts.
@@ -265,6 +323,7 @@ class StreamConnection(SocketProtocol):
             self.ready.set_exception(reason)
             self.ready.exception()  # retrieved: nobody waits for it during a TLS handshake, which has its own error
         for call in self._calls.values():
+            self._leave(call)
             call.fail(self.refused or reason)
         self._calls.clear()
         self._shared = self._reader = None  # each holds this connection: without a collection all three would stay
@@ -280,17 +339,26 @@ class StreamConnection(SocketProtocol):
             self._link.leave(self._transport)
         (self._shared or self._transport).abort()
 
+    def _leave(self, call: StreamCall) -> None:
+        """Wait for the reply no longer: the shard may still read and write what it was given in shared memory."""
+        if self._heap is not None:
+            self._heap.lose(call.shared)
+
     def send(self, call: StreamCall) -> None:
         """Write a call's request to the connection."""
         kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
         try:
             with span("send"):
-                pieces = encode(kind, call.number, timeout_ms, call.head, call.bulk, checksum=self._checksum)
+                bulk, offsets = (call.bulk, None) if self._heap is None else call.share(self._heap)
+                buffers = [array.data for array in bulk]
+                pieces = encode(
+                    kind, call.number, timeout_ms, call.head, buffers, checksum=self._checksum, offsets=offsets
+                )
                 self._calls[call.number] = call
                 call.gone = self._sent if self._answered == self._sent else self._gone()
-                call.sent_bytes = sum(map(len, pieces))
+                call.sent_bytes = frame_bytes(len(call.head), [array.nbytes for array in call.bulk])
                 self._owner.sent_bytes += call.sent_bytes
-                self._sent += call.sent_bytes
+                self._sent += sum(map(len, pieces))
                 call.end = self._sent
                 if self._link is None:
                     (self._shared or self._transport).writelines(pieces)
@@ -314,6 +382,7 @@ class StreamConnection(SocketProtocol):
             self.drop("no answer: its deadline passed while it was sent")
         else:
             del self._calls[call.number]
+            self._leave(call)
             return True
         return False
 
@@ -377,7 +446,10 @@ class StreamConnection(SocketProtocol):
                 self._transport.abort()
                 return
         self._checksum = Feature.CHECKSUM in agreed.features
-        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
+        if Feature.SHARED_MEMORY not in agreed.features:
+            self._heap = None
+        shared = self._heap is not None
+        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum, shared=shared)
         if not self.ready.done():
             self.ready.set_result(None)
 
@@ -394,9 +466,20 @@ class StreamConnection(SocketProtocol):
         call = self._calls.get(header.call)
         if call is None or call.places is not None:
             return None  # nobody waits for it any more, or it has its reply
+        if header.shares:
+            self._check_rooms(call, header)
         call.places = call.place(header.lengths)
         self._arriving = call.places
         return call.places
+
+    def _check_rooms(self, call: StreamCall, header: Header) -> None:
+        """NotAShard where a reply lies elsewhere in shared memory than where it may."""
+        sizes = [array.nbytes for array in call.into]
+        for number, (offset, nbytes) in enumerate(zip(header.offsets, header.lengths, strict=True)):
+            if offset == IN_FRAME:
+                continue
+            if number >= len(call.rooms) or (call.rooms[number], sizes[number]) != (offset, nbytes):
+                raise NotAShard(address=self._owner.address, reason="its reply lies outside the memory given for it")
 
     def _finish(self, frame: Frame) -> None:
         header, buffers = frame
@@ -416,7 +499,9 @@ class StreamConnection(SocketProtocol):
             # the second arrives in the caller's arrays
             raise NotAShard(address=self._owner.address, reason="it sent two replies to one call")
         del self._calls[header.call]
+        call.shared.clear()
         call.received_bytes = header.num_bytes
+        self._owner.received_bytes += sum(header.lengths) - header.bulk_bytes
         self._answered = max(self._answered, call.end)
         reply = METHODS[call.request][1]
         if header.kind == ERROR_KIND:

@@ -56,6 +56,7 @@ class CheckedRead(NamedTuple):
     ids: Ids  # (U,)
     codec: ValuesCodec
     since: int | None = None  # the version of what the worker holds, of which it wants what changed
+    room: Floats | None = None  # see TableIds
 
     @property
     def nbytes(self) -> int:
@@ -75,13 +76,15 @@ class CheckedRead(NamedTuple):
 
         version: the updates that the shard has applied. coding: runs while they are encoded.
         """
+        if self.since is None and self.codec is PLAIN:
+            out = _rows_in(self.room, len(self.ids), self.table.spec.dim)
+            self.table.gather(self.ids, out)
+            return out, ""
         rows = self.table.gather(self.ids)
         if self.since is not None:
             with coding:
                 payload = self._changed(rows, self.since, version)
             return (rows, "") if payload is None else (payload, DELTA)
-        if self.codec is PLAIN:
-            return rows, ""
         with coding:
             payload = np.empty(self.codec.nbytes(*rows.shape), np.uint8)
             self.codec.encode(rows, payload, None)
@@ -100,6 +103,13 @@ class CheckedRead(NamedTuple):
         if positions is None or 10 * positions.size > 9 * rows.size:  # a bitmap of the others is all that it saves
             return None
         return encode_elements(positions, rows.reshape(-1)[positions], rows.shape, PLAIN, None)
+
+
+def _rows_in(room: Floats | None, count: int, dim: int) -> Floats:
+    """Memory for (count, dim) rows: what their reader has given for them, if it fits."""
+    if room is None or room.size != count * dim:
+        return np.empty((count, dim), np.float32)
+    return room.reshape(count, dim)
 
 
 class Members(NamedTuple):
@@ -136,6 +146,7 @@ class BundleRead(NamedTuple):
     counts: tuple[int, ...]  # ids of each table
     ends: Ids  # (T,) of each table's in `ids`
     ids: Ids  # (U,)
+    room: Floats | None = None  # see TableIds
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +161,7 @@ class BundleRead(NamedTuple):
 
     def rows(self, version: Callable[[], int], coding: Stopwatch) -> tuple[Floats | Bytes, str]:
         """(U, dim) float32 and ""."""
-        out = np.empty((len(self.ids), self.members.dim), np.float32)
+        out = _rows_in(self.room, len(self.ids), self.members.dim)
         kernels.gather(self.members.addresses, self.ends, self.ids, out)
         return out, ""
 

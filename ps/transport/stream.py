@@ -50,8 +50,10 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.security.tokens import RECORD_BYTES, unpack_token
+from embershard.proto.shared_memory import SharedMemory, is_allowed
 from embershard.proto.wire import (
     HELLO_BYTES,
+    IN_FRAME,
     MAGIC,
     SCRATCH_BYTES,
     Agreed,
@@ -67,6 +69,12 @@ from embershard.ps.monitoring.counters import TransportCounters
 from embershard.ps.security.access import Principal
 from embershard.ps.security.peers import Peer, peer_of
 from embershard.ps.transport.pipe import TLS_RECORD, PipedServer, pipe_to
+from embershard.ps.transport.shared_memory import (
+    SharedBuffers,
+    SharedMemories,
+    place_in,
+    received_file,
+)
 
 if TYPE_CHECKING:
     from embershard.ps.transport.tls import Inside, TLSPort
@@ -126,6 +134,7 @@ class StreamServer:
         self.passed_on = dispatch.counters.transports["grpc"]  # whose connections come through here
         self.connections: set[Connection] = set()
         self.max_connections, self.open_connections = max_connections, 0  # those passed on included
+        self.memories = SharedMemories()
         self.receiving_bytes = 0
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports
@@ -239,6 +248,9 @@ class Connection(asyncio.BufferedProtocol):
         self._gone = False
         self._counted: TransportCounters | None = None  # among whose connections it is
         self._peer = Peer("")
+        self._may_give = False  # whether shared memory may come with the first bytes
+        self._memory: SharedMemory | None = None  # what a peer has given
+        self._shares = False  # and its frames use
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
         self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
@@ -265,12 +277,27 @@ class Connection(asyncio.BufferedProtocol):
             self._tls = self._server.tls  # a Unix socket's peers are of this machine, and the system says who they are
             # between calls a peer may be silent, so that the system has to notice one whose machine is gone
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        else:
+            self._may_give = is_allowed()
         self._server.connections.add(self)
+
+    def _look_for_memory(self) -> None:
+        """Map the memory that a peer gives with its first bytes, before asyncio reads these and drops it."""
+        self._may_give = False
+        file = received_file(self._transport.get_extra_info("socket"))
+        if file is not None:
+            self._memory = self._server.memories.map(file)
+
+    def _give_back_memory(self) -> None:
+        if self._memory is not None:
+            self._server.memories.forget(self._memory)
+            self._memory = None
 
     def connection_lost(self, error: Exception | None) -> None:
         """The peer has gone; what it asked for is still done, for a push may not be lost half-way."""
         self._gone = True
         self._end()
+        self._give_back_memory()
         self._server.connections.discard(self)
         self._received_frame(self._receiving)
         self._reader = None  # which holds this connection: without a collection both would stay, and 128 KiB
@@ -349,6 +376,8 @@ class Connection(asyncio.BufferedProtocol):
         """Return the memory for the next bytes: for a large frame, the array that the tables read."""
         if self._refused:
             return _REFUSED
+        if self._may_give:
+            self._look_for_memory()
         return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
 
     def buffer_updated(self, num_bytes: int) -> None:
@@ -376,7 +405,10 @@ class Connection(asyncio.BufferedProtocol):
         elif hello[: len(MAGIC)] != MAGIC[: self._filled]:
             self._pass_on(hello)
         elif self._filled == HELLO_BYTES:
-            answer, agreed = server_hello(hello, self._server.features if self._tls is None else Feature.TLS)
+            supported = self._server.features if self._tls is None else Feature.TLS
+            if self._memory is not None:
+                supported |= Feature.SHARED_MEMORY
+            answer, agreed = server_hello(hello, supported)
             if agreed is not None and Feature.TLS in agreed.features:
                 # before the answer: what comes next is for the handshake, and uvloop loses what comes before it
                 self._transport.pause_reading()
@@ -396,6 +428,9 @@ class Connection(asyncio.BufferedProtocol):
     def _admit(self, agreed: Agreed, token: str | None) -> None:
         """Read the frames of a peer that is known; end the connection of another, with the reason."""
         self._checksum = Feature.CHECKSUM in agreed.features
+        self._shares = Feature.SHARED_MEMORY in agreed.features
+        if not self._shares:
+            self._give_back_memory()
         access = self._server.dispatch.access
         try:
             if self._inside is not None:
@@ -407,7 +442,7 @@ class Connection(asyncio.BufferedProtocol):
         except EmbershardError as error:
             self._fail(error)
             return
-        self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
+        self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum, shared=self._shares)
 
     def _known_principal(self) -> Principal | None:
         """Who the peer is, by access.yaml as it is now."""
@@ -500,7 +535,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
-        size = sum(header.lengths)
+        size = header.bulk_bytes
         server = self._server
         kind = REQUEST_KINDS.get(header.kind)
         if kind is None:
@@ -519,7 +554,12 @@ class Connection(asyncio.BufferedProtocol):
             return None
         self._receiving += size
         server.receiving_bytes += size
-        return [np.empty(length, np.uint8).data for length in header.lengths]
+        if not header.shares:
+            return [np.empty(length, np.uint8).data for length in header.lengths]
+        return [
+            np.empty(length, np.uint8).data if offset == IN_FRAME else place_in(self._memory, offset, length)
+            for length, offset in zip(header.lengths, header.offsets, strict=True)
+        ]
 
     def _received_frame(self, num_bytes: int) -> None:
         self._server.receiving_bytes -= num_bytes
@@ -527,48 +567,64 @@ class Connection(asyncio.BufferedProtocol):
 
     def _answer(self, frame: Frame) -> None:
         header, buffers = frame
-        self._received_frame(sum(header.lengths))
+        self._received_frame(header.bulk_bytes)
         kind = REQUEST_KINDS.get(header.kind)
         if kind is None:
             self._refuse(header, _unknown(header))
             return
         request = kind
+        dispatch = self._server.dispatch
+        shared = SharedBuffers(kind, header, buffers) if header.shares else None
+        if shared is not None:
+            self._server.counters.received_bytes += shared.read_bytes
+        held_bytes = len(header.head) + header.bulk_bytes + (0 if shared is None else shared.read_bytes)
 
         def read_request() -> Request:
             if request is Pull or request is Rendezvous:
                 if self._gone:  # it may have waited for other workers: no rows are made for nobody
                     raise ShuttingDown()
                 self._server.check_room(self._full or self._made - self._handed > UNSENT_BYTES)
-            message = read(request, header.head, buffers)
+            if shared is None:
+                message = read(request, header.head, buffers)
+            else:
+                message = shared.read(copies=dispatch.keeps_arrays)
             if isinstance(message, Join | Heartbeat):
                 self.sender = message.worker, message.epoch
             return message
 
         def write(reply: Reply) -> Pieces:
             bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]
-            pieces = encode(KIND_OF[type(reply)], header.call, 0, head_bytes(reply), bulk, checksum=self._checksum)
+            offsets = [IN_FRAME] * len(bulk) if self._shares else None
+            if shared is not None and isinstance(reply, Rows):
+                offsets = shared.offsets(reply)
+            head = head_bytes(reply)
+            pieces = encode(KIND_OF[type(reply)], header.call, 0, head, bulk, checksum=self._checksum, offsets=offsets)
             if isinstance(reply, Rows | RendezvousResult):
                 num_bytes = sum(map(len, pieces))
                 self._made += num_bytes
                 self._server.made_bytes += num_bytes
             return pieces
 
-        future = self._server.dispatch.submit(
+        future = dispatch.submit(
             kind,
             read_request,
             write,
-            num_bytes=len(header.head) + sum(header.lengths),
+            num_bytes=held_bytes,
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer.address,
             principal=self._known_principal(),
-            is_small=kind in (Pull, Push) and header.num_bytes <= AT_ONCE_BYTES,
+            is_small=kind in (Pull, Push) and held_bytes <= AT_ONCE_BYTES,
         )
-        future.add_done_callback(self._sender(header, kind))
+        future.add_done_callback(self._sender(header, kind, shared))
 
-    def _sender(self, header: Header, kind: type[Request]) -> Callable[[Future[Pieces]], None]:
+    def _sender(
+        self, header: Header, kind: type[Request], shared: SharedBuffers | None
+    ) -> Callable[[Future[Pieces]], None]:
         arrived, counters = self.last_sign, self._server.counters
 
         def finish(pieces: Pieces, error: BaseException | None) -> None:
+            if shared is not None:
+                counters.sent_bytes += shared.written_bytes
             self._send(pieces, error is None and kind in (Pull, Rendezvous))
             counters.answered(kind, time.monotonic() - arrived, error)
 

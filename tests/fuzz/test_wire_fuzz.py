@@ -33,10 +33,10 @@ def _small_limits(monkeypatch):
 class Receiver:
     """A reader under test, and what it is held to."""
 
-    def __init__(self, rng, checksum):
+    def __init__(self, rng, checksum, shared=False):
         wire.SCRATCH_BYTES = rng.choice([32, 40, 64, 300, 4096])  # heads larger than it, and buffers not through it
         self.rng = rng
-        self.reader = FrameReader(LIMIT, self.place, checksum=checksum)
+        self.reader = FrameReader(LIMIT, self.place, checksum=checksum, shared=shared)
 
     def place(self, header):
         assert sum(header.lengths) <= LIMIT
@@ -51,7 +51,7 @@ class Receiver:
         pos = 0
         while pos < len(data):
             room = self.reader.buffer()
-            assert 0 < len(room) <= max(wire.SCRATCH_BYTES, wire.PREFIX_BYTES + 4 * BUFFERS + HEAD, LIMIT)
+            assert 0 < len(room) <= max(wire.SCRATCH_BYTES, wire.PREFIX_BYTES + 8 * BUFFERS + HEAD, LIMIT)
             n = min(len(room), self.rng.randint(1, most), len(data) - pos)
             room[:n] = data[pos : pos + n]
             pos += n
@@ -61,23 +61,25 @@ class Receiver:
                 yield frame
 
 
-def valid_frame(rng, checksum):
+def valid_frame(rng, checksum, shared=False):
     head = rng.randbytes(rng.choice([0, 1, 20, HEAD]))
     buffers = [rng.randbytes(rng.choice([0, 1, 8, 100])) for _ in range(rng.choice([0, 0, 1, 2, BUFFERS]))]
     if rng.random() < 0.1:
         buffers = [rng.randbytes(LIMIT)]
-    return b"".join(wire.encode(rng.randrange(256), rng.getrandbits(32), 0, head, buffers, checksum=checksum))
+    offsets = [rng.choice([wire.IN_FRAME, wire.IN_FRAME, 64]) for _ in buffers] if shared else None
+    number, call = rng.randrange(256), rng.getrandbits(32)
+    return b"".join(wire.encode(number, call, 0, head, buffers, checksum=checksum, offsets=offsets))
 
 
-def reseal(data):
+def reseal(data, shared=False):
     """Make the checksum of the first frame's start right, so that what lies behind it is reached."""
     if len(data) >= wire.PREFIX_BYTES:
         buffers, head = struct.unpack_from("<H", data, 6)[0], struct.unpack_from("<I", data, 16)[0]
-        start = data[wire.PREFIX_BYTES : wire.PREFIX_BYTES + 4 * buffers + head]
+        start = data[wire.PREFIX_BYTES : wire.PREFIX_BYTES + (8 if shared else 4) * buffers + head]
         struct.pack_into("<I", data, 28, crc32(start, crc32(data[:28])))
 
 
-def mutated(rng, data):
+def mutated(rng, data, shared=False):
     for _ in range(rng.choice([1, 1, 2, 5])):
         at = rng.randrange(len(data) + 1)
         match rng.randrange(6):
@@ -91,7 +93,7 @@ def mutated(rng, data):
             case _:
                 mutate(rng, data, at, rng.choice([1, 4, 32, 100]))
         if rng.random() < 0.5:
-            reseal(data)
+            reseal(data, shared)
     return bytes(data)
 
 
@@ -100,9 +102,10 @@ def test_mutated_frames_give_frames_within_limits_or_a_bad_frame():
 
     def check(rng):
         nonlocal handed_over
-        checksum = rng.random() < 0.5
-        data = mutated(rng, bytearray(b"".join(valid_frame(rng, checksum) for _ in range(rng.randint(1, 3)))))
-        for _ in Receiver(rng, checksum).frames(data):
+        checksum, shared = rng.random() < 0.5, rng.random() < 0.5
+        valid = b"".join(valid_frame(rng, checksum, shared) for _ in range(rng.randint(1, 3)))
+        data = mutated(rng, bytearray(valid), shared)
+        for _ in Receiver(rng, checksum, shared).frames(data):
             handed_over += 1
         return True
 

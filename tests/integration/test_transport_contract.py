@@ -16,11 +16,13 @@ from standing_still import standing_still
 
 from embershard.local_shards import InProcessShards
 from embershard.proto import messages as m
-from embershard.proto import spec
+from embershard.proto import shared_memory, spec
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard
+from embershard.proto.shared_memory import empty_floats
+from embershard.proto.transport import stream_connection
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 from harness import shards
@@ -34,6 +36,7 @@ PATIENCE = timedelta(seconds=100)
 # transport -> its address, from what a shard says when it serves
 ADDRESSES = {
     "stream over Unix": lambda ready: ready["address"],
+    "stream over shared memory": lambda ready: ready["address"],
     "stream over TCP": lambda ready: f"tcp://{ready['address']}",
     "grpc": lambda ready: f"grpc://{ready['address']}",
     "rpc": lambda ready: f"rpc://{ready['rpc']}",
@@ -82,8 +85,13 @@ def connect():
 
 
 @pytest.fixture
-def transport(request, served, connect):
+def transport(request, served, connect, monkeypatch):
     """The transport of a test's parameter, with a shard behind it."""
+    if request.param == "stream over Unix":
+        monkeypatch.setenv("EMBERSHARD_SHARED_MEMORY", "off")
+    if request.param == "stream over shared memory":  # not for large arrays alone, as by default
+        monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 1)
+        monkeypatch.setattr(stream_connection, "SHARED_FROM_BYTES", 1)
     return local_transport() if request.param == "local" else connect(ADDRESSES[request.param](served.ready))
 
 
@@ -106,8 +114,10 @@ def pull(name, ids, **fields):
     return m.Pull(1, (m.TableIds(name, ids, **fields),))
 
 
-def pulled(transport, name, ids):
-    return ask(transport, pull(name, ids)).tables[0].reshape(len(ids), -1)
+def pulled(transport, name, ids, dim=2):
+    """The rows of a table, in the memory given for them where the transport can write there."""
+    reply = transport.submit(pull(name, ids), PATIENCE, [empty_floats(len(ids), dim)]).result()
+    return reply.tables[0].reshape(len(ids), dim)
 
 
 def a_push(name, ids, gradients, worker, seq=1, **fields):
@@ -138,7 +148,7 @@ def test_a_bundle_is_read_and_changed_as_its_tables_one_after_the_other(transpor
     ids, rows = shards.ids_of(3, -4, 3, 5, 6), np.arange(10, dtype=np.float32).reshape(5, 2)
     for seq, route in enumerate((0, 7), start=1):
         reads = m.Pull(1, (m.TableIds("", ids, route, members=members, counts=counts),), worker, 1)
-        before = ask(transport, reads).tables[0].reshape(5, 2)
+        before = transport.submit(reads, PATIENCE, [empty_floats(5, 2)]).result().tables[0].reshape(5, 2)
         part = m.TableGradients("", ids[: 0 if route else 5], rows, route=route, members=members, counts=counts)
         assert ask(transport, shards.push(part, worker=worker, seq=seq, clock=seq - 1)) == applied(5)
         assert np.array_equal(ask(transport, reads).tables[0].reshape(5, 2), before - rows)
@@ -157,9 +167,10 @@ def test_arrays_arrive_as_they_were_sent_and_their_bytes_are_counted(transport, 
     rows = np.random.default_rng(0).standard_normal((num_rows, dim), np.float32)
     sent, received = transport.sent_bytes, transport.received_bytes
     assert ask(transport, m.Load(name, 1, ids, rows)) == m.Loaded(rows=num_rows)
+    np.testing.assert_array_equal(pulled(transport, name, ids, dim), rows)
     np.testing.assert_array_equal(ask(transport, pull(name, ids)).tables[0].reshape(num_rows, dim), rows)
     assert transport.sent_bytes - sent >= 2 * ids.nbytes + rows.nbytes
-    assert transport.received_bytes - received >= rows.nbytes
+    assert transport.received_bytes - received >= 2 * rows.nbytes
 
 
 @over_all
@@ -170,7 +181,8 @@ def test_many_tables_travel_in_one_message(transport):
     values = [np.full((dim % 5, dim), dim, np.float32) for dim in dims]
     gradients = (m.TableGradients(*part) for part in zip(names, ids, values, strict=True))
     assert ask(transport, shards.push(*gradients, worker=fresh())) == applied(sum(map(len, ids)))
-    reply = ask(transport, m.Pull(1, tuple(m.TableIds(*part) for part in zip(names, ids, strict=True))))
+    wanted = m.Pull(1, tuple(m.TableIds(*part) for part in zip(names, ids, strict=True)))
+    reply = transport.submit(wanted, PATIENCE, [empty_floats(dim % 5, dim) for dim in dims]).result()
     for got, want in zip(reply.tables, values, strict=True):
         np.testing.assert_array_equal(got.reshape(want.shape), -want)
 
@@ -184,7 +196,7 @@ def test_rows_may_be_wanted_compressed_in_the_callers_memory(transport):
     codec = find_values("int8")
     payload = np.empty(codec.nbytes(5, 8), np.uint8)
     codec.encode(values[0], payload, None)
-    into = [np.zeros(codec.nbytes(5, 8), np.uint8), np.full((5, 4), np.nan, np.float32)]
+    into = [np.zeros(codec.nbytes(5, 8), np.uint8), empty_floats(5, 4)]
     wanted = m.Pull(1, (m.TableIds(names[0], ids, codec="int8"), m.TableIds(names[1], ids)))
     for places in (into, ()):
         reply = transport.submit(wanted, PATIENCE, places).result()
@@ -314,7 +326,7 @@ def members(transport):
 def test_a_pull_waits_until_a_clock_is_closed(transport, members):
     name, ids = table(transport), np.arange(3, dtype=np.int64)
     wanted = m.Pull(1, (m.TableIds(name, ids),), members[0], 1, required_clock=1)
-    waiting = transport.submit(wanted, PATIENCE, [np.full((3, 2), np.nan, np.float32)])
+    waiting = transport.submit(wanted, PATIENCE, [empty_floats(3, 2)])
     for worker in members:
         assert ask(transport, a_push(name, ids, np.ones((3, 2), np.float32), worker)) == applied(3)
     reply = waiting.result()

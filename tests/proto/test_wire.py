@@ -119,7 +119,7 @@ def test_a_client_refuses_a_version_that_it_does_not_speak(lowest, highest):
 def test_what_is_no_hello_is_named():
     for read, data, got in [
         (wire.read_server_hello, b"HTTP/1.1 400 Bad", "b'HTTP/1.1', not b'EMBSHRD"),
-        (wire.read_server_hello, hello(2, 2, 9), "features agreed on is 0x9"),
+        (wire.read_server_hello, hello(2, 2, 17), "features agreed on is 0x11"),
         (lambda data: wire.server_hello(data, Feature(0)), b"PRI * HTTP/2.0\r\n", "start of the connection"),
     ]:
         with pytest.raises(BadFrame, match=got):
@@ -139,13 +139,41 @@ def test_one_receive_may_take_a_large_buffer_into_its_own_memory():
 def test_a_frame_cut_at_any_byte_arrives_whole(checksum):
     data = frame(b"head", [b"", b"abc", b"", b"defgh", b""], checksum=checksum) + frame(b"x", checksum=checksum)
     want = contents(feed(reader(checksum=checksum), data))
-    assert [head for (_, _, _, head, _), _ in want] == [b"head", b"x"]
+    assert [head for (_, _, _, head, _, _), _ in want] == [b"head", b"x"]
     for cut in range(1, len(data)):
         receiving = reader(checksum=checksum)
         frames = feed(receiving, data[:cut])
         assert receiving.in_frame == (cut != len(data) - wire.PREFIX_BYTES - 1)
         assert contents(frames + feed(receiving, data[cut:])) == want
     assert contents(feed(reader(checksum=checksum), data, lambda: 1)) == want
+
+
+def test_a_buffer_in_shared_memory_does_not_travel():
+    memory, offsets = np.arange(200, dtype=np.uint8), (wire.IN_FRAME, 16, wire.IN_FRAME, 100)
+    buffers = [b"abc", memory[16:24].data, b"defgh", memory[100:200].data]
+    encoded = b"".join(wire.encode(4, 7, 2000, b"head", buffers, checksum=True, offsets=offsets))
+    assert len(encoded) == wire.PREFIX_BYTES + 8 * 4 + 4 + 8
+    data = encoded + b"".join(wire.encode(4, 7, 2000, b"x", checksum=True, offsets=()))
+
+    def place(header):
+        assert (header.shares, header.bulk_bytes) == (True, 8)
+        return [
+            np.empty(length, np.uint8).data if offset == wire.IN_FRAME else memory[offset : offset + length].data
+            for length, offset in zip(header.lengths, header.offsets, strict=True)
+        ]
+
+    header = Header(4, 7, 2000, b"head", (3, 8, 5, 100), offsets)
+    want = [(header, [bytes(buffer) for buffer in buffers]), (Header(4, 7, 2000, b"x", ()), [])]
+    for cut in range(len(data)):
+        receiving = FrameReader(LIMIT, place, checksum=True, shared=True)
+        assert contents(feed(receiving, data[:cut]) + feed(receiving, data[cut:])) == want
+    assert memory.tolist() == list(range(200))
+
+
+def test_all_buffers_together_are_within_the_limit_wherever_they_lie():
+    data = b"".join(wire.encode(4, 7, 0, b"", [bytes(LIMIT // 2)] * 3, checksum=False, offsets=(0, 8, 16)))
+    with pytest.raises(BadFrame, match="the size of all buffers"):
+        feed(FrameReader(LIMIT, fresh, checksum=False, shared=True), data)
 
 
 def test_many_frames_and_their_small_buffers_arrive_in_one_call():

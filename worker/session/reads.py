@@ -13,6 +13,7 @@ import torch
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import MAX_MEMBERS, TableKey
 from embershard.proto.routing import BundleRoute, Placement, Route, ascending, make_bundle, make_routes
+from embershard.proto.shared_memory import empty_floats
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.worker.client.push import Versions
@@ -202,10 +203,7 @@ class PullBatch:
             ]
         for group, version, route in zip(groups.values(), versions, routes, strict=True):
             rows: dict[TableKey, torch.Tensor] = {
-                lookup.spec.name: torch.empty(
-                    (len(route.ids), lookup.spec.dim), dtype=torch.float32, pin_memory=lookup.device.type == "cuda"
-                )
-                for lookup in group
+                lookup.spec.name: _memory_for(len(route.ids), lookup.spec.dim, lookup.device) for lookup in group
             }
             index = torch.from_numpy(route.index).view(group[0].ids.shape)
             devices = {lookup.device for lookup in group}
@@ -240,14 +238,14 @@ class PullBatch:
             route = group.route if whole else group.route.select(take)
             for table, rows in group.rows.items():
                 parts.append((route.tables if isinstance(route, BundleRoute) else table, route))
-                out.append(rows.numpy() if whole else np.empty((len(route.ids), rows.shape[1]), np.float32))
+                out.append(rows.numpy() if whole else empty_floats(len(route.ids), rows.shape[1]))
                 if not whole:
                     partial.append((rows, take, out[-1]))
             group.missing = group.missing & ~take
         for weights in dense:
             route = weights.reads()
             parts.append((weights.spec.name, route))
-            out.append(np.empty((len(route.ids), weights.spec.dim), np.float32))
+            out.append(empty_floats(len(route.ids), weights.spec.dim))
             self._dense.append((weights, route, out[-1]))
         if parts:
             # a push goes by a whole route, and only where there are gradients
@@ -340,7 +338,7 @@ def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
     keys = tuple([lookup.spec.space_key for lookup in lookups])
     with span("route"):
         route, least, largest = make_bundle(flat, ends, tables, keys, placement)
-    rows = torch.empty((len(route.ids), lookups[0].spec.dim), dtype=torch.float32)
+    rows = _memory_for(len(route.ids), lookups[0].spec.dim, torch.device("cpu"))
     index = torch.from_numpy(route.index)
     shapes = [lookup.ids.shape for lookup in lookups]
     specs = {lookup.spec.name: lookup.spec for lookup in lookups}
@@ -348,6 +346,13 @@ def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
     bundle = BundleRows(route, rows, index, bounds, flat, shapes, lookups[0].how, readers, least, largest, specs)
     missing = np.ones(len(route.ids), np.bool_)
     return _Group(lookups, versions, route, missing, {tables: rows}, {rows.device: index}, bundle)
+
+
+def _memory_for(num_rows: int, dim: int, device: torch.device) -> torch.Tensor:
+    """Memory of the host for rows that a device reads: where a shard of this machine can write them, or pinned."""
+    if device.type == "cuda":
+        return torch.empty((num_rows, dim), dtype=torch.float32, pin_memory=True)
+    return torch.from_numpy(empty_floats(num_rows, dim))
 
 
 def _results(group: _Group, bundle: BundleRows) -> Iterator[tuple[str, LookupResult]]:

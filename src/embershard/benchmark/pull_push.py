@@ -14,6 +14,7 @@ from embershard.local_shards import local
 from embershard.proto.arrays import Ids
 from embershard.proto.routing import make_route
 from embershard.proto.security.tls import TLS
+from embershard.proto.shared_memory import empty_floats
 from embershard.proto.spec import OPTIMIZERS, TableSpec, Uniform
 from embershard.worker.client.client import Client
 
@@ -37,8 +38,9 @@ class PullPushWorker:
         rng = np.random.default_rng([settings.seed, rank])
         source = ZipfIds(settings.rows, settings.skew)
         self._batches = cycle([source.draw(rng, (settings.ids,)) for _ in range(POOL)])
-        self._gradients = rng.standard_normal((settings.ids, settings.dim), np.float32) * 0.01
-        self._rows = np.zeros((settings.ids, settings.dim), np.float32)
+        # where a step has them: in the memory that shards of this machine share, if they are
+        self._gradients, self._rows = (empty_floats(settings.ids, settings.dim) for _ in range(2))
+        self._gradients[...] = rng.standard_normal((settings.ids, settings.dim), np.float32) * 0.01
         self._clock = 0
 
     def run(self, steps: int) -> Lap:

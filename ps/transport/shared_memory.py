@@ -1,0 +1,159 @@
+"""The memory that workers of this machine share with a shard: how much of it is mapped, and what messages say of it.
+
+What lies there may change at any time. So nothing but gradients is read from it, whose values are all allowed, and they
+are copied where they are needed after their reply; and nothing but rows is written there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from embershard.proto.arrays import Floats
+from embershard.proto.errors import BadFrame, InvalidRequest
+from embershard.proto.messages import Pull, Push, Request, Rows, TableGradients
+from embershard.proto.protobuf import read
+from embershard.proto.shared_memory import HEAP_BYTES, SharedMemory
+from embershard.proto.wire import IN_FRAME, Header
+
+ALL_SHARED_BYTES = 32 * HEAP_BYTES  # of all peers; the memory is theirs, and taken by the pages that they touch
+
+_FLOAT_BYTES = 4
+_FILE = struct.Struct("i")  # a descriptor, as sockets bring it
+
+
+class SharedMemories:
+    """What is mapped of the peers' memory, `limit` bytes at most."""
+
+    def __init__(self, limit: int = ALL_SHARED_BYTES) -> None:
+        self.nbytes = 0
+        self._limit = limit
+
+    def map(self, file: int) -> SharedMemory | None:
+        """Map what a peer has given, and close its descriptor; None where it is not to be had, or not safe to use.
+
+        It is a memfd that cannot shrink: an access behind its end would end this process.
+        """
+        try:
+            nbytes, seals = os.fstat(file).st_size, fcntl.fcntl(file, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK or not 0 < nbytes <= min(HEAP_BYTES, self._limit - self.nbytes):
+                return None
+            memory = SharedMemory(file, nbytes)
+        except (OSError, ValueError):  # no memfd, or one that may not be written
+            return None
+        finally:
+            os.close(file)
+        self.nbytes += nbytes
+        return memory
+
+    def forget(self, memory: SharedMemory) -> None:
+        """Count a peer's memory no longer: its connection has ended."""
+        self.nbytes -= memory.nbytes
+
+
+def received_file(transport_socket: socket.socket) -> int | None:
+    """The descriptor that came with the first bytes of a Unix socket, which are still to be read; None without one.
+
+    Of asyncio's sockets only the number is used: uvloop's cannot receive.
+    """
+    try:
+        with socket.socket(fileno=os.dup(transport_socket.fileno())) as sock:
+            # not recv_fds, which forgets the flags; with room for one descriptor, the system closes others
+            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            _, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_LEN(_FILE.size), flags)
+    except OSError:  # nothing came, or it has left; or there is no descriptor for it
+        return None
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) == _FILE.size:
+            (file,) = _FILE.unpack(data)
+            return int(file)
+    return None
+
+
+def place_in(memory: SharedMemory | None, offset: int, nbytes: int) -> memoryview:
+    """The memory of a buffer that lies in shared memory. BadFrame where it is not within, or no whole float32."""
+    if memory is not None and nbytes and offset % _FLOAT_BYTES == 0 and nbytes % _FLOAT_BYTES == 0:
+        with suppress(ValueError):
+            return memory.view(offset, nbytes)
+    size = 0 if memory is None else memory.nbytes
+    raise BadFrame(what="a place in shared memory", got=f"{nbytes} bytes at {offset}", want=f"float32 within {size}")
+
+
+class SharedBuffers:
+    """The arrays of a request of which some lie in shared memory, and of its reply.
+
+    Those may be the gradients of a push. Behind the ids of a pull come as many `rooms`, empty or in shared memory, for
+    the rows of each table.
+    """
+
+    def __init__(self, kind: type[Request], header: Header, buffers: Sequence[memoryview]) -> None:
+        self._kind, self._header, self._buffers = kind, header, buffers
+        self._num_ids = len(buffers) // 2 if kind is Pull else 0
+        self.read_bytes = sum(header.lengths) - header.bulk_bytes if kind is Push else 0  # of shared memory
+        self.written_bytes = 0
+        self._rooms = [
+            None if offset == IN_FRAME else np.frombuffer(buffer, np.float32)
+            for buffer, offset in zip(buffers[self._num_ids :], header.offsets[self._num_ids :], strict=True)
+            if kind is Pull
+        ]
+
+    def read(self, *, copies: bool) -> Request:
+        """As protobuf.read. `copies`: gradients are copied out of shared memory.
+
+        InvalidRequest where anything but gradients and rooms lies there.
+        """
+        if self._kind is Pull:
+            return self._read_pull()
+        if self._kind is Push:
+            return self._read_push(copies)
+        raise InvalidRequest(reason=f"arrays of a {self._kind.__name__} in shared memory; they travel")
+
+    def _read_pull(self) -> Pull:
+        num_ids, offsets = self._num_ids, self._header.offsets
+        if len(offsets) != 2 * num_ids or any([offset != IN_FRAME for offset in offsets[:num_ids]]):
+            raise InvalidRequest(reason="a pull whose ids do not travel, or which has not as many rooms as tables")
+        pull = read(Pull, self._header.head, self._buffers[:num_ids])
+        parts = [
+            part if room is None else replace(part, room=room)
+            for part, room in zip(pull.tables, self._rooms, strict=True)
+        ]
+        return replace(pull, tables=tuple(parts))
+
+    def _read_push(self, copies: bool) -> Push:
+        offsets = self._header.offsets
+        travelling = [
+            buffer if offset == IN_FRAME else buffer[:0] for buffer, offset in zip(self._buffers, offsets, strict=True)
+        ]
+        push, tables, number = read(Push, self._header.head, travelling), list[TableGradients](), 0
+        for part in push.tables:
+            if not part.route:
+                if offsets[number] != IN_FRAME:
+                    raise InvalidRequest(reason="ids of a push in shared memory; they travel")
+                number += 1
+            if offsets[number] != IN_FRAME:
+                if part.codec:
+                    raise InvalidRequest(reason=f"a payload of {part.codec!r} in shared memory; it travels")
+                gradients = np.frombuffer(self._buffers[number], np.float32)
+                part = replace(part, gradients=gradients.copy() if copies else gradients)
+            tables.append(part)
+            number += 1
+        return replace(push, tables=tuple(tables))
+
+    def offsets(self, reply: Rows) -> list[int]:
+        """Where the rows of the reply lie: in the room that was given for them, or IN_FRAME."""
+        places = [
+            IN_FRAME if room is None or cast(Floats, rows).base is not room else offset
+            for rows, room, offset in zip(reply.tables, self._rooms, self._header.offsets[self._num_ids :], strict=True)
+        ]
+        self.written_bytes = sum(
+            [rows.nbytes for rows, place in zip(reply.tables, places, strict=True) if place != IN_FRAME]
+        )
+        return places
