@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
-from embershard.proto.arrays import Array
+import numpy as np
+
+from embershard.proto.arrays import Array, Floats
 from embershard.proto.errors import ClockAhead, EmbershardError
-from embershard.proto.messages import Load, Push, Reply, Request, bulk_bytes
+from embershard.proto.messages import Load, Pull, Push, Reply, Request, Rows, bulk_bytes
 from embershard.proto.transport.transport import Unreachable
 
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
@@ -29,7 +31,9 @@ class LocalTransport:
 
     def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
         """Handle the request at once, if it need not wait for other workers."""
-        return _Answer(self, request, timeout)
+        if not isinstance(request, Pull) or len(into) != len(request.tables):
+            return _Answer(self, request, timeout)
+        return _Answer(self, _with_rooms(request, into), timeout, into)
 
     def close(self) -> None:
         """Do nothing: calls in this process are answered at once."""
@@ -95,11 +99,33 @@ def _kept(request: Request) -> Request:
     return replace(request, tables=tuple(tables))
 
 
+def _with_rooms(pull: Pull, into: Sequence[Array]) -> Pull:
+    """A pull whose rows are written into these arrays, where they are wanted as float32."""
+    parts = [
+        replace(part, room=cast(Floats, array).reshape(-1))
+        if not part.codec and array.dtype == np.float32 and array.flags.c_contiguous
+        else part
+        for part, array in zip(pull.tables, into, strict=True)
+    ]
+    return replace(pull, tables=tuple(parts))
+
+
+def _in_place(reply: Rows, into: Sequence[Array]) -> Rows:
+    """The reply with the caller's own arrays where the rows came there."""
+    tables = [
+        cast(Floats, array) if rows.ctypes.data == array.ctypes.data and rows.nbytes == array.nbytes else rows
+        for rows, array in zip(reply.tables, into, strict=True)
+    ]
+    return replace(reply, tables=tuple(tables))
+
+
 class _Answer:
     """A reply, or the error in its place."""
 
-    def __init__(self, transport: LocalTransport, request: Request, timeout: timedelta) -> None:
-        self._transport, self._request = transport, request
+    def __init__(
+        self, transport: LocalTransport, request: Request, timeout: timedelta, into: Sequence[Array] = ()
+    ) -> None:
+        self._transport, self._request, self._into = transport, request, into
         self._end = time.monotonic() + timeout.total_seconds()
         self.num_bytes = bulk_bytes(request)  # see PendingReply
         transport.sent_bytes += self.num_bytes
@@ -123,6 +149,8 @@ class _Answer:
             self._released = None
         if isinstance(self._outcome, EmbershardError):
             raise self._outcome
+        if self._into and isinstance(self._outcome, Rows):
+            return _in_place(self._outcome, self._into)
         return self._outcome
 
     def _wait(self) -> None:

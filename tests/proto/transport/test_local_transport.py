@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from embershard.local_shards import InProcessShards
+from embershard.proto import messages as m
 from embershard.proto.errors import ClockAhead
 from embershard.proto.messages import Rendezvous
 from embershard.proto.routing import make_route
+from embershard.proto.transport.local import LocalTransport
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from harness.shards import gradients, join, push, table
@@ -107,3 +109,25 @@ def test_a_push_that_waits_for_others_is_not_changed_with_its_callers_array(tran
         ask(transport, push(gradients([0], name="t", gradients=rows), worker=worker))
     route = make_route(np.array([0]), TABLE.space_key, client.placement)
     assert client.pull([("t", route)])[0].tolist() == [[-(1.0 + 3.0) / 2] * 4]
+
+
+def test_rows_are_written_into_the_arrays_given_where_they_fit(make_shards):
+    (shard,) = make_shards(1)
+    shard.handle(m.Declare(table("items", 2)))
+    shard.handle(m.Declare(table("other", 2)))
+    ids = np.arange(3, dtype=np.int64)
+    shard.handle(m.Load("items", 1, ids, np.ones((3, 2), np.float32)))
+    wanted = m.Pull(1, (m.TableIds("items", ids), m.TableIds("other", ids, codec="fp16s")))
+    fits = [np.zeros((3, 2), np.float32), np.zeros(15, np.uint8)]
+    for into, is_same in [
+        (fits, True),
+        ([np.zeros((2, 3), np.float32).T, fits[1]], False),
+        ([np.zeros((3, 2), np.float64), fits[1]], False),
+        ([np.zeros((4, 2), np.float32), fits[1]], False),
+        (fits[:1], False),
+        ((), False),
+    ]:
+        reply = LocalTransport(shard.handle, "local").submit(wanted, timedelta(seconds=9), into).result()
+        assert any(reply.tables[0] is array for array in into) == is_same
+        assert reply.tables[0].tolist() == [[1, 1]] * 3
+        assert reply.codecs == ("", "fp16s")
