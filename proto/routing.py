@@ -17,7 +17,7 @@ from numba import types
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import called, compiled
 from embershard.proto.compiled.open_addressing import FREE, cell_of
-from embershard.proto.shared_memory import empty_floats
+from embershard.proto.shared_memory import SHARED_FROM_BYTES, zero_floats
 
 NUM_BUCKETS = 4096
 MAX_EVEN = 2**30  # ids that even_ids gives: 4 TiB of dense weights
@@ -452,8 +452,8 @@ def sum_rows(index: Ids, rows: Floats, num_rows: int) -> Floats:
     index: (N,) int64, each at least 0 and below num_rows, as Route.index. rows: (N, dim) float32, C-ordered.
     The bits are those of torch's index_add_ (bench/kernels.py compares the time).
     """
-    out = empty_floats(num_rows, rows.shape[1])
-    out.fill(0)
+    shape = num_rows, rows.shape[1]
+    out = zero_floats(*shape) if 4 * num_rows * rows.shape[1] >= SHARED_FROM_BYTES else np.zeros(shape, np.float32)
     _sum_rows(index, rows, out)
     return out
 

@@ -161,6 +161,13 @@ def empty_floats(num_rows: int, dim: int) -> Floats:
     return np.empty((num_rows, dim), np.float32) if found is None else found
 
 
+def zero_floats(num_rows: int, dim: int) -> Floats:
+    """As `empty_floats`, of zeros."""
+    found = empty_floats(num_rows, dim)
+    found.fill(0)
+    return found
+
+
 def _forget() -> None:
     """In a forked child: the heap is its parent's."""
     global _heap, _lock

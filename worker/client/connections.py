@@ -44,6 +44,7 @@ from embershard.proto.messages import (
     Reply,
     Request,
     Rows,
+    TableKey,
     replace,
 )
 from embershard.proto.routing import Route
@@ -61,6 +62,7 @@ RECOVERY_TIMEOUT = timedelta(minutes=30)  # for a shard that recovers its rows
 # what protobuf adds to the arrays, generously: tags, lengths and numbers, once per message and once per table
 MESSAGE_OVERHEAD = 256
 TABLE_OVERHEAD = 64
+_MEMBER_OVERHEAD = 16  # of a table in a bundle, beside its name
 
 _log = logging.getLogger(__name__)
 
@@ -539,8 +541,15 @@ class Chunk(NamedTuple):
     is_whole: bool  # whether they are all rows of this table and shard
 
 
+def table_overhead(table: TableKey) -> int:
+    """Bytes that a message's head takes for a table or a bundle, at most."""
+    if isinstance(table, str):
+        return TABLE_OVERHEAD + len(table.encode())
+    return TABLE_OVERHEAD + sum([_MEMBER_OVERHEAD + len(member.encode()) for member in table])
+
+
 def split_into_messages(
-    parts: Sequence[tuple[str, Route]], shard: int, row_bytes: Sequence[int], limit: int
+    parts: Sequence[tuple[TableKey, Route]], shard: int, row_bytes: Sequence[int], limit: int
 ) -> list[list[Chunk]]:
     """Messages of at most `limit` bytes that together carry a shard's rows of each (table, route), in order.
 
@@ -550,7 +559,7 @@ def split_into_messages(
     messages: list[list[Chunk]] = []
     room = 0
     for part, ((table, route), size) in enumerate(zip(parts, row_bytes, strict=True)):
-        overhead = TABLE_OVERHEAD + len(table.encode())
+        overhead = table_overhead(table)
         first, end = int(route.splits[shard]), int(route.splits[shard + 1])
         start = first
         while start < end:

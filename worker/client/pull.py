@@ -23,7 +23,7 @@ from embershard.worker.client.connections import (
     split_into_messages,
     with_shard_name,
 )
-from embershard.worker.client.push import Versions, head_text
+from embershard.worker.client.push import Versions
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import CachedPull, Deltas, apply_delta
 
@@ -81,9 +81,8 @@ class Puller:
         ]
         # a pull is limited by its ids on the way there and by its rows on the way back
         sizes = [max(8, 4 * rows.shape[1]) for rows in out]
-        sized = [(head_text(table), route) for table, route in reads]
         queues = {
-            shard: deque(split_into_messages(sized, shard, sizes, self._limits[shard])) for shard in placement.shards
+            shard: deque(split_into_messages(reads, shard, sizes, self._limits[shard])) for shard in placement.shards
         }
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             places = {shard: [out[chunk.part][chunk.rows] for chunk in chunks] for shard, chunks in batch.items()}

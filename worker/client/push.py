@@ -20,11 +20,11 @@ from embershard.proto.monitoring import tracing
 from embershard.proto.routing import BundleRoute, Placement, Route
 from embershard.worker.client.connections import (
     MESSAGE_OVERHEAD,
-    TABLE_OVERHEAD,
     Chunk,
     Outcome,
     ShardConnections,
     split_into_messages,
+    table_overhead,
 )
 from embershard.worker.client.kept import with_first_incomplete
 from embershard.worker.client.membership import Membership
@@ -33,7 +33,6 @@ from embershard.worker.compression.compressor import LrScale as LrScale
 
 # table, or the members of a bundle; where its rows are; (U, dim) in route order
 Gradients = Sequence[tuple[TableKey, Route, Floats]]
-_MEMBER_OVERHEAD = " " * 16  # of a table in a bundle
 
 Versions = dict[int, int]  # shard -> the lowest Rows.version of what was read from it
 
@@ -86,7 +85,7 @@ class PushQueue:
 
         Its routes are of this placement.
         """
-        parts = [(head_text(table), route) for table, route, _ in update.gradients]
+        parts = [(table, route) for table, route, _ in update.gradients]
         dims = {table: rows.shape[1] for table, _, rows in update.gradients}
         self._compressor.also_changed = []
         if self._compressor.coded_pushes:
@@ -268,20 +267,15 @@ def _part(update: Update, chunk: Chunk, shard: int) -> TableGradients:
     return TableGradients("", ids, gradients, rate, kept, members=table, counts=route.counts_of(shard, chunk.rows))
 
 
-def head_text(table: TableKey) -> str:
-    """A text as long as what a message's head has of a table, or a bundle, beside numbers: its size is what counts."""
-    return table if isinstance(table, str) else _MEMBER_OVERHEAD.join(table)
-
-
 def _fit(parts: list[TableGradients], limit: int, dims: Mapping[TableKey, int]) -> list[tuple[TableGradients, ...]]:
     """Messages of parts that each fit, at most `limit` bytes also when decoded: evicted residuals add rows."""
     messages: list[tuple[TableGradients, ...]] = []
     room = 0
     for part in parts:
         ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
-        key = part.key
+        key = part.members or part.table
         rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(key, 0))
-        size = TABLE_OVERHEAD + len(head_text(key).encode()) + ids + rows
+        size = table_overhead(key) + ids + rows
         if size > room:
             messages.append(())
             room = limit - MESSAGE_OVERHEAD

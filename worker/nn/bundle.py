@@ -16,7 +16,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import array_at, detached, fma
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.shared_memory import empty_floats
+from embershard.proto.shared_memory import zero_floats
 from embershard.worker.kernels import Mask
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.reads import BundleRows, LookupResult
@@ -112,8 +112,7 @@ class _BundleLookup(torch.autograd.Function):
             return joined.new_zeros(bundle.rows.shape).index_add(0, index, joined), None, None
         flat = [its if its.stride(1) == 1 or dim == 1 else its.contiguous() for its in flat]  # alive until it is read
         places = np.array([(its.data_ptr(), its.stride(0)) for its in flat], np.int64).reshape(-1, 2)
-        summed = empty_floats(*bundle.rows.shape)
-        summed.fill(0)
+        summed = zero_floats(*bundle.rows.shape)
         order = _NO_ORDER if bundle.how == "rows" else _order(bundle)
         _sum_rows((places, bounds), scales.astype(np.float32), bundle.index.numpy(), order, summed)
         return torch.from_numpy(summed), None, None
