@@ -46,7 +46,7 @@ from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.wire import Feature
 from embershard.ps.security.access import Access
 from embershard.ps.security.roles import LEAST_ROLE, ROLES
-from embershard.ps.transport import stream
+from embershard.ps.transport import stream, stream_connection
 from harness.eventually import eventually
 from harness.hostile_peers import Peer, begun, framed, pull, push
 from harness.raises import raises
@@ -227,11 +227,11 @@ class TestStream:
 
     @pytest.mark.parametrize("sent", [b"", pack_token(TOKENS["read"])[:63]], ids=["nothing", "most of it"])
     def test_a_peer_that_does_not_finish_its_token_is_dropped(self, served, monkeypatch, sent):
-        monkeypatch.setattr(stream, "HELLO_SECONDS", 0.3)
+        monkeypatch.setattr(stream_connection, "HELLO_SECONDS", 0.3)
         peer = Peer(served.address, Feature.TOKEN, token="x")  # a record of 64 bytes that is refused
         peer.sock.close()
         with socket.create_connection(tuple(peer_address(served))) as sock:
-            sock.sendall(stream.MAGIC + b"\2\0\2\0" + bytes([Feature.TOKEN, 0, 0, 0]))
+            sock.sendall(stream_connection.MAGIC + b"\2\0\2\0" + bytes([Feature.TOKEN, 0, 0, 0]))
             assert len(sock.recv(16, socket.MSG_WAITALL)) == 16
             sock.sendall(sent)
             sock.settimeout(60)
@@ -261,7 +261,7 @@ class TestStream:
     def test_bytes_that_are_no_text_are_no_token(self, served):
         for record in (b"\xff" * 64, bytes(range(64)), b"\0" * 64, b"a" * 64):
             with socket.create_connection(peer_address(served)) as sock:
-                sock.sendall(stream.MAGIC + b"\2\0\2\0" + bytes([Feature.TOKEN, 0, 0, 0]) + record)
+                sock.sendall(stream_connection.MAGIC + b"\2\0\2\0" + bytes([Feature.TOKEN, 0, 0, 0]) + record)
                 assert b"NotAuthenticated" in read_all(sock)
 
     def test_a_shard_that_asks_nobody_wants_no_token(self, serve):

@@ -17,7 +17,7 @@ from embershard.proto.messages import Declare, Load, Pull, Pushed, Rows, TableGr
 from embershard.proto.shared_memory import HEAP_BYTES, SharedHeap
 from embershard.proto.wire import IN_FRAME
 from embershard.ps.security.peers import Peer
-from embershard.ps.transport import stream
+from embershard.ps.transport import stream_connection
 from harness.eventually import eventually
 from harness.hostile_peers import push
 from harness.memory_peer import MemoryPeer
@@ -149,8 +149,8 @@ def mapped():
 
 
 def test_a_peer_that_is_not_admitted_is_never_read(served, path, monkeypatch):
-    monkeypatch.setattr(stream, "peer_of", lambda _: Peer("uid:12345", 12345))
-    monkeypatch.setattr(stream, "received_file", lambda _: pytest.fail("its file was received"))
+    monkeypatch.setattr(stream_connection, "peer_of", lambda _: Peer("uid:12345", 12345))
+    monkeypatch.setattr(stream_connection, "received_file", lambda _: pytest.fail("its file was received"))
     with pytest.raises(ConnectionError):
         MemoryPeer(path)
     assert served.stream.memories.nbytes == 0

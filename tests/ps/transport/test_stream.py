@@ -20,7 +20,7 @@ from embershard.proto.errors import ShardBusy
 from embershard.proto.messages import SERVICE, Hello, Push, Pushed, PushToken, Rendezvous, Rows
 from embershard.proto.wire import Feature
 from embershard.ps.transport import grpc as transport_grpc
-from embershard.ps.transport import stream
+from embershard.ps.transport import stream, stream_connection
 from harness.eventually import eventually
 from harness.hostile_peers import Peer, begun, connected, framed, pull, push
 from harness.shards import join
@@ -32,7 +32,8 @@ HTTP2 = b"PRI * HTTP/2.0"
 @pytest.fixture
 def quick(monkeypatch):
     """Deadlines that a test can wait for."""
-    for name, seconds in {"HELLO": 0.3, "STALL": 0.3, "PRESSED": 0.1, "SWEEP": 0.05}.items():
+    monkeypatch.setattr(stream_connection, "HELLO_SECONDS", 0.3)
+    for name, seconds in {"STALL": 0.3, "PRESSED": 0.1, "SWEEP": 0.05}.items():
         monkeypatch.setattr(stream, f"{name}_SECONDS", seconds)
 
 
@@ -92,10 +93,10 @@ def test_rows_are_not_made_for_a_peer_that_does_not_read(connect, served):
     slow, other = connect(receive_bytes=4096), connect()
     asking = threading.Thread(target=slow.ask_all, args=([pull(2000, "wide")] * 200,))
     asking.start()
-    assert eventually(lambda: served.unsent_bytes() > stream.UNSENT_BYTES)
+    assert eventually(lambda: served.unsent_bytes() > stream_connection.UNSENT_BYTES)
     for _ in range(20):
         assert isinstance(other.ask(pull()), Rows)
-        assert served.unsent_bytes() < 2 * stream.UNSENT_BYTES + 2 * 2**23
+        assert served.unsent_bytes() < 2 * stream_connection.UNSENT_BYTES + 2 * 2**23
     slow.sock.shutdown(socket.SHUT_RDWR)
     asking.join(20)
     slow.sock.close()
@@ -197,18 +198,18 @@ def test_frames_that_only_begin_hold_others_up_for_a_moment(connect, served):
     for _ in range(20):
         connect().send(begun(MAX_MESSAGE_BYTES))
     other = connect()
-    assert eventually(lambda: served.stream.receiving_bytes == stream.RECEIVING_BYTES)
+    assert eventually(lambda: served.stream.receiving_bytes == stream_connection.RECEIVING_BYTES)
     assert isinstance(other.ask(pull()), Rows)
     with pytest.raises(ShardBusy) as caught:
         other.ask(push(20_000))
-    assert caught.value.fields["queued_bytes"] == stream.RECEIVING_BYTES
+    assert caught.value.fields["queued_bytes"] == stream_connection.RECEIVING_BYTES
 
     def accepted():
         with suppress(ShardBusy):
             return isinstance(other.ask(push(20_000)), Pushed)
 
     assert eventually(accepted)
-    assert served.stream.receiving_bytes <= stream.RECEIVING_BYTES
+    assert served.stream.receiving_bytes <= stream_connection.RECEIVING_BYTES
 
 
 def test_a_request_whose_caller_no_longer_waits_gets_no_reply(connect, served):
