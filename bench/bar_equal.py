@@ -24,6 +24,8 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
+from embershard.proto import shared_memory
+from embershard.proto.transport import stream_connection
 from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.session import Session
@@ -32,11 +34,12 @@ SHARDS = (1, 2, 4)
 # transport -> a shard's address, from what it says when it serves
 TRANSPORTS: dict[str, Callable[[dict[str, str]], str]] = {
     "stream over Unix": lambda ready: ready["address"],
+    "stream over shared memory": lambda ready: ready["address"],
     "stream over TCP": lambda ready: f"tcp://{ready['address']}",
     "grpc": lambda ready: f"grpc://{ready['address']}",
     "rpc": lambda ready: f"rpc://{ready['rpc']}",
 }
-PREFETCH = "stream over Unix, prefetch"
+PREFETCH = "stream over shared memory, prefetch"
 STEPS, BATCH, FIELDS, DIM, NUM_DENSE, ROWS = 100, 256, 8, 16, 4, 20_000
 # Sums of a batch's gradients and a fused multiply-add differ in their last bits, and 100 steps carry that on; a wrong
 # row, a lost or a doubled push is 1e-3 and more.
@@ -165,6 +168,8 @@ def processes(num_shards: int, imports: list[str], transport: str) -> Iterator[l
         )
         for shard in range(num_shards)
     ]  # fmt: skip
+    # all arrays lie in shared memory, or none; by default the large ones do
+    shared_memory.SHARED_FROM_BYTES = stream_connection.SHARED_FROM_BYTES = 1 if "shared" in transport else 2**30
     try:
         place = TRANSPORTS[transport.removesuffix(", prefetch")]
         yield [place(json.loads(shard.stdout.readline())) for shard in started if shard.stdout]
