@@ -309,16 +309,18 @@ class DurationHistogram(_message.Message):
     def __init__(self, counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class TransportStatus(_message.Message):
-    __slots__ = ("name", "received_bytes", "sent_bytes", "connections")
+    __slots__ = ("name", "received_bytes", "sent_bytes", "connections", "shared_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     received_bytes: int
     sent_bytes: int
     connections: int
-    def __init__(self, name: _Optional[str] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., connections: _Optional[int] = ...) -> None: ...
+    shared_bytes: int
+    def __init__(self, name: _Optional[str] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("worker", "clock", "paused", "lease_seconds")

@@ -142,7 +142,14 @@ SHARDS = (
         unit="percentunit",
     ),
     Panel(title="Bytes of requests that wait", queries=((f"{_S}_queue_bytes", "shard {{shard}}"),), unit="bytes"),
-    Panel(title="Resident memory", queries=((f"{_S}_resident_memory_bytes", "shard {{shard}}"),), unit="bytes"),
+    Panel(
+        title="Resident memory, and what workers share of theirs",
+        queries=(
+            (f"{_S}_resident_memory_bytes", "shard {{shard}}"),
+            (f"{_S}_shared_bytes", "shard {{shard}} {{transport}}, shared"),
+        ),
+        unit="bytes",
+    ),
     Panel(title="Rows", queries=((f"sum by (table) ({_S}_table_rows)", "{{table}}"),)),
     Panel(title="Bytes of tables", queries=((f"sum by (table) ({_S}_table_bytes)", "{{table}}"),), unit="bytes"),
     Panel(

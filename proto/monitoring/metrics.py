@@ -135,6 +135,13 @@ SHARD_METRICS = (
         labels=("transport",),
     ),
     Metric(
+        name="embershard_shard_shared_bytes",
+        type="gauge",
+        help="Memory that workers of this machine share with the shard: at most so much, as they touch it.",
+        source="TransportStatus.shared_bytes",
+        labels=("transport",),
+    ),
+    Metric(
         name="embershard_shard_rejected_total",
         type="counter",
         help="Requests, connections and logins (not_authenticated, not_allowed, tls, other_user) turned away.",

@@ -20,6 +20,7 @@ class TransportCounters:
 
     def __init__(self) -> None:
         self.received_bytes = self.sent_bytes = self.connections = 0
+        self.shared_bytes = 0  # of memory that peers share, and is mapped
         self.durations: defaultdict[type[Request], DurationHistogram] = defaultdict(DurationHistogram)
         self.outcomes: defaultdict[tuple[type[Request], str], int] = defaultdict(int)
 
@@ -60,6 +61,7 @@ class Counters:
                 received_bytes=one.received_bytes,
                 sent_bytes=one.sent_bytes,
                 connections=one.connections,
+                shared_bytes=one.shared_bytes,
             )
         status.rejected.update(dict(self.rejected))
 

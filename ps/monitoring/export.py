@@ -54,7 +54,7 @@ class MonitoredShard:
         yield Sample(f"{_PREFIX}ready", not _not_ready(status))
         yield Sample(f"{_PREFIX}build_info", 1, (status.version, status.instance, status.durability))
         for transport in status.transports:
-            for field in ("received_bytes_total", "sent_bytes_total", "connections"):
+            for field in ("received_bytes_total", "sent_bytes_total", "connections", "shared_bytes"):
                 yield Sample(f"{_PREFIX}{field}", getattr(transport, field.removesuffix("_total")), (transport.name,))
         for reason, count in status.rejected.items():
             yield Sample(f"{_PREFIX}rejected_total", count, (reason,))

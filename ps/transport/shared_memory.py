@@ -23,6 +23,7 @@ from embershard.proto.messages import Pull, Push, Request, Rows, TableGradients
 from embershard.proto.protobuf import read
 from embershard.proto.shared_memory import HEAP_BYTES, SharedMemory
 from embershard.proto.wire import IN_FRAME, Header
+from embershard.ps.monitoring.counters import TransportCounters
 
 ALL_SHARED_BYTES = 32 * HEAP_BYTES  # of all peers; the memory is theirs, and taken by the pages that they touch
 
@@ -31,10 +32,10 @@ _FILE = struct.Struct("i")  # a descriptor, as sockets bring it
 
 
 class SharedMemories:
-    """What is mapped of the peers' memory, `limit` bytes at most."""
+    """What is mapped of the peers' memory, as it is counted: `limit` bytes at most."""
 
-    def __init__(self, limit: int = ALL_SHARED_BYTES) -> None:
-        self.nbytes = 0
+    def __init__(self, counters: TransportCounters, limit: int = ALL_SHARED_BYTES) -> None:
+        self._counters = counters
         self._limit = limit
 
     def map(self, file: int) -> SharedMemory | None:
@@ -44,19 +45,21 @@ class SharedMemories:
         """
         try:
             nbytes, seals = os.fstat(file).st_size, fcntl.fcntl(file, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK or not 0 < nbytes <= min(HEAP_BYTES, self._limit - self.nbytes):
+            if not seals & fcntl.F_SEAL_SHRINK or not 0 < nbytes <= min(
+                HEAP_BYTES, self._limit - self._counters.shared_bytes
+            ):
                 return None
             memory = SharedMemory(file, nbytes)
         except (OSError, ValueError):  # no memfd, or one that may not be written
             return None
         finally:
             os.close(file)
-        self.nbytes += nbytes
+        self._counters.shared_bytes += nbytes
         return memory
 
     def forget(self, memory: SharedMemory) -> None:
         """Count a peer's memory no longer: its connection has ended."""
-        self.nbytes -= memory.nbytes
+        self._counters.shared_bytes -= memory.nbytes
 
 
 def received_file(transport_socket: socket.socket) -> int | None:

@@ -63,7 +63,7 @@ class StreamServer:
         self.passed_on = dispatch.counters.transports["grpc"]  # whose connections come through here
         self.connections: set[Connection] = set()
         self.max_connections, self.open_connections = max_connections, 0  # those passed on included
-        self.memories = SharedMemories()
+        self.memories = SharedMemories(self.counters)
         self.receiving_bytes = 0
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports

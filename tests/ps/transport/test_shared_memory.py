@@ -122,7 +122,7 @@ def test_what_is_no_memory_or_may_vanish_is_not_mapped_and_the_socket_serves(ser
         peer = connect(file)
         assert not peer.shares, what
         assert isinstance(ask(peer, WANTED), Rows)
-    assert served.stream.memories.nbytes == 0
+    assert served.stream.counters.shared_bytes == 0
 
 
 def test_memory_over_the_limit_is_not_mapped_until_others_have_left(served, connect):
@@ -130,7 +130,7 @@ def test_memory_over_the_limit_is_not_mapped_until_others_have_left(served, conn
     peers = [connect() for _ in range(3)]
     assert [peer.shares for peer in peers] == [True, True, False]
     peers[0].sock.close()
-    assert eventually(lambda: served.stream.memories.nbytes == 2**20)
+    assert eventually(lambda: served.stream.counters.shared_bytes == 2**20)
     assert connect().shares
 
 
@@ -140,7 +140,7 @@ def test_memory_of_a_peer_that_has_left_is_unmapped(served, connect):
     assert mapped() == before + 2  # here, the shard's is that of this process, too
     assert ask(peer, WANTED, (peer.floats(ROWS, DIM),))
     peer.sock.close()
-    assert eventually(lambda: mapped() == before + 1 and served.stream.memories.nbytes == 0)
+    assert eventually(lambda: mapped() == before + 1 and served.stream.counters.shared_bytes == 0)
 
 
 def mapped():
@@ -153,7 +153,7 @@ def test_a_peer_that_is_not_admitted_is_never_read(served, path, monkeypatch):
     monkeypatch.setattr(stream_connection, "received_file", lambda _: pytest.fail("its file was received"))
     with pytest.raises(ConnectionError):
         MemoryPeer(path)
-    assert served.stream.memories.nbytes == 0
+    assert served.stream.counters.shared_bytes == 0
 
 
 @pytest.mark.parametrize("offset", [2**20 - 4, 2**20, 2**32 - 8, 2, 2**20 - ROWS * DIM * 4 + 4])
