@@ -121,7 +121,7 @@ class TableIds:
     members: tuple[str, ...] = ()
     counts: tuple[int, ...] = ()
     # (U * dim,) memory for the rows, if they come as float32: a shard that can writes them there. It does not travel.
-    room: Floats | None = field(default=None, compare=False)
+    into: Floats | None = field(default=None, compare=False)
 
     @property
     def key(self) -> TableKey:

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import mmap
 import os
+import select
 import sys
 import threading
 import weakref
@@ -23,7 +24,6 @@ from embershard.proto.arrays import Array, Floats
 
 HEAP_BYTES = 2**27  # that a worker shares: pages that nobody touches take no memory
 SHARED_FROM_BYTES = 2**15  # smaller arrays are as fast through the socket
-SETTING = "EMBERSHARD_SHARED_MEMORY"  # "off": neither this process's workers nor its shards share any
 
 _ALIGNMENT = 64
 _log = logging.getLogger(__name__)
@@ -51,10 +51,24 @@ class SharedMemory:
         return offset if 0 <= offset <= self.nbytes - array.nbytes else None
 
 
+class Process:
+    """Another process of this machine. OSError where the system cannot watch it."""
+
+    def __init__(self, number: int) -> None:
+        self._file = os.pidfd_open(number)
+        weakref.finalize(self, os.close, self._file)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, whoever may have its number now."""
+        poll = select.poll()
+        poll.register(self._file, select.POLLIN)
+        return bool(poll.poll(0))
+
+
 class SharedHeap(SharedMemory):
     """Shared memory of which arrays are made; the memory of one that nobody has any more is used again.
 
-    Not that of an array which a shard may still read or write, since it did not answer: see `lose`. Safe for use by
+    Not that of an array which a shard may still read or write, since it did not answer: see `abandon`. Safe for use by
     several threads. OSError where the system has no such memory.
     """
 
@@ -62,12 +76,12 @@ class SharedHeap(SharedMemory):
         self.file = os.memfd_create("embershard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, nbytes)
-        # so that no access to it can fail in the shard
+        # no access of the shard may be behind its end
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         super().__init__(self.file, nbytes)
-        self.lost_bytes = 0
-        self._lost: list[Array] = []
+        self._abandoned: list[tuple[Process | None, Array]] = []  # blocks, and which process may still use them
         self._free = [(0, nbytes)]  # (start, end), ascending
+        self._touched = 0  # up to where this process has taken pages
         self._blocks: dict[int, weakref.ref[Array]] = {}  # by their start
         # A callback of the garbage collector may run within any line, that of a thread with the lock too: so it notes
         # only which block is free.
@@ -96,19 +110,32 @@ class SharedHeap(SharedMemory):
             copied[...] = array
         return copied
 
-    def lose(self, arrays: Iterable[Array]) -> None:
-        """Never use the memory of these again: a shard that has not answered may read or write it at any time."""
-        for array in arrays:
-            self._lost.append(array)
-            self.lost_bytes += array.nbytes
+    def abandon(self, arrays: Iterable[Array], process: Process | None) -> None:
+        """Use the memory of these no more until `process` has ended, which may read or write it at any time.
+
+        None: never. They belong to a request that got no answer.
+        """
+        with self._lock:
+            for array in arrays:
+                self._abandoned.append((process, array.base if isinstance(array.base, np.ndarray) else array))
+
+    @property
+    def abandoned_bytes(self) -> int:
+        """Bytes that are not used again, as far as is known."""
+        return sum({id(block): block.nbytes for _, block in tuple(self._abandoned)}.values())
 
     def _take(self, nbytes: int) -> int | None:
         """The start of a block that is free: the first that is large enough, of which pages were touched before."""
+        if self._abandoned:
+            self._abandoned = [one for one in self._abandoned if one[0] is None or not one[0].has_ended()]
         while self._freed:
             self._give_back(*self._freed.popleft())
         for place, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
                 self._free[place : place + 1] = [(start + nbytes, end)] if end - start > nbytes else []
+                if start + nbytes > self._touched:  # pages are charged to who touches them first: not to the shard
+                    self._whole[self._touched : start + nbytes] = 0
+                    self._touched = start + nbytes
                 return start
         return None
 
@@ -129,21 +156,27 @@ _lock = threading.Lock()
 _is_possible = True
 
 
-def is_allowed() -> bool:
-    """Whether this process may share memory: its system has it, and nobody has switched it off."""
-    return sys.platform == "linux" and os.environ.get(SETTING, "") != "off"
+def is_possible() -> bool:
+    """Whether this process can share memory: its Python and system have it, and nobody has switched it off."""
+    return _is_possible and sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_GET_SEALS")
+
+
+def switch_off() -> None:
+    """Share no memory over the connections that this process makes or takes from here on."""
+    global _is_possible
+    _is_possible = False
 
 
 def shared_heap() -> SharedHeap | None:
     """The heap of this process for a new connection, made at the first; None where there is none.
 
-    It is another one once much of it was lost. A forked child makes its own.
+    It is another one once half of it is not used again. A forked child makes its own.
     """
     global _heap, _is_possible
     with _lock:
-        if not (_is_possible and is_allowed()):
+        if not is_possible():
             return None
-        if _heap is not None and _heap.lost_bytes > _heap.nbytes // 2:
+        if _heap is not None and _heap.abandoned_bytes > _heap.nbytes // 2:
             _heap = None
         if _heap is None:
             try:

@@ -79,7 +79,7 @@ class Header(NamedTuple):
         return sum([size for size, offset in zip(self.lengths, self.offsets, strict=True) if offset == IN_FRAME])
 
     @property
-    def shares(self) -> bool:
+    def uses_memory(self) -> bool:
         """Whether a buffer lies in shared memory."""
         return any([offset != IN_FRAME for offset in self.offsets])
 
@@ -199,7 +199,8 @@ class FrameReader:
     `limit` bounds the bulk of a frame in bytes. `place(header)` is called for a frame with buffers once its start has
     been checked, and returns their memory: a writable C-contiguous memoryview of exactly `lengths[i]` bytes each (its
     pages untouched, so that memory is taken by bytes that came, not by bytes that were announced), or None to have the
-    frame read and dropped, as the reply to a call that nobody waits for any more.
+    frame read and dropped, as the reply to a call that nobody waits for any more. On a connection with shared memory
+    (`has_memory`) it returns that of buffers which lie there, too, and checks where they do.
 
     A BadFrame, or an error of `place`, ends the stream: where the next frame starts is unknown. Frames that came in the
     same call go with it.
@@ -210,13 +211,13 @@ class FrameReader:
         "_checksum",
         "_crc",
         "_filled",
+        "_has_memory",
         "_header",
         "_left",
         "_limit",
         "_next",
         "_place",
         "_scratch",
-        "_shared",
         "_start",
         "_target",
         "_want_crc",
@@ -228,12 +229,12 @@ class FrameReader:
         place: Callable[[Header], Sequence[memoryview] | None],
         *,
         checksum: bool,
-        shared: bool = False,
+        has_memory: bool = False,
     ) -> None:
         self._limit = limit
         self._place = place
         self._checksum = checksum
-        self._shared = shared
+        self._has_memory = has_memory
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._start = self._scratch  # where bytes land: the scratch, or a larger one for one frame with a large head
         self._filled = 0  # bytes in _start: a part of the start of a frame
@@ -310,8 +311,9 @@ class FrameReader:
         header = self._header = Header(kind, call, timeout_ms, head, entries[:num_buffers], entries[num_buffers:])
         if header.bulk_bytes != bulk_bytes:
             raise BadFrame(what="the sum of the buffers' lengths", got=header.bulk_bytes, want=bulk_bytes)
-        if self._shared and sum(header.lengths) > self._limit:
-            raise BadFrame(what="the size of all buffers", got=sum(header.lengths), want=f"at most {self._limit}")
+        in_memory = sum(header.lengths) - bulk_bytes
+        if in_memory > self._limit:
+            raise BadFrame(what="the size of buffers in shared memory", got=in_memory, want=f"at most {self._limit}")
         if bulk_crc and not self._checksum:
             raise BadFrame(what="the checksum of buffers that have none", got=f"{bulk_crc:#010x}", want=0)
         self._left, self._want_crc = bulk_bytes, bulk_crc
@@ -325,7 +327,7 @@ class FrameReader:
 
     def _entries_bytes(self, num_buffers: int) -> int:
         """Bytes of the lengths of so many buffers, and of their offsets."""
-        return (8 if self._shared else 4) * num_buffers
+        return (8 if self._has_memory else 4) * num_buffers
 
     def _next_target(self) -> None:
         """Go to the next buffer that travels and is not empty."""

@@ -116,14 +116,14 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_received_bytes_total",
         type="counter",
-        help="Bytes received; of grpc and rpc those of messages.",
+        help="Bytes received, those in shared memory too; of grpc and rpc those of messages.",
         source="TransportStatus.received_bytes",
         labels=("transport",),
     ),
     Metric(
         name="embershard_shard_sent_bytes_total",
         type="counter",
-        help="Bytes sent; of grpc and rpc those of messages.",
+        help="Bytes sent, those in shared memory too; of grpc and rpc those of messages.",
         source="TransportStatus.sent_bytes",
         labels=("transport",),
     ),

@@ -75,14 +75,21 @@ def _is_own(family: int, ip: str) -> bool:
     return True
 
 
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end of a Unix socket, as the system says; -1, -1 where it does not."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return -1, -1
+    process, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, uid
+
+
 def connect_local(name: str) -> socket.socket | None:
     """A connection to a Unix socket of this user or of root (anyone may take a free name); None where there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         sock.connect(name)  # at once, or not at all; uvloop itself does not know abstract names
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid in (0, os.getuid()):
+        if peer_credentials(sock)[1] in (0, os.getuid()):
             return sock
     except OSError:
         pass

@@ -33,7 +33,7 @@ class LocalTransport:
         """Handle the request at once, if it need not wait for other workers."""
         if not isinstance(request, Pull) or len(into) != len(request.tables):
             return _Answer(self, request, timeout)
-        return _Answer(self, _with_rooms(request, into), timeout, into)
+        return _Answer(self, _with_places(request, into), timeout, into)
 
     def close(self) -> None:
         """Do nothing: calls in this process are answered at once."""
@@ -99,10 +99,10 @@ def _kept(request: Request) -> Request:
     return replace(request, tables=tuple(tables))
 
 
-def _with_rooms(pull: Pull, into: Sequence[Array]) -> Pull:
+def _with_places(pull: Pull, into: Sequence[Array]) -> Pull:
     """A pull whose rows are written into these arrays, where they are wanted as float32."""
     parts = [
-        replace(part, room=cast(Floats, array).reshape(-1))
+        replace(part, into=cast(Floats, array).reshape(-1))
         if not part.codec and array.dtype == np.float32 and array.flags.c_contiguous
         else part
         for part, array in zip(pull.tables, into, strict=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -31,13 +32,15 @@ from embershard.proto.errors import (
 from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Pull, Push, Reply, Request, Rows
 from embershard.proto.protobuf import read
 from embershard.proto.security.tokens import pack_token
-from embershard.proto.shared_memory import SHARED_FROM_BYTES, SharedHeap, shared_heap
+from embershard.proto.shared_memory import SHARED_FROM_BYTES, Process, SharedHeap, shared_heap
 from embershard.proto.timing import span
+from embershard.proto.transport.io_thread import peer_credentials
 from embershard.proto.transport.shared_socket import Poller, SharedSocket, SocketProtocol
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
     IN_FRAME,
+    MAX_BUFFERS,
     Feature,
     Frame,
     FrameReader,
@@ -73,8 +76,8 @@ class StreamCall:
     number: int = 0
     sent_bytes: int = 0  # of its frames, with what lies in shared memory in place of them
     received_bytes: int = 0
-    shared: list[Array] = field(default_factory=list)  # what the shard reads or writes in shared memory
-    rooms: Sequence[int] = ()  # where the arrays of the reply may lie in shared memory, or IN_FRAME
+    in_memory: list[Array] = field(default_factory=list)  # what the shard reads or writes in shared memory
+    into_offsets: Sequence[int] = ()  # where the arrays of the reply may lie there, or IN_FRAME
     end: int = 0  # of its bytes among those sent on its connection
     gone: int = 0  # bytes of its connection that had arrived before it was sent
     places: Sequence[memoryview] | None = None  # where its reply arrives
@@ -140,25 +143,25 @@ class StreamCall:
         if self.reader not in (0, threading.get_ident()) and (poller := self.owner.poller) is not None:
             poller.wake()
 
-    def share(self, heap: SharedHeap) -> tuple[list[Array], list[int]]:
-        """Return the arrays of the request's frame, and where each lies in shared memory or IN_FRAME.
+    def lay_out(self, heap: SharedHeap) -> tuple[list[Array], list[int]]:
+        """Return the arrays of the request's frame, and where each lies in shared memory, or IN_FRAME.
 
         Large gradients are copied there, unless they lie there already. Behind the ids of a pull come the arrays for
         its rows, where a shard can write them there.
         """
         travels = [IN_FRAME] * len(self.bulk)
         if self.request is Push:
-            self.bulk = [_shared(heap, array) for array in self.bulk]
+            self.bulk = [_in_heap(heap, array) for array in self.bulk]
             offsets = [_offset(heap, array) for array in self.bulk]
-            self.shared = [array for array, offset in zip(self.bulk, offsets, strict=True) if offset != IN_FRAME]
+            self.in_memory = [array for array, offset in zip(self.bulk, offsets, strict=True) if offset != IN_FRAME]
             return self.bulk, offsets
-        if self.request is Pull and len(self.into) == len(self.bulk):
-            rooms = [_offset(heap, array) for array in self.into]
-            if any([room != IN_FRAME for room in rooms]):
-                self.rooms, none = rooms, self.bulk[0][:0]
-                self.shared = [array for array, room in zip(self.into, rooms, strict=True) if room != IN_FRAME]
-                into = [none if room == IN_FRAME else array for array, room in zip(self.into, rooms, strict=True)]
-                return [*self.bulk, *into], travels + rooms
+        if self.request is Pull and len(self.into) == len(self.bulk) <= MAX_BUFFERS // 2:
+            places = [_offset(heap, array) for array in self.into]
+            if any([place != IN_FRAME for place in places]):
+                self.into_offsets, none = places, self.bulk[0][:0]
+                self.in_memory = [array for array, place in zip(self.into, places, strict=True) if place != IN_FRAME]
+                into = [none if place == IN_FRAME else array for array, place in zip(self.into, places, strict=True)]
+                return [*self.bulk, *into], travels + places
         return self.bulk, travels
 
     def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
@@ -191,7 +194,7 @@ def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
     return cast("Floats | Bytes", array) if same else received
 
 
-def _shared(heap: SharedHeap, array: Array) -> Array:
+def _in_heap(heap: SharedHeap, array: Array) -> Array:
     """An array, or its copy in shared memory where that spares the socket much."""
     if array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES or heap.offset_of(array) is not None:
         return array
@@ -223,6 +226,8 @@ class StreamConnection(SocketProtocol):
         self._reader: FrameReader | None = None
         self._checksum = False
         self._heap: SharedHeap | None = None  # what both sides of this connection share
+        self._process: Process | None = None  # the shard's, where the system tells
+        self._late: dict[int, list[Array]] = {}  # call -> what it has in shared memory, though nobody waits for it
         self._calls: dict[int, StreamCall] = {}
         self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
         self._sent = 0  # bytes, those that asyncio still holds included
@@ -243,7 +248,7 @@ class StreamConnection(SocketProtocol):
         if sock.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
-            self._heap = shared_heap()
+            self._heap = self._heap_for(sock)
         else:
             self.uses_tls = self._owner.tls is not None
         if self._link is not None:
@@ -254,6 +259,15 @@ class StreamConnection(SocketProtocol):
             self._transport.write(client_hello(Feature.TLS if self.uses_tls else self._features))
         else:
             self._give(self._heap)
+
+    def _heap_for(self, sock: socket.socket) -> SharedHeap | None:
+        """Return what to share with a shard: nothing with one of another user, or over an emulated link."""
+        number, uid = peer_credentials(sock)
+        if self._link is not None or uid not in (0, os.getuid()):
+            return None
+        with suppress(OSError, AttributeError):
+            self._process = Process(number)
+        return shared_heap()
 
     def _give(self, heap: SharedHeap) -> None:
         """Say hello, and give the shard our shared memory with it: asyncio cannot send a descriptor."""
@@ -323,9 +337,12 @@ class StreamConnection(SocketProtocol):
             self.ready.set_exception(reason)
             self.ready.exception()  # retrieved: nobody waits for it during a TLS handshake, which has its own error
         for call in self._calls.values():
-            self._leave(call)
+            self._late[call.number] = call.in_memory
             call.fail(self.refused or reason)
+        if self._heap is not None:
+            self._heap.abandon(chain.from_iterable(self._late.values()), self._process)
         self._calls.clear()
+        self._late.clear()
         self._shared = self._reader = None  # each holds this connection: without a collection all three would stay
 
     def eof_received(self) -> None:
@@ -339,17 +356,12 @@ class StreamConnection(SocketProtocol):
             self._link.leave(self._transport)
         (self._shared or self._transport).abort()
 
-    def _leave(self, call: StreamCall) -> None:
-        """Wait for the reply no longer: the shard may still read and write what it was given in shared memory."""
-        if self._heap is not None:
-            self._heap.lose(call.shared)
-
     def send(self, call: StreamCall) -> None:
         """Write a call's request to the connection."""
         kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
         try:
             with span("send"):
-                bulk, offsets = (call.bulk, None) if self._heap is None else call.share(self._heap)
+                bulk, offsets = (call.bulk, None) if self._heap is None else call.lay_out(self._heap)
                 buffers = [array.data for array in bulk]
                 pieces = encode(
                     kind, call.number, timeout_ms, call.head, buffers, checksum=self._checksum, offsets=offsets
@@ -382,7 +394,8 @@ class StreamConnection(SocketProtocol):
             self.drop("no answer: its deadline passed while it was sent")
         else:
             del self._calls[call.number]
-            self._leave(call)
+            if call.in_memory:
+                self._late[call.number] = call.in_memory
             return True
         return False
 
@@ -448,8 +461,8 @@ class StreamConnection(SocketProtocol):
         self._checksum = Feature.CHECKSUM in agreed.features
         if Feature.SHARED_MEMORY not in agreed.features:
             self._heap = None
-        shared = self._heap is not None
-        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum, shared=shared)
+        has_memory = self._heap is not None
+        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum, has_memory=has_memory)
         if not self.ready.done():
             self.ready.set_result(None)
 
@@ -465,20 +478,21 @@ class StreamConnection(SocketProtocol):
         """Where the arrays of a reply go: to the caller's own, if they fit."""
         call = self._calls.get(header.call)
         if call is None or call.places is not None:
+            self._late.pop(header.call, None)
             return None  # nobody waits for it any more, or it has its reply
-        if header.shares:
-            self._check_rooms(call, header)
+        if header.uses_memory:
+            self._check_places(call, header)
         call.places = call.place(header.lengths)
         self._arriving = call.places
         return call.places
 
-    def _check_rooms(self, call: StreamCall, header: Header) -> None:
+    def _check_places(self, call: StreamCall, header: Header) -> None:
         """NotAShard where a reply lies elsewhere in shared memory than where it may."""
         sizes = [array.nbytes for array in call.into]
         for number, (offset, nbytes) in enumerate(zip(header.offsets, header.lengths, strict=True)):
             if offset == IN_FRAME:
                 continue
-            if number >= len(call.rooms) or (call.rooms[number], sizes[number]) != (offset, nbytes):
+            if number >= len(call.into_offsets) or (call.into_offsets[number], sizes[number]) != (offset, nbytes):
                 raise NotAShard(address=self._owner.address, reason="its reply lies outside the memory given for it")
 
     def _finish(self, frame: Frame) -> None:
@@ -494,12 +508,13 @@ class StreamConnection(SocketProtocol):
             return
         call = self._calls.get(header.call)
         if call is None:
+            self._late.pop(header.call, None)
             return
         if self._arriving is not None and self._arriving is call.places:
             # the second arrives in the caller's arrays
             raise NotAShard(address=self._owner.address, reason="it sent two replies to one call")
         del self._calls[header.call]
-        call.shared.clear()
+        call.in_memory = []
         call.received_bytes = header.num_bytes
         self._owner.received_bytes += sum(header.lengths) - header.bulk_bytes
         self._answered = max(self._answered, call.end)

@@ -56,7 +56,7 @@ class CheckedRead(NamedTuple):
     ids: Ids  # (U,)
     codec: ValuesCodec
     since: int | None = None  # the version of what the worker holds, of which it wants what changed
-    room: Floats | None = None  # see TableIds
+    into: Floats | None = None  # see TableIds
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +77,7 @@ class CheckedRead(NamedTuple):
         version: the updates that the shard has applied. coding: runs while they are encoded.
         """
         if self.since is None and self.codec is PLAIN:
-            out = _rows_in(self.room, len(self.ids), self.table.spec.dim)
+            out = _rows_in(self.into, len(self.ids), self.table.spec.dim)
             self.table.gather(self.ids, out)
             return out, ""
         rows = self.table.gather(self.ids)
@@ -105,11 +105,11 @@ class CheckedRead(NamedTuple):
         return encode_elements(positions, rows.reshape(-1)[positions], rows.shape, PLAIN, None)
 
 
-def _rows_in(room: Floats | None, count: int, dim: int) -> Floats:
+def _rows_in(into: Floats | None, count: int, dim: int) -> Floats:
     """Memory for (count, dim) rows: what their reader has given for them, if it fits."""
-    if room is None or room.size != count * dim:
+    if into is None or into.size != count * dim:
         return np.empty((count, dim), np.float32)
-    return room.reshape(count, dim)
+    return into.reshape(count, dim)
 
 
 class Members(NamedTuple):
@@ -146,7 +146,7 @@ class BundleRead(NamedTuple):
     counts: tuple[int, ...]  # ids of each table
     ends: Ids  # (T,) of each table's in `ids`
     ids: Ids  # (U,)
-    room: Floats | None = None  # see TableIds
+    into: Floats | None = None  # see TableIds
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +161,7 @@ class BundleRead(NamedTuple):
 
     def rows(self, version: Callable[[], int], coding: Stopwatch) -> tuple[Floats | Bytes, str]:
         """(U, dim) float32 and ""."""
-        out = _rows_in(self.room, len(self.ids), self.members.dim)
+        out = _rows_in(self.into, len(self.ids), self.members.dim)
         kernels.gather(self.members.addresses, self.ends, self.ids, out)
         return out, ""
 
@@ -233,7 +233,7 @@ class CheckedBundle(NamedTuple):
         """
         self.reserve()  # as it is now: other parts of the push may have made rows
         skipped, created = np.zeros((2, len(self.counts)), np.int64)
-        pushed = self.gradients, self.gradients.view(np.int32), _NO_AGES
+        pushed = self.gradients, self.gradients.view(np.int32), _NO_AGES, not self.gradients.flags.writeable
         rate = self.lr_scale / divisor
         end = kernels.apply(self.members.addresses, self.ends, self.ids, pushed, rate, (skipped, created))
         assert end == kernels.DONE, "the index of a table of a bundle is full"

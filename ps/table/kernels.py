@@ -174,12 +174,23 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
     return not bad
 
 
+@inlined
+def _take_finite(bits: npt.NDArray[np.int32], i: int, taken: npt.NDArray[np.int32]) -> bool:
+    """Copy row i, and whether the copy is finite."""
+    bad = False
+    for j in range(taken.size):
+        word = bits[i, j]
+        taken[j] = word
+        bad |= word & _EXPONENT == _EXPONENT
+    return not bad
+
+
 @compiled(
     types.int64(
         _IDS,
         _IDS,
         _IDS,
-        types.Tuple((_ROWS, _BITS, _AGES)),
+        types.Tuple((_ROWS, _BITS, _AGES, types.boolean)),
         types.float64,
         types.UniTuple(types.int64[::1], 2),
     ),
@@ -190,14 +201,15 @@ def apply(
     tables: Ids,
     ends: Ids,
     ids: Ids,
-    pushed: tuple[Floats, npt.NDArray[np.int32], Floats],
+    pushed: tuple[Floats, npt.NDArray[np.int32], Floats, bool],
     lr_scale: float,
     counts: tuple[Ids, Ids],
 ) -> int:
     """Update the rows of ids with their gradients, in order, and create those that are new.
 
     tables, ends: as in `gather`. pushed: the gradients (U, dim), their memory as int32, and their ages (U,); (0,) where
-    all are 1: the last float of `hyper` is the age of the row that is updated. counts: of each table, (T,) each, the
+    all are 1: the last float of `hyper` is the age of the row that is updated; and whether another process may change
+    them meanwhile, so that each row is copied before it is checked. counts: of each table, (T,) each, the
     rows whose gradient is not finite, which are left alone, and the new ones. Returns DONE, or why not.
     """
     tables, ends, ids, skipped, created = (
@@ -207,10 +219,12 @@ def apply(
         detached(counts[0]),
         detached(counts[1]),
     )
-    gradients, bits, ages = detached(pushed[0]), detached(pushed[1]), detached(pushed[2])
+    gradients, bits, ages, may_change = detached(pushed[0]), detached(pushed[1]), detached(pushed[2]), pushed[3]
+    taken_bits = np.empty(BLOCK * bits.shape[1] if may_change else 0, np.int32)
+    taken = taken_bits.view(np.float32)
     hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
-    clipped = np.empty(gradients.shape[1], np.float32)
+    clipped = np.empty(bits.shape[1], np.float32)
     begin = 0
     for t in range(tables.size):
         words = array_at(tables[t], TABLE_WORDS, np.int64)
@@ -229,7 +243,11 @@ def apply(
             pages = store.counters[NUM_PAGES]
             for i in range(count):
                 slots[i] = _0
-                if not _is_finite(bits, start + i):
+                if may_change:
+                    is_finite = _take_finite(bits, start + i, window(taken_bits, _U(i) * store.dim, dim))
+                else:
+                    is_finite = _is_finite(bits, start + i)
+                if not is_finite:
                     skipped[t] += 1
                     continue
                 if store.counters[NUM_PAGES] != pages:  # a page was split
@@ -255,6 +273,8 @@ def apply(
                 first = (found - _1) * store.stride + _U(HEADER)
                 row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
                 grad = window(gradients, _U(start + i) * store.dim, dim)
+                if may_change:
+                    grad = window(taken, _U(i) * store.dim, dim)
                 if clips:
                     clip_gradient(grad, clipped, rates[1], rates[2])
                     grad = window(clipped, _0, dim)

@@ -195,6 +195,8 @@ class Table:
         float32, are whole numbers: the pushes whose gradients are summed in each row; without them, one. A row whose
         gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
         the budget has no room for the new rows; nothing is applied then. With `has_room` the caller has seen to it.
+        Gradients that are read-only may change meanwhile, as in memory that another process writes: each row is copied
+        before it is checked.
         """
         ages = _NO_AGES if ages is None else ages
         return self._update_rows(ids, gradients, "the gradients", self.addresses, lr_scale, ages, has_room=has_room)
@@ -223,7 +225,7 @@ class Table:
         self._before_write(flat, has_room=has_room)
         before = None if self.changes is None else self.gather(flat)
         skipped, created = np.zeros((2, 1), np.int64)
-        pushed = rows, rows.view(np.int32), ages
+        pushed = rows, rows.view(np.int32), ages, not rows.flags.writeable
         end = kernels.apply(addresses, np.array([len(flat)]), flat, pushed, lr_scale, (skipped, created))
         self.charge()
         self._record(flat, before)

@@ -314,13 +314,13 @@ class Tables:
             _check_form(ids, part.members[0])
             ends = self._ends(part, ids)
             self._check_place(ids, ends, members.space_keys, members.tables)
-            return BundleRead(members, part.counts, ends, ids, part.room)
+            return BundleRead(members, part.counts, ends, ids, part.into)
         entry = self.open_entry(part.table)
         self.check_ids(entry, part.ids)
         if part.codec == DELTA:
             return CheckedRead(entry.table, part.ids, PLAIN, part.since)
         codec = self._codecs.find(part.codec) if part.codec else PLAIN
-        return CheckedRead(entry.table, part.ids, codec, room=part.room)
+        return CheckedRead(entry.table, part.ids, codec, into=part.into)
 
     def _check_bundle(self, part: TableGradients, kept: Ids | None) -> Checked:
         members = self.members(part.members)

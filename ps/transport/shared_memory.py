@@ -7,13 +7,17 @@ are copied where they are needed after their reply; and nothing but rows is writ
 from __future__ import annotations
 
 import fcntl
+import logging
+import mmap
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -25,41 +29,61 @@ from embershard.proto.shared_memory import HEAP_BYTES, SharedMemory
 from embershard.proto.wire import IN_FRAME, Header
 from embershard.ps.monitoring.counters import TransportCounters
 
-ALL_SHARED_BYTES = 32 * HEAP_BYTES  # of all peers; the memory is theirs, and taken by the pages that they touch
+ALL_SHARED_BYTES = 64 * HEAP_BYTES  # of address space; the pages are the peers', who have touched them first
 
 _FLOAT_BYTES = 4
 _FILE = struct.Struct("i")  # a descriptor, as sockets bring it
 
+_log = logging.getLogger(__name__)
+
 
 class SharedMemories:
-    """What is mapped of the peers' memory, as it is counted: `limit` bytes at most."""
+    """What is mapped of the peers' memory, as it is counted: `limit` bytes at most.
+
+    A worker gives the same memory over each of its connections; it is mapped once, until the last of them has ended.
+    """
 
     def __init__(self, counters: TransportCounters, limit: int = ALL_SHARED_BYTES) -> None:
         self._counters = counters
         self._limit = limit
+        self._mapped: WeakValueDictionary[tuple[int, int], SharedMemory] = WeakValueDictionary()  # by device and inode
+        self._has_told = False
 
     def map(self, file: int) -> SharedMemory | None:
         """Map what a peer has given, and close its descriptor; None where it is not to be had, or not safe to use.
 
-        It is a memfd that cannot shrink: an access behind its end would end this process.
+        It is a memfd of ordinary pages that cannot shrink: an access behind its end would end this process.
         """
         try:
-            nbytes, seals = os.fstat(file).st_size, fcntl.fcntl(file, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK or not 0 < nbytes <= min(
-                HEAP_BYTES, self._limit - self._counters.shared_bytes
-            ):
-                return None
-            memory = SharedMemory(file, nbytes)
+            found, seals = os.fstat(file), fcntl.fcntl(file, fcntl.F_GET_SEALS)
+            memory = self._mapped.get((found.st_dev, found.st_ino))
+            if memory is None and self._is_safe(file, found.st_size, seals) and self._has_room(found.st_size):
+                memory = self._mapped[found.st_dev, found.st_ino] = SharedMemory(file, found.st_size)
+                self._counters.shared_bytes += memory.nbytes
+                weakref.finalize(memory, self._forget, memory.nbytes)
+            return memory
         except (OSError, ValueError):  # no memfd, or one that may not be written
             return None
         finally:
             os.close(file)
-        self._counters.shared_bytes += nbytes
-        return memory
 
-    def forget(self, memory: SharedMemory) -> None:
-        """Count a peer's memory no longer: its connection has ended."""
-        self._counters.shared_bytes -= memory.nbytes
+    @staticmethod
+    def _is_safe(file: int, nbytes: int, seals: int) -> bool:
+        has_ordinary_pages = os.fstatvfs(file).f_bsize <= mmap.PAGESIZE  # a hole in huge ones may not be filled again
+        return bool(seals & fcntl.F_SEAL_SHRINK) and 0 < nbytes <= HEAP_BYTES and has_ordinary_pages
+
+    def _has_room(self, nbytes: int) -> bool:
+        has_room = self._counters.shared_bytes + nbytes <= self._limit
+        if not has_room and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "%d MiB of workers' memory are shared: the rows of further workers travel by sockets, which is slower",
+                self._counters.shared_bytes >> 20,
+            )
+        return has_room
+
+    def _forget(self, nbytes: int) -> None:
+        self._counters.shared_bytes -= nbytes
 
 
 def received_file(transport_socket: socket.socket) -> int | None:
@@ -93,8 +117,8 @@ def place_in(memory: SharedMemory | None, offset: int, nbytes: int) -> memoryvie
 class SharedBuffers:
     """The arrays of a request of which some lie in shared memory, and of its reply.
 
-    Those may be the gradients of a push. Behind the ids of a pull come as many `rooms`, empty or in shared memory, for
-    the rows of each table.
+    Those may be the gradients of a push. Behind the ids of a pull comes memory for the rows of each table, which is
+    shared or empty.
     """
 
     def __init__(self, kind: type[Request], header: Header, buffers: Sequence[memoryview]) -> None:
@@ -102,7 +126,7 @@ class SharedBuffers:
         self._num_ids = len(buffers) // 2 if kind is Pull else 0
         self.read_bytes = sum(header.lengths) - header.bulk_bytes if kind is Push else 0  # of shared memory
         self.written_bytes = 0
-        self._rooms = [
+        self._into = [
             None if offset == IN_FRAME else np.frombuffer(buffer, np.float32)
             for buffer, offset in zip(buffers[self._num_ids :], header.offsets[self._num_ids :], strict=True)
             if kind is Pull
@@ -111,7 +135,7 @@ class SharedBuffers:
     def read(self, *, copies: bool) -> Request:
         """As protobuf.read. `copies`: gradients are copied out of shared memory.
 
-        InvalidRequest where anything but gradients and rooms lies there.
+        InvalidRequest where anything but gradients and memory for rows lies there.
         """
         if self._kind is Pull:
             return self._read_pull()
@@ -122,11 +146,11 @@ class SharedBuffers:
     def _read_pull(self) -> Pull:
         num_ids, offsets = self._num_ids, self._header.offsets
         if len(offsets) != 2 * num_ids or any([offset != IN_FRAME for offset in offsets[:num_ids]]):
-            raise InvalidRequest(reason="a pull whose ids do not travel, or which has not as many rooms as tables")
+            raise InvalidRequest(reason="a pull whose ids do not travel, or with memory for more or fewer tables")
         pull = read(Pull, self._header.head, self._buffers[:num_ids])
         parts = [
-            part if room is None else replace(part, room=room)
-            for part, room in zip(pull.tables, self._rooms, strict=True)
+            part if into is None else replace(part, into=into)
+            for part, into in zip(pull.tables, self._into, strict=True)
         ]
         return replace(pull, tables=tuple(parts))
 
@@ -144,17 +168,18 @@ class SharedBuffers:
             if offsets[number] != IN_FRAME:
                 if part.codec:
                     raise InvalidRequest(reason=f"a payload of {part.codec!r} in shared memory; it travels")
-                gradients = np.frombuffer(self._buffers[number], np.float32)
+                # read-only: so a table knows that another process may change them
+                gradients = np.frombuffer(self._buffers[number].toreadonly(), np.float32)
                 part = replace(part, gradients=gradients.copy() if copies else gradients)
             tables.append(part)
             number += 1
         return replace(push, tables=tuple(tables))
 
     def offsets(self, reply: Rows) -> list[int]:
-        """Where the rows of the reply lie: in the room that was given for them, or IN_FRAME."""
+        """Where the rows of the reply lie: in the memory that was given for them, or IN_FRAME."""
         places = [
-            IN_FRAME if room is None or cast(Floats, rows).base is not room else offset
-            for rows, room, offset in zip(reply.tables, self._rooms, self._header.offsets[self._num_ids :], strict=True)
+            IN_FRAME if into is None or cast(Floats, rows).base is not into else offset
+            for rows, into, offset in zip(reply.tables, self._into, self._header.offsets[self._num_ids :], strict=True)
         ]
         self.written_bytes = sum(
             [rows.nbytes for rows, place in zip(reply.tables, places, strict=True) if place != IN_FRAME]

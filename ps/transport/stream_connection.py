@@ -43,7 +43,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.security.tokens import RECORD_BYTES, unpack_token
-from embershard.proto.shared_memory import SharedMemory, is_allowed
+from embershard.proto.shared_memory import SharedMemory, is_possible
 from embershard.proto.wire import (
     HELLO_BYTES,
     IN_FRAME,
@@ -129,7 +129,6 @@ class Connection(asyncio.BufferedProtocol):
         self._peer = Peer("")
         self._may_give = False  # whether shared memory may come with the first bytes
         self._memory: SharedMemory | None = None  # what a peer has given
-        self._shares = False  # and its frames use
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
         self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
@@ -157,7 +156,7 @@ class Connection(asyncio.BufferedProtocol):
             # between calls a peer may be silent, so that the system has to notice one whose machine is gone
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         else:
-            self._may_give = is_allowed()
+            self._may_give = is_possible()
         self._server.connections.add(self)
 
     def _look_for_memory(self) -> None:
@@ -167,22 +166,17 @@ class Connection(asyncio.BufferedProtocol):
         if file is not None:
             self._memory = self._server.memories.map(file)
 
-    def _give_back_memory(self) -> None:
-        if self._memory is not None:
-            self._server.memories.forget(self._memory)
-            self._memory = None
-
     def connection_lost(self, error: Exception | None) -> None:
         """The peer has gone; what it asked for is still done, for a push may not be lost half-way."""
         self._gone = True
         self._end()
-        self._give_back_memory()
         self._server.connections.discard(self)
         self._received_frame(self._receiving)
         self._reader = None  # which holds this connection: without a collection both would stay, and 128 KiB
 
     def _end(self) -> None:
-        """Count this connection no longer."""
+        """Count this connection no longer, and give back what it holds."""
+        self._memory = None
         if self._principal is not None:
             self._principal.usage.disconnect()
             self._principal = None
@@ -307,9 +301,9 @@ class Connection(asyncio.BufferedProtocol):
     def _admit(self, agreed: Agreed, token: str | None) -> None:
         """Read the frames of a peer that is known; end the connection of another, with the reason."""
         self._checksum = Feature.CHECKSUM in agreed.features
-        self._shares = Feature.SHARED_MEMORY in agreed.features
-        if not self._shares:
-            self._give_back_memory()
+        has_memory = Feature.SHARED_MEMORY in agreed.features
+        if not has_memory:
+            self._memory = None
         access = self._server.dispatch.access
         try:
             if self._inside is not None:
@@ -321,7 +315,7 @@ class Connection(asyncio.BufferedProtocol):
         except EmbershardError as error:
             self._fail(error)
             return
-        self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum, shared=self._shares)
+        self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum, has_memory=has_memory)
 
     def _known_principal(self) -> Principal | None:
         """Who the peer is, by access.yaml as it is now."""
@@ -371,6 +365,7 @@ class Connection(asyncio.BufferedProtocol):
         self.connection_lost(None)  # which a failed handshake does not always call
 
     def _pass_on(self, received: bytes) -> None:
+        self._memory = None  # only frames use it
         self._server.connections.discard(self)
         # inside TLS, too, nothing else is passed on: gRPC's server would take it for a peer of this machine
         target, is_tls = None if self._inside is not None else self._server.foreign, received[0] == TLS_RECORD
@@ -433,7 +428,7 @@ class Connection(asyncio.BufferedProtocol):
             return None
         self._receiving += size
         server.receiving_bytes += size
-        if not header.shares:
+        if not header.uses_memory:
             return [np.empty(length, np.uint8).data for length in header.lengths]
         return [
             np.empty(length, np.uint8).data if offset == IN_FRAME else place_in(self._memory, offset, length)
@@ -452,8 +447,8 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(header, _unknown(header))
             return
         request = kind
-        dispatch = self._server.dispatch
-        shared = SharedBuffers(kind, header, buffers) if header.shares else None
+        dispatch, has_memory = self._server.dispatch, self._memory is not None
+        shared = SharedBuffers(kind, header, buffers) if header.uses_memory else None
         if shared is not None:
             self._server.counters.received_bytes += shared.read_bytes
         held_bytes = len(header.head) + header.bulk_bytes + (0 if shared is None else shared.read_bytes)
@@ -473,7 +468,7 @@ class Connection(asyncio.BufferedProtocol):
 
         def write(reply: Reply) -> Pieces:
             bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]
-            offsets = [IN_FRAME] * len(bulk) if self._shares else None
+            offsets = [IN_FRAME] * len(bulk) if has_memory else None
             if shared is not None and isinstance(reply, Rows):
                 offsets = shared.offsets(reply)
             head = head_bytes(reply)
@@ -510,6 +505,8 @@ class Connection(asyncio.BufferedProtocol):
         def send(future: Future[Pieces]) -> None:
             if future.cancelled():  # its deadline passed: nobody waits for it
                 self._server.call(counters.expired, kind)
+                if shared is not None:  # but to use its memory again
+                    self._server.call(self._send, self._error(header, ShuttingDown()))
                 return
             error = future.exception()
             self._server.call(finish, future.result() if error is None else self._error(header, error), error)

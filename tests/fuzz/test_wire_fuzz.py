@@ -36,7 +36,7 @@ class Receiver:
     def __init__(self, rng, checksum, shared=False):
         wire.SCRATCH_BYTES = rng.choice([32, 40, 64, 300, 4096])  # heads larger than it, and buffers not through it
         self.rng = rng
-        self.reader = FrameReader(LIMIT, self.place, checksum=checksum, shared=shared)
+        self.reader = FrameReader(LIMIT, self.place, checksum=checksum, has_memory=shared)
 
     def place(self, header):
         assert sum(header.lengths) <= LIMIT

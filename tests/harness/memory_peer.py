@@ -24,7 +24,7 @@ class MemoryPeer(Peer):
         socket.send_fds(self.sock, [wire.client_hello(wanted)], [self.heap.file if file is None else file])
         self.shares = bool(wire.read_server_hello(self.sock.recv(16, socket.MSG_WAITALL)).features)
         self._frames = []
-        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=False, shared=self.shares)
+        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=False, has_memory=self.shares)
 
     def _place(self, header: wire.Header) -> list[memoryview]:
         offsets = header.offsets or [IN_FRAME] * len(header.lengths)
@@ -45,11 +45,11 @@ class MemoryPeer(Peer):
         return IN_FRAME if place is None else place
 
     def framed(
-        self, request: Request, rooms: tuple[Array, ...] = (), offsets: tuple[int, ...] = (), call: int = 7
+        self, request: Request, into: tuple[Array, ...] = (), offsets: tuple[int, ...] = (), timeout_ms: int = 60_000
     ) -> bytes:
-        """The frame of a request whose arrays, and `rooms`, lie where they do, or at these `offsets`."""
-        bulk = [np.ascontiguousarray(array) for array in (*arrays(request), *rooms)]
+        """The frame of a request whose arrays, and those for rows, lie where they do, or at these `offsets`."""
+        bulk = [np.ascontiguousarray(array) for array in (*arrays(request), *into)]
         places = list(offsets or map(self.offset, bulk)) if self.shares else None
         head, kind = head_bytes(request), KIND_OF[type(request)]
         buffers = [array.data for array in bulk]
-        return b"".join(wire.encode(kind, 7, 60_000, head, buffers, checksum=False, offsets=places))
+        return b"".join(wire.encode(kind, 7, timeout_ms, head, buffers, checksum=False, offsets=places))

@@ -37,6 +37,7 @@ PATIENCE = timedelta(seconds=100)
 ADDRESSES = {
     "stream over Unix": lambda ready: ready["address"],
     "stream over shared memory": lambda ready: ready["address"],
+    "stream over shared memory, with a log": lambda ready: ready["address"],
     "stream over TCP": lambda ready: f"tcp://{ready['address']}",
     "grpc": lambda ready: f"grpc://{ready['address']}",
     "rpc": lambda ready: f"rpc://{ready['rpc']}",
@@ -53,17 +54,22 @@ def fresh():
 
 
 @pytest.fixture(scope="module")
-def services():
-    """A shard that asks for tokens, and one for torch rpc, which cannot."""
-    with shard_process() as first, shard_process("--rpc", "127.0.0.1:0", "--insecure-loopback") as second:
-        yield {"": first, "rpc": second}
+def services(tmp_path_factory):
+    """A shard that asks for tokens, one for torch rpc, which cannot, and one with a log."""
+    log = "--durability", "log", "--log-dir", str(tmp_path_factory.mktemp("log"))
+    with (
+        shard_process() as first,
+        shard_process("--rpc", "127.0.0.1:0", "--insecure-loopback") as second,
+        shard_process(*log) as third,
+    ):
+        yield {"": first, "rpc": second, "log": third}
 
 
 @pytest.fixture
 def served(request, services):
     """The shard behind the transport of a test."""
     name = request.node.callspec.params["transport"]
-    return services["rpc" if name == "rpc" else ""]
+    return services["rpc" if name == "rpc" else "log" if name.endswith("with a log") else ""]
 
 
 def local_transport():
@@ -87,12 +93,17 @@ def connect():
 @pytest.fixture
 def transport(request, served, connect, monkeypatch):
     """The transport of a test's parameter, with a shard behind it."""
-    if request.param == "stream over Unix":
-        monkeypatch.setenv("EMBERSHARD_SHARED_MEMORY", "off")
-    if request.param == "stream over shared memory":  # not for large arrays alone, as by default
-        monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 1)
-        monkeypatch.setattr(stream_connection, "SHARED_FROM_BYTES", 1)
-    return local_transport() if request.param == "local" else connect(ADDRESSES[request.param](served.ready))
+    if request.param == "local":
+        return local_transport()
+    shares = "shared memory" in request.param  # every array then, not large ones alone, as by default
+    monkeypatch.setattr(shared_memory, "_is_possible", shares)
+    monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 1)
+    monkeypatch.setattr(stream_connection, "SHARED_FROM_BYTES", 1)
+    connected = connect(ADDRESSES[request.param](served.ready))
+    if shares:
+        ask(connected, m.Hello())
+        assert connected._connection._heap is not None
+    return connected
 
 
 over_all = pytest.mark.parametrize("transport", ALL, indirect=True)

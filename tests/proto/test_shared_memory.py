@@ -1,15 +1,25 @@
 """The memory that a worker shares: what is used again, what never is, and where there is none."""
 
 import errno
+import fcntl
 import gc
 import os
 import random
+import subprocess
 
 import numpy as np
 import pytest
 
 from embershard.proto import shared_memory
-from embershard.proto.shared_memory import SHARED_FROM_BYTES, SharedHeap, SharedMemory, empty_floats, shared_heap
+from embershard.proto.shared_memory import (
+    SHARED_FROM_BYTES,
+    Process,
+    SharedHeap,
+    SharedMemory,
+    empty_floats,
+    shared_heap,
+)
+from harness.eventually import eventually
 
 KIB = 1024  # floats
 
@@ -46,15 +56,33 @@ def test_memory_is_used_again_once_nobody_has_an_array_of_it(heap):
     assert heap.offset_of(heap.floats(16 * KIB)) == place
 
 
-def test_lost_memory_is_not_used_again(heap):
+def test_abandoned_memory_is_not_used_again_until_its_process_has_ended(heap):
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = Process(child.pid)
+        rows = heap.floats(16 * KIB)
+        place = heap.offset_of(rows)
+        heap.abandon([rows[4:], rows[:2]], process)
+        heap.abandon([rows], None)
+        del rows
+        gc.collect()
+        places = {heap.offset_of(heap.floats(KIB * size)) for size in (16, 32, 48)}
+        assert place not in places
+        assert heap.abandoned_bytes == 4 * 16 * KIB  # once
+        heap._abandoned.pop()
+        assert not process.has_ended()
+        child.kill()
+        assert eventually(process.has_ended)
+    assert heap.offset_of(heap.floats(16 * KIB)) == place
+    assert heap.abandoned_bytes == 0
+
+
+def test_pages_are_taken_by_who_makes_an_array(heap):
+    before = heap._touched
     rows = heap.floats(16 * KIB)
-    place = heap.offset_of(rows)
-    heap.lose([rows[4:]])
+    assert heap._touched == before + rows.nbytes
     del rows
-    gc.collect()
-    places = {heap.offset_of(heap.floats(KIB * size)) for size in (16, 32, 48)}
-    assert place not in places
-    assert heap.lost_bytes == 4 * (16 * KIB - 4)
+    assert heap.floats(16 * KIB) is not None
+    assert heap._touched == before + 4 * 16 * KIB
 
 
 def test_arrays_do_not_overlap_and_all_memory_comes_back(heap):
@@ -98,9 +126,10 @@ def test_an_array_lies_there_once_a_connection_shares_it(fresh):
 def test_a_heap_of_which_much_was_lost_is_replaced(fresh):
     heap = shared_heap()
     rows = heap.floats(heap.nbytes // 32)
-    heap.lose([rows] * 4)
+    heap.abandon([rows] * 9, None)
     assert shared_heap() is heap
-    heap.lose([rows])
+    others = [heap.floats(heap.nbytes // 32) for _ in range(4)]
+    heap.abandon(others, None)
     assert shared_heap() is not heap
 
 
@@ -122,9 +151,16 @@ def test_a_system_that_gives_none_is_done_without(fresh, monkeypatch, caplog, co
     ]
 
 
-def test_a_user_may_switch_it_off(fresh, monkeypatch):
-    monkeypatch.setenv("EMBERSHARD_SHARED_MEMORY", "off")
+def test_a_user_may_switch_it_off(fresh):
+    shared_memory.switch_off()
     assert shared_heap() is None
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "memfd_create"), (fcntl, "F_GET_SEALS")])
+def test_a_python_that_was_built_without_it_is_done_without(fresh, monkeypatch, module, name):
+    monkeypatch.delattr(module, name)
+    assert shared_heap() is None
+    assert not shared_memory.is_possible()
 
 
 def test_a_forked_child_makes_its_own(fresh):

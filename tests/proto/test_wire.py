@@ -156,7 +156,7 @@ def test_a_buffer_in_shared_memory_does_not_travel():
     data = encoded + b"".join(wire.encode(4, 7, 2000, b"x", checksum=True, offsets=()))
 
     def place(header):
-        assert (header.shares, header.bulk_bytes) == (True, 8)
+        assert (header.uses_memory, header.bulk_bytes) == (True, 8)
         return [
             np.empty(length, np.uint8).data if offset == wire.IN_FRAME else memory[offset : offset + length].data
             for length, offset in zip(header.lengths, header.offsets, strict=True)
@@ -165,15 +165,15 @@ def test_a_buffer_in_shared_memory_does_not_travel():
     header = Header(4, 7, 2000, b"head", (3, 8, 5, 100), offsets)
     want = [(header, [bytes(buffer) for buffer in buffers]), (Header(4, 7, 2000, b"x", ()), [])]
     for cut in range(len(data)):
-        receiving = FrameReader(LIMIT, place, checksum=True, shared=True)
+        receiving = FrameReader(LIMIT, place, checksum=True, has_memory=True)
         assert contents(feed(receiving, data[:cut]) + feed(receiving, data[cut:])) == want
     assert memory.tolist() == list(range(200))
 
 
-def test_all_buffers_together_are_within_the_limit_wherever_they_lie():
+def test_buffers_in_shared_memory_are_together_within_the_limit():
     data = b"".join(wire.encode(4, 7, 0, b"", [bytes(LIMIT // 2)] * 3, checksum=False, offsets=(0, 8, 16)))
-    with pytest.raises(BadFrame, match="the size of all buffers"):
-        feed(FrameReader(LIMIT, fresh, checksum=False, shared=True), data)
+    with pytest.raises(BadFrame, match="the size of buffers in shared memory"):
+        feed(FrameReader(LIMIT, fresh, checksum=False, has_memory=True), data)
 
 
 def test_many_frames_and_their_small_buffers_arrive_in_one_call():

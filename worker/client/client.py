@@ -29,7 +29,6 @@ from embershard.proto.messages import (
 from embershard.proto.routing import BundleRoute, Placement, Route
 from embershard.proto.security.tls import TLS
 from embershard.proto.security.tokens import TokenFile
-from embershard.proto.shared_memory import empty_floats
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Deadline, span
 from embershard.proto.transport.addresses import shard_addresses, transport_for
@@ -317,7 +316,9 @@ class Client:
         """
         specs = [self.spec(table) for table, _ in reads]
         if out is None:
-            out = [empty_floats(len(route.ids), spec.dim) for (_, route), spec in zip(reads, specs, strict=True)]
+            out = [
+                np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
+            ]
 
         def required_clock() -> int:
             return 0 if self.membership is None or clock is None else self.membership.required_clock(clock)

@@ -105,6 +105,10 @@ def run() -> None:
     """Run the command line; a named error, or a place that cannot be written, ends it with exit code 1."""
     # torch's C++ warnings bring stack frames along, and what they warn of reaches us as an exception
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if os.environ.get("EMBERSHARD_SHARED_MEMORY", "on").lower() in ("off", "false", "no", "0"):
+        from embershard.proto.shared_memory import switch_off
+
+        switch_off()
     try:
         app()
     except EmbershardError as error:

@@ -16,6 +16,9 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import NotAShard, UnknownTable, to_wire
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.shared_memory import SharedHeap, SharedMemory
+from embershard.proto.transport import stream_connection
+from embershard.proto.transport.emulated_link import EmulatedLink
+from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import IN_FRAME, Feature, FrameReader
@@ -32,7 +35,7 @@ class Shard:
     """Connections to a Unix socket whose first requests `answer` answers; with the memory that came with the hello."""
 
     def __init__(self, path, answer, shares):
-        self.address, self.files, self.frames = f"unix:{path}", [], []
+        self.address, self.files, self.frames = f"unix:{path}", [], []  # descriptors, and frames that have come
         self._answer, self._shares = answer, shares
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
@@ -47,6 +50,7 @@ class Shard:
                 self._threads[-1].start()
 
     def _serve(self, sock):
+        self.sock = sock
         with sock, suppress(ConnectionError):
             hello, ancillary, _, _ = sock.recvmsg(16, socket.CMSG_LEN(4))
             memory = None
@@ -59,7 +63,7 @@ class Shard:
                 np.empty(length, np.uint8).data if offset == IN_FRAME else memory.view(offset, length)
                 for length, offset in zip(header.lengths, header.offsets or [IN_FRAME] * 9, strict=False)
             ]
-            reader = FrameReader(MAX_MESSAGE_BYTES, place, checksum=False, shared=bool(agreed.features))
+            reader = FrameReader(MAX_MESSAGE_BYTES, place, checksum=False, has_memory=bool(agreed.features))
             while count := sock.recv_into(reader.buffer()):
                 for frame in reader.received(count):
                     self.frames.append(frame)
@@ -86,9 +90,9 @@ def connect(heap, tmp_path):
     """A transport to a shard that answers like this."""
     started = []
 
-    def to(answer, *, shares=True):
+    def to(answer, *, shares=True, link=None):
         shard = Shard(str(tmp_path / "shard"), answer, shares)
-        started.append((StreamTransport(shard.address), shard))
+        started.append((StreamTransport(shard.address, link=link), shard))
         return started[-1]
 
     yield to
@@ -112,6 +116,11 @@ def written(frame):
 def error(frame):
     head = to_wire(UnknownTable(table="items", known=""))[1]
     return b"".join(wire.encode(m.ERROR_KIND, frame.header.call, 0, head, checksum=False))
+
+
+def greeted(frame):
+    greeting = m.Greeting(shard=0, num_shards=1, placement_epoch=1, instance="one", max_message_bytes=2**26)
+    return b"".join(wire.encode(129, frame.header.call, 0, head_bytes(greeting), checksum=False))
 
 
 def nothing(frame):
@@ -158,26 +167,70 @@ def test_a_shard_that_shares_no_memory_gets_all_over_the_socket(connect, heap):
     assert shard.frames[0].header.offsets == ()
 
 
-@pytest.mark.parametrize("ends", ["deadline", "connection", "close"])
+@pytest.mark.parametrize("ends", ["connection", "close"])
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_memory_of_a_call_without_an_answer_is_not_used_again(connect, heap, ends, kind):
     transport, shard = connect(nothing)
     rows = heap.floats(ROWS, DIM) if kind == "pull" else np.ones((ROWS, DIM), np.float32)
     request, into = (PULL, [rows]) if kind == "pull" else (push(rows), [])
-    call = transport.submit(request, SHORT if ends == "deadline" else PATIENCE, into)
+    call = transport.submit(request, PATIENCE, into)
     assert eventually(lambda: shard.frames)
     if ends == "connection":
         shard._answer = lambda frame: b"x" * 100
         transport.submit(m.Hello(), PATIENCE)
-    elif ends == "close":
+    else:
         transport.close()
     with pytest.raises((Unreachable, NotAShard)):
         call.result()
-    assert eventually(lambda: heap.lost_bytes == 4 * ROWS * DIM)
+    assert eventually(lambda: heap.abandoned_bytes == 4 * ROWS * DIM)
     place = shard.frames[0].header.offsets[-1]
     del call, into, rows, request
     gc.collect()
     assert heap.offset_of(heap.floats(ROWS, DIM)) != place
+
+
+@pytest.mark.parametrize("answer", [written, error])
+def test_memory_of_a_late_answer_is_used_again_once_it_has_come(connect, heap, answer):
+    """Not before: until then the shard may write there."""
+    late = []  # a pull
+    transport, shard = connect(lambda frame: greeted(frame) if frame.header.kind == 1 else late.append(frame))
+    rows = heap.floats(ROWS, DIM)
+    place = heap.offset_of(rows)
+    call = transport.submit(PULL, SHORT, [rows])
+    transport.submit(m.Hello(), PATIENCE).result()  # so that the connection is not thought to be dead
+    with pytest.raises(Unreachable):
+        call.result()
+    del call, rows
+    gc.collect()
+    assert heap.offset_of(heap.floats(ROWS, DIM)) != place
+    shard.sock.sendall(answer(late[0]))
+    assert eventually(lambda: not transport._connection._late)
+    gc.collect()
+    assert heap.offset_of(heap.floats(ROWS, DIM)) == place
+    assert heap.abandoned_bytes == 0
+
+
+def test_a_shard_of_another_user_is_given_nothing(connect, heap, monkeypatch):
+    monkeypatch.setattr(stream_connection, "peer_credentials", lambda _: (1, 12345))
+    transport, shard = connect(pushed)
+    transport.submit(push(heap.floats(ROWS, DIM)), PATIENCE).result()
+    assert shard.files == []
+    assert shard.frames[0].header.bulk_bytes > 4 * ROWS * DIM
+
+
+def test_an_emulated_link_has_to_carry_the_rows(connect, heap):
+    transport, shard = connect(pushed, link=EmulatedLink(10**9, io_loop()))
+    transport.submit(push(heap.floats(ROWS, DIM)), PATIENCE).result()
+    assert shard.files == []
+
+
+def test_memory_for_more_tables_than_a_frame_has_room_for_is_not_named(connect, heap):
+    transport, shard = connect(error)
+    out = [heap.floats(ROWS, DIM)[:256] for _ in range(2)] * 1100
+    wanted = m.Pull(1, tuple(m.TableIds("items", IDS[:256]) for _ in out))
+    with raises(UnknownTable, table="items"):
+        transport.submit(wanted, PATIENCE, out).result()
+    assert len(shard.frames[0].header.lengths) == 2200
 
 
 def test_memory_of_a_call_with_an_error_is_used_again(connect, heap):
@@ -188,7 +241,7 @@ def test_memory_of_a_call_with_an_error_is_used_again(connect, heap):
     place = heap.offset_of(rows)
     del rows
     gc.collect()
-    assert heap.lost_bytes == 0
+    assert heap.abandoned_bytes == 0
     assert heap.offset_of(heap.floats(ROWS, DIM)) == place
 
 

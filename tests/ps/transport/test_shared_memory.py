@@ -5,20 +5,24 @@ import gc
 import os
 import socket
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from embershard.proto.errors import BadFrame, InvalidRequest
+from embershard.proto.errors import BadFrame, InvalidRequest, ShuttingDown
 from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import Declare, Load, Pull, Pushed, Rows, TableGradients, TableIds
 from embershard.proto.shared_memory import HEAP_BYTES, SharedHeap
 from embershard.proto.wire import IN_FRAME
+from embershard.ps.events import PushEvent
 from embershard.ps.security.peers import Peer
 from embershard.ps.transport import stream_connection
 from harness.eventually import eventually
+from harness.held_log import HeldLog
 from harness.hostile_peers import push
 from harness.memory_peer import MemoryPeer
 from harness.shards import join, table
@@ -148,6 +152,50 @@ def mapped():
     return Path("/proc/self/maps").read_text().count("memfd:embershard")
 
 
+def test_memory_that_comes_over_several_connections_is_mapped_once(served, connect):
+    first = connect()
+    others = [connect(first.heap.file) for _ in range(3)]
+    assert all(peer.shares for peer in others)
+    assert served.stream.counters.shared_bytes == 2**20
+    first.sock.close()
+    for peer in others[1:]:
+        peer.sock.close()
+    assert eventually(lambda: served.connections == 1)
+    assert served.stream.counters.shared_bytes == 2**20
+    others[0].sock.close()
+    assert eventually(lambda: served.stream.counters.shared_bytes == 0)
+
+
+def test_memory_before_a_stream_that_is_passed_on_is_not_kept(served, path):
+    heap = SharedHeap(2**20)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        socket.send_fds(sock, [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], [heap.file])
+        with suppress(ConnectionError):
+            sock.recv(100)
+        assert served.stream.counters.shared_bytes == 0
+
+
+def test_a_python_that_was_built_without_seals_shares_nothing(served, connect, monkeypatch):
+    peer = connect()
+    monkeypatch.delattr(fcntl, "F_GET_SEALS")
+    other = connect(peer.heap.file)
+    assert not other.shares
+    assert isinstance(ask(other, WANTED), Rows)
+
+
+def test_a_request_that_nobody_waits_for_is_answered_nevertheless(served, connect):
+    """So that its memory can be used again."""
+    peer, gate = connect(), threading.Event()
+    served.apply.submit(lambda: gate.wait(60), 0, float("inf"))
+    rows = peer.floats(ROWS, DIM)
+    peer.send(peer.framed(WANTED, (rows,), timeout_ms=100))
+    time.sleep(0.3)
+    gate.set()
+    with pytest.raises(ShuttingDown):
+        peer.reply()
+
+
 def test_a_peer_that_is_not_admitted_is_never_read(served, path, monkeypatch):
     monkeypatch.setattr(stream_connection, "peer_of", lambda _: Peer("uid:12345", 12345))
     monkeypatch.setattr(stream_connection, "received_file", lambda _: pytest.fail("its file was received"))
@@ -178,7 +226,7 @@ def test_buffers_that_lie_in_one_place_do_not_multiply_what_a_message_holds(conn
     rows = peer.floats(2**18 - 16)
     peer.send(peer.framed(WANTED, (rows,) * 4000, (IN_FRAME, *[0] * 4000)))
     error = error_from(peer.receive().header.head, "")
-    assert error.fields["what"] == "the size of all buffers"
+    assert error.fields["what"] == "the size of buffers in shared memory"
 
 
 def test_nothing_but_gradients_and_rooms_may_lie_there(connect):
@@ -213,6 +261,59 @@ def test_gradients_that_wait_for_their_clock_are_those_that_were_pushed(served, 
     room = peers[0].floats(ROWS, DIM)
     ask(peers[0], WANTED, (room,))
     assert (room == -1.5).all()
+
+
+def test_rows_never_have_a_value_that_was_not_finite_when_it_was_checked(served, connect):
+    peer, ended = connect(), threading.Event()
+    _, rows = gradients(peer)
+
+    def flip():
+        while not ended.is_set():
+            rows.fill(np.nan)
+            rows.fill(1)
+
+    thread = threading.Thread(target=flip)
+    thread.start()
+    try:
+        for seq in range(1, 300):
+            ask(peer, replace(push(seq=seq), tables=(TableGradients("items", IDS, rows),)))
+    finally:
+        ended.set()
+        thread.join()
+    reply = ask(peer, WANTED)
+    assert np.isfinite(reply.tables[0]).all()
+
+
+class SafeLog(HeldLog):
+    """Everything is safe at once."""
+
+    def when_safe(self, lsn, call):
+        call()
+
+
+def test_a_log_has_the_bytes_that_were_applied(served, connect):
+    log, peer, ended = SafeLog(), connect(), threading.Event()
+    served.shard.log_to(log, 0)
+    _, rows = gradients(peer)
+
+    def scribble():
+        value = 0.0
+        while not ended.is_set():
+            value += 1
+            rows.fill(value)
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        for seq in range(1, 60):
+            ask(peer, replace(push(seq=seq), tables=(TableGradients("items", IDS, rows),)))
+    finally:
+        ended.set()
+        thread.join()
+    pushed = [event.push.tables[0].gradients for event in log.events if isinstance(event, PushEvent)]
+    assert len(pushed) == 59
+    summed = np.sum(pushed, axis=0, dtype=np.float64)
+    np.testing.assert_allclose(ask(peer, WANTED).tables[0], -summed, rtol=1e-5)
 
 
 def test_a_peer_that_scribbles_harms_nobody(served, connect):
