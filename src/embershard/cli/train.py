@@ -27,12 +27,13 @@ from embershard.cli.engines import (
     WorkerResourcesOption,
     parse_resources,
 )
+from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
 from embershard.cli.recovery import Recoveries
 from embershard.cli.scaling import WorkerScaling, check_scales, parse_workers
 from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
-from embershard.cli.signals import end_with_parent, ended_by_signals
+from embershard.cli.signals import ParentPidOption, end_with_parent, ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.attempts import (
@@ -106,12 +107,8 @@ def train(
     output: Annotated[
         Path | None, typer.Option(help="Folder of logs and TensorBoard events.  [default: runs/JOB-TIME]")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
-    ] = None,
+    overrides: SetOption = None,
+    data: DataOption = None,
     imports: Annotated[
         list[str] | None,
         typer.Option(
@@ -148,7 +145,7 @@ def train(
     pack: PackOption = False,
     shard_resources: ShardResourcesOption = "",
     worker_resources: WorkerResourcesOption = "",
-    parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
+    parent_pid: ParentPidOption = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all.
 
@@ -159,8 +156,7 @@ def train(
     """
     if log_format == "json":
         log_as_json(sys.stdout)
-    if parent_pid:
-        end_with_parent(parent_pid)
+    end_with_parent(parent_pid)
     on = EngineSettings(
         name=engine,
         insecure=insecure,
