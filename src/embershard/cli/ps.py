@@ -28,7 +28,8 @@ from embershard.cli.security import (
 from embershard.cli.signals import ParentPidOption
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.tls import TLSOption, tls_of
-from embershard.ps.server import ServerOptions, serve
+from embershard.ps.options import ServerOptions
+from embershard.ps.server import serve
 
 INDEX_VARIABLES = ("EMBERSHARD_INDEX", "JOB_COMPLETION_INDEX", "SLURM_PROCID")  # the first that is set counts
 
