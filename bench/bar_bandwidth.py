@@ -52,7 +52,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import embershard as es
 from embershard.compare.analysis.conclusions import CODING
 from embershard.compare.run.netns import Namespaces
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.client.byte_counts import ByteCount
@@ -229,7 +229,7 @@ def words(addresses: Sequence[str], bandwidth: str, arms: Sequence[str], rounds:
 
 
 def over_bucket(bandwidth: str, arms: Sequence[str], rounds: int, steps: int) -> dict[str, Figures]:
-    with LocalShards(SHARDS, imports=["normal_codec"]) as shards:
+    with LocalShards(SHARDS, ShardSettings(imports=["normal_codec"])) as shards:
         return measured([sys.executable, *words(shards.addresses, bandwidth, arms, rounds, steps)])
 
 

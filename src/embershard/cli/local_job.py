@@ -6,9 +6,8 @@ import contextlib
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from embershard.deploy.attempts import (
 from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.deploy.panel import LocalPanel
 from embershard.deploy.scaling import ScalingPolicy
-from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed
 from embershard.proto.security.tls import TLS
@@ -151,22 +150,20 @@ class LocalJob:
     def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
         job = self.job
-        shards = partial(
-            LocalShards,
-            job.shards,
+        settings = ShardSettings(
             imports=self.imports,
-            metrics=self._shard_metrics,
+            metrics=self.metrics[: -job.workers],
             trace=self.trace,
-            tls=self._shard_certificates,
+            tls=None if self.tls is None else self.tls.path,
             options=self._shard_options,
-            engine=self.engine,
         )
         if job.durability == "memory":
-            return shards()
+            return LocalShards(job.shards, settings, engine=self.engine)
         _remove_logs(self.folder)
         logs = self.folder / f"{_LOGS}-{time.time_ns()}"
         stack.callback(_remove_logs, self.folder)
-        return shards(restart=RestartPolicy(), durability=job.durability, log_dir=logs, report=say)
+        settings = replace(settings, durability=job.durability, log_dir=logs)
+        return LocalShards(job.shards, settings, restart=RestartPolicy(), engine=self.engine, report=say)
 
     @property
     def _shard_options(self) -> Sequence[str]:
@@ -177,14 +174,6 @@ class LocalJob:
         for folder in (str(self.folder / "best"), str(self.job.checkpoint.folder or "")):
             words += ["--snapshots", folder if "://" in folder else str(Path(folder).absolute())] if folder else []
         return words
-
-    @property
-    def _shard_certificates(self) -> Path | None:
-        return None if self.tls is None else self.tls.path
-
-    @property
-    def _shard_metrics(self) -> Sequence[str]:
-        return self.metrics[: -self.job.workers]
 
     def _scaling(self, stack: contextlib.ExitStack, ps: str | None) -> WorkerScaling | None:
         """What changes the number of workers, of a job whose workers may come and go."""
