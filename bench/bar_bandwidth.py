@@ -57,10 +57,10 @@ from embershard.proto.timing import Recorder
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.client.byte_counts import ByteCount
 from embershard.worker.client.connections import ClientStats
-from embershard.worker.client.predicted_bytes import break_even as by_formula
-from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.device import keep_freed_memory
 from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.strategy.predicted_bytes import break_even as by_formula
+from embershard.worker.strategy.predicted_bytes import predict_volumes
 from embershard.worker.training.autotune import CodecTuner, Trial
 from timing import finish, machine, median, print_table
 

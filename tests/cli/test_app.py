@@ -21,7 +21,7 @@ from embershard.deploy.workers import WorkerFailed
 from embershard.doctor import machine
 from embershard.proto.errors import CannotWrite, ShardUnavailable, UnknownTable
 from embershard.ps.memory import physical_memory
-from embershard.worker.client import connections
+from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
 
 HELP = """
@@ -79,7 +79,7 @@ def test_a_base_port_without_room_for_the_shards_is_wrong_usage(run, port, shard
 
 
 def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_starts(run, monkeypatch, caplog):
-    monkeypatch.setattr(connections, "_SILENT_WAIT", timedelta(0))
+    monkeypatch.setattr(shard_connection, "_SILENT_WAIT", timedelta(0))
     connect = Client.connect
     soon = timedelta(seconds=0.2)
     monkeypatch.setattr(Client, "connect", lambda addresses, **_: connect(addresses, timeout=soon))
