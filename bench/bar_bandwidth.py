@@ -52,15 +52,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import embershard as es
 from embershard.compare.analysis.conclusions import CODING
 from embershard.compare.run.netns import Namespaces
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.client.byte_counts import ByteCount
 from embershard.worker.client.connections import ClientStats
-from embershard.worker.client.predicted_bytes import break_even as by_formula
-from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.device import keep_freed_memory
 from embershard.worker.models.ctr.dlrm import DLRM
+from embershard.worker.strategy.predicted_bytes import break_even as by_formula
+from embershard.worker.strategy.predicted_bytes import predict_volumes
 from embershard.worker.training.autotune import CodecTuner, Trial
 from timing import finish, machine, median, print_table
 
@@ -229,7 +229,7 @@ def words(addresses: Sequence[str], bandwidth: str, arms: Sequence[str], rounds:
 
 
 def over_bucket(bandwidth: str, arms: Sequence[str], rounds: int, steps: int) -> dict[str, Figures]:
-    with LocalShards(SHARDS, imports=["normal_codec"]) as shards:
+    with LocalShards(SHARDS, ShardSettings(imports=["normal_codec"])) as shards:
         return measured([sys.executable, *words(shards.addresses, bandwidth, arms, rounds, steps)])
 
 

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 import embershard as es
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.errors import EmbershardError, ShardUnavailable
@@ -305,7 +305,7 @@ def measure(steps: int, seed: int) -> tuple[dict[str, dict[str, float]], Counter
     happened: Counter[str] = Counter()
     errors: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
-        shards = stack.enter_context(LocalShards(2, options=BEHIND_LINK))
+        shards = stack.enter_context(LocalShards(2, ShardSettings(options=BEHIND_LINK)))
         links = [FaultyLink(address, SHARE, seed + number) for number, address in enumerate(shards.addresses)]
         addresses = [stack.enter_context(link.serving()) for link in links]
         number = 0

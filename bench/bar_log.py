@@ -151,14 +151,16 @@ def take_priority(pids: Sequence[int]) -> None:
 def serve_side(args: argparse.Namespace) -> None:
     """Run a block of as many steps as each line of stdin says, and print what it took."""
     import embershard as es
-    from embershard.deploy.supervisor import LocalShards
+    from embershard.deploy import supervisor
 
     if args.priority:
         os.setsid()
         take_priority([os.getpid()])
-    logs = {} if args.durability in (BEFORE, MEMORY) else {"durability": args.durability, "log_dir": args.folder}
+    settings = []  # a tree of before may not know them
+    if args.durability not in (BEFORE, MEMORY):
+        settings.append(supervisor.ShardSettings(durability=args.durability, log_dir=args.folder))
     with (
-        LocalShards(args.servers, **logs) as shards,
+        supervisor.LocalShards(args.servers, *settings) as shards,
         es.connect(",".join(shards.addresses)) as session,
         ExitStack() as stack,
     ):
@@ -181,7 +183,7 @@ def serve_side(args: argparse.Namespace) -> None:
 
         _, loaded = sizes()
         done = 0
-        while done < args.warm or (logs and args.work != "row" and any(map(operator.eq, sizes()[1], loaded))):
+        while done < args.warm or (settings and args.work != "row" and any(map(operator.eq, sizes()[1], loaded))):
             step(done)
             done += 1
         session.flush()

@@ -245,7 +245,8 @@ def quick_shard(index: int, of: int, folder: Path) -> Iterator[str]:
 
 
 def serve_quick(place: str, folder: str) -> None:
-    from embershard.ps.server import ServerOptions, serve
+    from embershard.ps.options import ServerOptions
+    from embershard.ps.server import serve
 
     index, _, of = place.partition("/")
     options = ServerOptions(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 import embershard as es
 from chaos_disk import PowerDisk
-from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.messages import Pull, TableIds
@@ -114,12 +114,10 @@ class Machine:
     def _started(self) -> LocalShards:
         shards = LocalShards(
             self._num_shards,
+            ShardSettings(durability=self._durability, log_dir=self.log_dir, options=BEHIND_LINK),
             base_port=self._base_port,
             restart=AGAIN,
-            durability=self._durability,
-            log_dir=self.log_dir,
             report=lambda line: None,
-            options=BEHIND_LINK,
         )
         return shards.__enter__()
 
@@ -302,9 +300,8 @@ def differing(one: Rows, other: Rows) -> list[str]:
 
 
 def shards_with_logs(num_shards: int, log_dir: Path, durability: str, say: Callable[[str], None]) -> LocalShards:
-    return LocalShards(
-        num_shards, restart=AGAIN, durability=durability, log_dir=log_dir, report=say, options=BEHIND_LINK
-    )
+    settings = ShardSettings(durability=durability, log_dir=log_dir, options=BEHIND_LINK)
+    return LocalShards(num_shards, settings, restart=AGAIN, report=say)
 
 
 def random_pause(chooser: random.Random, job: Job, longest: float = 0.4) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 import embershard as es
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.timing import Recorder, end_step
 from timing import cpu_seconds, finish, interval, load, machine, median
@@ -94,7 +94,7 @@ def measure(url: str, pairs: int, steps: int) -> tuple[list[float], list[float],
     """Rates with traces against those without, and CPU likewise, by pair; and how many traces were dropped."""
     ratios, cpu = list[float](), list[float]()
     with (
-        LocalShards(2, trace=url) as shards,
+        LocalShards(2, ShardSettings(trace=url)) as shards,
         es.connect(",".join(shards.addresses)) as session,
         SpanSender(url, "bench") as sender,
         Recorder() as recorder,

@@ -170,37 +170,73 @@ def _failed(what: str, process: _Process) -> ShardFailed:
     return ShardFailed(what=what, log=process.last_lines(), code=process.code, served=served)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """What the shards of this process are started with: options of `embershard ps`, the same for all.
+
+    `imports` are modules with row optimizers and codecs. With `rpc` they serve torch.distributed.rpc too, on loopback,
+    which executes pickles and imports torch. With `durability` "log" or "fsync" they keep a log in `log_dir`, from
+    which one that is started again has its rows; else these are lost. Each may take `log_bytes`. `metrics` are the
+    addresses at which they serve their metrics, by index; `log_format` is that of their logs, and `trace` where their
+    traces go. `tls` is the folder of their certificates, which clients over TCP need then, too. `options` are further
+    words of their command.
+    """
+
+    imports: Sequence[str] = ()
+    rpc: bool = False
+    durability: str = "memory"
+    log_dir: Path | None = None
+    log_bytes: int | None = None
+    metrics: Sequence[str] = ()
+    log_format: str = "text"
+    trace: str = ""
+    tls: Path | None = None
+    options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        mode, log_dir = self.durability, self.log_dir
+        if (mode == "memory") != (log_dir is None):
+            raise ValueError(f"durability {mode} with log_dir {log_dir}: log and fsync need one, memory has none")
+
+    def words(self, shard: int) -> list[str]:
+        """Return the options of one shard's command."""
+        words = [word for module in self.imports for word in ("--import", module)]
+        words += ["--rpc", "127.0.0.1:0", "--insecure-loopback"] if self.rpc else []
+        if self.log_dir is not None:
+            words += ["--durability", self.durability, "--log-dir", str(self.log_dir)]
+        words += [] if self.log_bytes is None else ["--log-bytes", str(self.log_bytes)]
+        words += ["--log-format", self.log_format] if self.log_format != "text" else []
+        words += ["--trace", self.trace] if self.trace else []
+        words += ["--metrics", self.metrics[shard]] if self.metrics else []
+        words += [] if self.tls is None else ["--tls", str(self.tls)]
+        return [*words, *self.options]
+
+    def rows_of_dead(self) -> str:
+        """Say what becomes of the rows of a shard that died and is started again."""
+        if self.durability == "memory":
+            return "the rows and optimizer states that it held are lost (durability: memory)"
+        is_there = self.log_dir is not None and self.log_dir.exists()
+        gone = "" if is_there else ", which is gone: they are lost"
+        return f"it takes its rows from its log in {self.log_dir}{gone}"
+
+
 class LocalShards:
     """`num_shards` shard processes on loopback, as a context manager.
 
-    `imports` are modules with row optimizers and codecs; the shards find what this process finds (its sys.path).
-    `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
-    again; by default they are not. With `durability` "log" or "fsync" they keep a log in `log_dir`, from which one that
-    is started again has its rows; else these are lost. Each may take `log_bytes`. `tls` is the folder of their
-    certificates, which clients over TCP need then, too. With `rpc` they serve torch.distributed.rpc too, on loopback,
-    which executes pickles and imports torch. `metrics` are the addresses at which they serve their metrics, by index;
-    `log_format` is that of their logs, and `trace` where their traces go. `options` are further words of their command,
-    `embershard ps`. Another `engine` than this machine has them on others, which need certificates (`tls`), or
-    --insecure among the options. A shard that logs nothing for `start_timeout` before it serves is killed. `report`
-    gets a line for people at every event, `forward` every line that a shard logs; both are called from threads.
+    The shards find the modules that this process finds (its sys.path). `base_port` 0 takes free ports; a shard that is
+    restarted keeps its port. `restart` says how dead shards are started again; by default they are not. Another
+    `engine` than this machine has them on others, which need certificates, or --insecure among the options of the
+    settings. A shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a line for people
+    at every event, `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
         self,
         num_shards: int,
+        settings: ShardSettings | None = None,
         *,
-        imports: Sequence[str] = (),
         base_port: int = 0,
         restart: RestartPolicy | None = None,
-        rpc: bool = False,
-        durability: str = "memory",
-        log_dir: Path | None = None,
-        log_bytes: int | None = None,
-        metrics: Sequence[str] = (),
-        log_format: str = "text",
-        trace: str = "",
-        tls: Path | None = None,
-        options: Sequence[str] = (),
         engine: ClusterEngine = LOCAL,
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
@@ -210,16 +246,8 @@ class LocalShards:
             raise ValueError(f"num_shards must be 1..4096, got {num_shards}")
         if base_port and not 1 <= base_port <= 65536 - num_shards:
             raise ValueError(f"base_port must leave room for {num_shards} ports, got {base_port}")
-        if (durability == "memory") != (log_dir is None):
-            raise ValueError(f"durability {durability} with log_dir {log_dir}: log and fsync need one, memory has none")
-        self._imports = tuple(imports)
+        self._settings = settings or ShardSettings()
         self._restart = restart
-        self._rpc = rpc
-        self._options = tuple(options)
-        self._durability, self._log_dir, self._log_bytes = durability, log_dir, log_bytes
-        self._metrics = tuple(metrics)
-        self._log_format, self._trace = log_format, trace
-        self._tls = tls
         self._engine = engine
         self._places = list(engine.shards(num_shards))
         self._start_timeout = start_timeout.total_seconds()
@@ -322,17 +350,8 @@ class LocalShards:
             command += ["--advertise", place.host] if place.host else []
         else:
             command += ["--listen", listen]
-        command += [word for module in self._imports for word in ("--import", module)]
-        command += ["--rpc", "127.0.0.1:0", "--insecure-loopback"] if self._rpc else []
-        if self._log_dir is not None:
-            command += ["--durability", self._durability, "--log-dir", str(self._log_dir)]
-        command += [] if self._log_bytes is None else ["--log-bytes", str(self._log_bytes)]
-        command += ["--log-format", self._log_format] if self._log_format != "text" else []
-        command += ["--trace", self._trace] if self._trace else []
-        command += ["--metrics", self._metrics[index]] if self._metrics else []
+        command += self._settings.words(index)
         command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
-        command += [] if self._tls is None else ["--tls", str(self._tls)]
-        command += self._options
         command += ["--memory", f"{MEMORY_PERCENT / place.of:.6f}%"]
         command += ["--parent-pid", str(os.getpid())] if self._engine.is_local else []
         # what this process can import, its shards can: a notebook's folder, a test's, a script's
@@ -365,13 +384,9 @@ class LocalShards:
                 self._give_up(f"{what}, not restarted after {quick_deaths} deaths in quick succession", process)
                 return
             pause = policy.pause(quick_deaths).total_seconds()
-            lost = "the rows and optimizer states that it held are lost (durability: memory)"
-            if self._durability != "memory":
-                is_there = self._log_dir is not None and self._log_dir.exists()
-                lost = f"it takes its rows from its log in {self._log_dir}"
-                lost += "" if is_there else ", which is gone: they are lost"
             self._report(
-                f"{what}: {lost}. Starting it again in {pause:.1f} s. Its last log lines:\n{process.last_lines()}"
+                f"{what}: {self._settings.rows_of_dead()}. Starting it again in {pause:.1f} s. Its last log lines:\n"
+                f"{process.last_lines()}"
             )
             if self._stopping.wait(pause) or not self._start_again(index):
                 return

@@ -20,115 +20,38 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from embershard.proto.errors import CannotListen
-from embershard.proto.monitoring.logs import LogFormat, log_as_json
+from embershard.proto.monitoring.logs import log_as_json
+from embershard.ps.monitoring.log_lines import log_as_lines
 from embershard.ps.monitoring.systemd import notify
+from embershard.ps.options import ServerOptions, check_durability
 from embershard.ps.security.access_file import read_access_file
 from embershard.ps.security.audit import AuditLog
 from embershard.ps.security.gate import Gate
 from embershard.ps.security.places import SnapshotPlaces
-from embershard.ps.transport.address import BACKLOG, Address
+from embershard.ps.transport.address import Address
 
 if TYPE_CHECKING:
-    from grpc.aio import Server
-    from grpc_health.v1.health import aio as health_aio
-
     from embershard.proto.monitoring.exporter import MetricsServer
     from embershard.proto.monitoring.tracing import RequestTracer
     from embershard.proto.security.credentials import CertificateFolder
-    from embershard.proto.security.tls import TLS
     from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.journal.progress import RecoveryProgress
     from embershard.ps.monitoring.export import MonitoredShard
     from embershard.ps.recovery import ShardLog
     from embershard.ps.security.access import Access
-    from embershard.ps.security.hidden_socket import HiddenSocket
-    from embershard.ps.security.peers import Peer
     from embershard.ps.shard import Shard
-    from embershard.ps.transport.stream import StreamServer
-    from embershard.ps.transport.tls import TLSPort
-    from embershard.ps.transport.torch_rpc import RpcServer
+    from embershard.ps.transport.transports import Transports
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
 LAST_SECONDS = 8.0  # after them, for all that is left: less than a supervisor waits before it kills
 _LOG_SECONDS = 4.0  # for what is not written yet
-_REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
 _PARENT_POLL_SECONDS = 0.5
 
-Durability = Literal["memory", "log", "fsync"]
-
 _log = logging.getLogger("embershard.ps")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """The options that one shard's process is started with.
-
-    `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers
-    and codecs. `memory` bytes are what the tables may take, by default 80 % of the machine's. More than `connections`
-    at a time are refused. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
-    torch.distributed.rpc, which is not served without it; `rpc_executes_pickles` allows it to be an address that other
-    machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
-    record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
-    is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
-    `restarts` is how often its supervisor has started it again, for its status. `metrics` is "host:port" for /metrics
-    and the probes; port 0: any free one. `log_format` is that of its log, on stderr. `trace` is the URL
-    of the OpenTelemetry collector that gets the spans of traced requests.
-    With `tls`, whoever comes over TCP has to have a certificate of an authority that its folder names.
-    `snapshots` are the folders and URLs at or below which snapshots may lie; without one they may lie nowhere, or,
-    where no other machine reaches the shard, anywhere. `access` is the file that says who may do what. On loopback the
-    shard's own user needs no line in it, but for other users of the machine only `insecure_loopback` opens it. In the
-    folder `audit` it keeps a log of who came, and what they did. In the folder `announce` it tells clients its address,
-    which is the one that it listens to, or `advertise`, as HOST or HOST:PORT.
-    """
-
-    shard: int
-    of: int
-    listen: str = "127.0.0.1:7700"
-    imports: tuple[str, ...] = ()
-    insecure: bool = False
-    queue_bytes: int = 256 * 2**20
-    memory: int | None = None
-    connections: int = 10_000
-    parent_pid: int = 0
-    rpc: str = ""
-    rpc_executes_pickles: bool = False
-    durability: Durability | None = None
-    log_dir: Path | None = None
-    log_bytes: int | None = None
-    restarts: int = 0
-    metrics: str = ""
-    log_format: LogFormat = "text"
-    trace: str = ""
-    tls: TLS | None = None
-    snapshots: tuple[str, ...] = ()
-    access: Path | None = None
-    insecure_loopback: bool = False
-    audit: Path | None = None
-    announce: Path | None = None
-    advertise: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.shard < self.of:
-            raise ValueError(f"shard must be 0..of-1, got shard {self.shard} of {self.of}")
-        if self.connections < 1:
-            raise ValueError(f"connections must be at least 1, got {self.connections}")
-        if self.queue_bytes < 1:
-            raise ValueError(f"queue_bytes must be at least 1, got {self.queue_bytes}")
-        check_durability(self.durability, self.log_dir)
-
-
-def check_durability(durability: Durability | None, log_dir: Path | None) -> Durability:
-    """The mode of a shard; ValueError where it has no folder for its log, or one that it would not use."""
-    mode = durability or ("memory" if log_dir is None else "log")
-    if mode != "memory" and log_dir is None:
-        raise ValueError(f"durability {mode} needs a folder for the log: log_dir")
-    if mode == "memory" and log_dir is not None:
-        raise ValueError("durability memory writes no log: leave out log_dir, or choose log or fsync")
-    return mode
 
 
 def serve(options: ServerOptions) -> int:
@@ -140,9 +63,7 @@ def serve(options: ServerOptions) -> int:
     if options.log_format == "json":
         json_log = log_as_json(sys.stderr, shard=options.shard)
     else:
-        log = logging.StreamHandler(sys.stderr)
-        log.setFormatter(LineFormatter(f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"))
-        logging.basicConfig(level=logging.INFO, handlers=[log])
+        log_as_lines(options.shard)
     _allow_files()
     if options.parent_pid:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
@@ -157,7 +78,7 @@ def serve(options: ServerOptions) -> int:
 
         import uvloop
 
-        return uvloop.run(_serve(shard, address, options, certificates, metrics, tracer))
+        return uvloop.run(_Server(options, address, shard, certificates, metrics, tracer).run())
 
 
 def _check(options: ServerOptions, address: Address) -> None:
@@ -263,107 +184,109 @@ def _seconds_since_start() -> float:
         return 0.0
 
 
-async def _serve(
-    shard: Shard,
-    address: Address,
-    options: ServerOptions,
-    certificates: CertificateFolder | None = None,
-    metrics: MetricsServer | None = None,
-    tracer: RequestTracer | None = None,
-) -> int:
-    from embershard.ps.transport.announce import advertised, announced
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What serves one shard at its address, and those who watch it."""
 
-    sockets = address.listen()
-    audit = None if options.audit is None else AuditLog(options.audit / f"shard-{options.shard}" / "audit.jsonl")
-    gate = _gate(address, sockets[0], options, audit)  # before anybody is answered: a client reads the token then
-    bound = advertised(options.advertise, address.bound(sockets[0]))
-    try:
-        with announced(options.announce, shard.greeting, bound, options.tls):
-            return await _serve_at(sockets, bound, gate.access, shard, address, options, certificates, metrics, tracer)
-    finally:
-        gate.close()
+    options: ServerOptions
+    address: Address
+    shard: Shard
+    certificates: CertificateFolder | None
+    metrics: MetricsServer | None
+    tracer: RequestTracer | None
 
+    async def run(self) -> int:
+        """Serve until a signal; the exit code."""
+        from embershard.ps.transport.announce import advertised, announced
 
-def _gate(address: Address, main: socket.socket, options: ServerOptions, audit: AuditLog | None) -> Gate:
-    if address.path:
-        return Gate.at_unix_socket(options.access, audit)
-    if address.is_local and options.tls is None:
-        ip, port = main.getsockname()[:2]
-        return Gate.on_loopback(ip, port, options.access, audit, insecure=options.insecure_loopback)
-    return Gate.on_network(options.access, audit)  # with certificates, nobody but who has one gets so far
+        options, sockets = self.options, self.address.listen()
+        audit = None if options.audit is None else AuditLog(options.audit / f"shard-{options.shard}" / "audit.jsonl")
+        gate = self._gate(sockets[0], audit)  # before anybody is answered: a client reads the token then
+        bound = advertised(options.advertise, self.address.bound(sockets[0]))
+        try:
+            with announced(options.announce, self.shard.greeting, bound, options.tls):
+                return await self._serve(sockets, bound, gate.access)
+        finally:
+            gate.close()
 
+    def _gate(self, main: socket.socket, audit: AuditLog | None) -> Gate:
+        options = self.options
+        if self.address.path:
+            return Gate.at_unix_socket(options.access, audit)
+        if self.address.is_local and options.tls is None:
+            ip, port = main.getsockname()[:2]
+            return Gate.on_loopback(ip, port, options.access, audit, insecure=options.insecure_loopback)
+        return Gate.on_network(options.access, audit)  # with certificates, nobody but who has one gets so far
 
-async def _serve_at(
-    sockets: list[socket.socket],
-    bound: str,
-    access: Access | None,
-    shard: Shard,
-    address: Address,
-    options: ServerOptions,
-    certificates: CertificateFolder | None,
-    metrics: MetricsServer | None,
-    tracer: RequestTracer | None,
-) -> int:
-    from embershard.ps.apply_thread import ApplyThread
-    from embershard.ps.dispatch import Dispatch
-    from embershard.ps.journal.progress import RecoveryProgress
-    from embershard.ps.monitoring.counters import Counters
+    async def _serve(self, sockets: list[socket.socket], bound: str, access: Access | None) -> int:
+        from embershard.ps.apply_thread import ApplyThread
+        from embershard.ps.dispatch import Dispatch
+        from embershard.ps.journal.progress import RecoveryProgress
+        from embershard.ps.monitoring.counters import Counters
+        from embershard.ps.transport.transports import Transports
 
-    loop = asyncio.get_running_loop()
-    stop = _Stop(loop)
-    apply = ApplyThread(max_bytes=options.queue_bytes, counters=Counters(options.restarts))
-    progress = RecoveryProgress()
-    dispatch = Dispatch(shard, apply, progress, access)
-    dispatch.tracer = tracer
-    if metrics is not None:
-        metrics.monitored = _monitored(dispatch, apply, loop, None if address.path else certificates)
-    transports = await _Transports.start(dispatch, sockets, options, certificates)
-    # in a thread: workers are told meanwhile how far it is
-    recovery = loop.run_in_executor(None, _recover, shard, options, progress)
-    either: tuple[asyncio.Future[Any], ...] = recovery, stop.received
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not recovery.done():
-            _end_while_recovering(stop.received.result())
-        log = await recovery
-    except BaseException:
+        loop = asyncio.get_running_loop()
+        stop = _Stop(loop)
+        apply = ApplyThread(max_bytes=self.options.queue_bytes, counters=Counters(self.options.restarts))
+        progress = RecoveryProgress()
+        dispatch = Dispatch(self.shard, apply, progress, access)
+        dispatch.tracer = self.tracer
+        if self.metrics is not None:
+            certificates = None if self.address.path else self.certificates
+            self.metrics.monitored = _monitored(dispatch, apply, loop, certificates)
+        transports = await Transports.start(dispatch, sockets, self.options, self.certificates)
+        # in a thread: workers are told meanwhile how far it is
+        recovery = loop.run_in_executor(None, _recover, self.shard, self.options, progress)
+        either: tuple[asyncio.Future[Any], ...] = recovery, stop.received
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not recovery.done():
+                _end_while_recovering(stop.received.result())
+            log = await recovery
+        except BaseException:
+            await transports.close()
+            raise
+        dispatch.open()
+        await transports.open()
+        self._report_serving(bound, transports)
+        # the first snapshot need not wait for it
+        loop.run_in_executor(None, import_module, "embershard.proto.snapshot.storage")
+        return await self._finish(await stop.received, apply, log, transports)
+
+    def _report_serving(self, bound: str, transports: Transports) -> None:
+        """Say on stdout, to systemd and in the log that the shard serves, and where."""
+        shard, of = self.options.shard, self.options.of
+        ready = {"event": "serving", "shard": shard, "of": of, "address": bound, "pid": os.getpid()}
+        if transports.rpc is not None:
+            ready["rpc"] = transports.rpc.address
+        if self.metrics is not None:
+            ready["metrics"] = self.metrics.address
+        _settle()
+        print(json.dumps(ready), flush=True)
+        notify(f"READY=1\nSTATUS=shard {shard} of {of} serves at {bound}")
+        _log.info("serving at %s (shard %d of %d, instance %s)", bound, shard, of, self.shard.greeting.instance)
+
+    async def _finish(self, signum: int, apply: ApplyThread, log: ShardLog | None, transports: Transports) -> int:
+        """Apply what was accepted before the signal, and close everything; the exit code."""
+        notify("STOPPING=1")
+        _log.info("%s: finishing %d queued bytes", signal.Signals(signum).name, apply.queued_bytes)
+        await transports.health.enter_graceful_shutdown()
+        apply.close()  # from here on, new requests are told that the shard is shutting down
+        done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
+        if log is not None and done:  # the last answers wait for it
+            done = await asyncio.to_thread(log.close, _LOG_SECONDS)
         await transports.close()
-        raise
-    dispatch.open()
-    await transports.open()
-    ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
-    if transports.rpc is not None:
-        ready["rpc"] = transports.rpc.address
-    if metrics is not None:
-        ready["metrics"] = metrics.address
-    _settle()
-    print(json.dumps(ready), flush=True)
-    notify(f"READY=1\nSTATUS=shard {options.shard} of {options.of} serves at {bound}")
-    loop.run_in_executor(
-        None, import_module, "embershard.proto.snapshot.storage"
-    )  # the first snapshot need not wait for it
-    _log.info("serving at %s (shard %d of %d, instance %s)", bound, options.shard, options.of, shard.greeting.instance)
-
-    signum = await stop.received
-    notify("STOPPING=1")
-    _log.info("%s: finishing %d queued bytes", signal.Signals(signum).name, apply.queued_bytes)
-    await transports.health.enter_graceful_shutdown()
-    apply.close()  # from here on, new requests are told that the shard is shutting down
-    done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
-    if log is not None and done:  # the last answers wait for it
-        done = await asyncio.to_thread(log.close, _LOG_SECONDS)
-    await transports.close()
-    if address.path:
-        Path(address.path).unlink(missing_ok=True)
-    if not done:
-        _log.error(
-            "dropped %d queued bytes: they were not applied within %.0f s of the stop",
-            apply.queued_bytes,
-            GRACE_SECONDS,
-        )
-        return 1
-    _log.info("done: everything accepted was applied")
-    return 130 if signum == signal.SIGINT else 0
+        if self.address.path:
+            Path(self.address.path).unlink(missing_ok=True)
+        if not done:
+            _log.error(
+                "dropped %d queued bytes: they were not applied within %.0f s of the stop",
+                apply.queued_bytes,
+                GRACE_SECONDS,
+            )
+            return 1
+        _log.info("done: everything accepted was applied")
+        return 130 if signum == signal.SIGINT else 0
 
 
 def _monitored(
@@ -389,154 +312,10 @@ def _end_while_recovering(signum: int) -> NoReturn:
     os._exit(130 if signum == signal.SIGINT else 0)
 
 
-@dataclass(frozen=True)
-class _Transports:
-    """What brings requests to the shard."""
-
-    grpc: list[Server]
-    health: health_aio.HealthServicer
-    stream: StreamServer
-    listeners: list[asyncio.Server]
-    rpc: RpcServer | None
-    hidden: list[HiddenSocket]  # at which gRPC listens: others come by the shard's own address
-    following: asyncio.Task[None] | None  # of the files of certificates
-
-    @classmethod
-    async def start(
-        cls,
-        dispatch: Dispatch,
-        sockets: list[socket.socket],
-        options: ServerOptions,
-        certificates: CertificateFolder | None,
-    ) -> _Transports:
-        from grpc_health.v1 import health
-        from grpc_health.v1.health_pb2 import HealthCheckResponse
-
-        from embershard.proto.messages import SERVICE
-        from embershard.ps.security.hidden_socket import HiddenSocket
-        from embershard.ps.transport.grpc import ShardService, make_server
-        from embershard.ps.transport.pipe import PipedServer
-        from embershard.ps.transport.stream import StreamServer
-
-        rpc = await _start_rpc(dispatch, options) if options.rpc else None
-        healthy = health.aio.HealthServicer()
-        for name in ("", SERVICE):
-            await healthy.set(name, HealthCheckResponse.NOT_SERVING)
-        hidden = [HiddenSocket()]
-        piped = PipedServer(hidden[0].path)
-        server = make_server(ShardService(dispatch, piped.peers, certificates), healthy, certificates)
-        server.add_insecure_port(hidden[0].target)
-        hidden[0].hide()
-        piped.path = hidden[0].path
-        servers, tls, following = [server], None, None
-        if certificates is not None and sockets[0].family != socket.AF_UNIX:
-            hidden += [HiddenSocket(), HiddenSocket()]
-            tls, refusing = _tls_port(server, certificates, hidden[1:], piped.peers)
-            servers.append(refusing)
-        for one in servers:
-            await one.start()
-        stream = StreamServer(dispatch, foreign=piped, tls=tls, max_connections=options.connections)
-        if certificates is not None:
-            from embershard.ps.transport.tls import follow
-
-            following = asyncio.create_task(follow(certificates, stream.check_certificates))
-        listeners = [await _listen(stream, sock) for sock in sockets]
-        return cls(servers, healthy, stream, listeners, rpc, hidden, following)
-
-    async def open(self) -> None:
-        """Say to those who ask about the health of this server that it serves."""
-        from grpc_health.v1.health_pb2 import HealthCheckResponse
-
-        from embershard.proto.messages import SERVICE
-
-        for name in ("", SERVICE):
-            await self.health.set(name, HealthCheckResponse.SERVING)
-
-    async def close(self) -> None:
-        """Stop listening, and send the last replies."""
-        for listener in self.listeners:
-            listener.close()
-        if self.following is not None:
-            self.following.cancel()
-        servers = (server.stop(_REPLY_SECONDS) for server in self.grpc)
-        await asyncio.gather(self.stream.close(_REPLY_SECONDS), *servers)
-        for hidden in self.hidden:
-            hidden.close()
-        if self.rpc is not None:
-            await self.rpc.close()
-
-
-async def _start_rpc(dispatch: Dispatch, options: ServerOptions) -> RpcServer:
-    from embershard.ps.transport.torch_rpc import RpcServer  # imports torch, which a shard does not need otherwise
-
-    place = Address.parse(options.rpc)
-    return await RpcServer.start(dispatch, place.host, place.port, executes_pickles=options.rpc_executes_pickles)
-
-
-def _tls_port(
-    server: Server, certificates: CertificateFolder, hidden: list[HiddenSocket], peers: dict[str, Peer]
-) -> tuple[TLSPort, Server]:
-    """What connections over TCP go through, with a second gRPC server, which refuses those without TLS.
-
-    They listen at the two `hidden` sockets; `peers` are the server's.
-    """
-    import grpc.aio
-
-    from embershard.proto.errors import BadCertificate, TLSRequired
-    from embershard.ps.transport.grpc import Refuses, server_credentials
-    from embershard.ps.transport.pipe import PipedServer
-    from embershard.ps.transport.tls import TLSPort
-
-    try:
-        server.add_secure_port(hidden[0].target, server_credentials(certificates))
-    except RuntimeError:  # gRPC has a TLS library of its own, which is stricter, and says why on stderr alone
-        for one in hidden:
-            one.close()
-        raise BadCertificate(
-            path=str(certificates.tls.path),
-            problem="unreadable",
-            reason="gRPC cannot use its certificate or its key",
-            remedy="Issue one with the key usage digitalSignature (`embershard keys issue`)",
-        ) from None
-    refusing = grpc.aio.server()
-    refusing.add_generic_rpc_handlers((Refuses(TLSRequired()),))
-    refusing.add_insecure_port(hidden[1].target)
-    for one in hidden:
-        one.hide()
-    return TLSPort(certificates, PipedServer(hidden[0].path, peers), PipedServer(hidden[1].path)), refusing
-
-
 def _settle() -> None:
     """Take what exists now out of later garbage collections: it stays, and looking at it cost more than serving."""
     gc.collect()
     gc.freeze()
-
-
-async def _listen(stream: StreamServer, sock: socket.socket) -> asyncio.Server:
-    loop = asyncio.get_running_loop()
-    if sock.family == socket.AF_UNIX:
-        return await loop.create_unix_server(stream.protocol, sock=sock, backlog=BACKLOG)
-    return await loop.create_server(stream.protocol, sock=sock, backlog=BACKLOG)
-
-
-class LineFormatter(logging.Formatter):
-    """One line for each record, and indented ones for a traceback: no text of a peer can look like another record."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """The record, its control characters escaped."""
-        return _escaped(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:
-        """The traceback, its lines indented and their control characters escaped."""
-        return "\n".join(f"    {_escaped(line)}" for line in super().formatException(ei).split("\n"))
-
-
-# C0, DEL, C1, and what else ends a line
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
-
-
-def _escaped(text: str) -> str:
-    return text.translate(_CONTROLS)
 
 
 def _allow_files() -> None:

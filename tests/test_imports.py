@@ -33,7 +33,7 @@ FLOORS = (
     {"deploy/grafana", "deploy/manifests"},
 )
 FLOORS_OF_PS = (
-    {"ps/memory", "ps/monitoring", "ps/journal", "ps/security"},
+    {"ps/memory", "ps/monitoring", "ps/journal", "ps/options", "ps/security"},
     {"ps/apply_thread"},
     {"ps/table"},
     {"ps/coordination", "ps/bases"},

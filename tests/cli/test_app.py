@@ -14,14 +14,14 @@ from report_cases import JOB
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.cli import evaluate, main, train, up
+from embershard.cli import evaluate, local_job, main, train, up
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
 from embershard.doctor import machine
 from embershard.proto.errors import CannotWrite, ShardUnavailable, UnknownTable
 from embershard.ps.memory import physical_memory
-from embershard.worker.client import connections
+from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
 
 HELP = """
@@ -79,11 +79,11 @@ def test_a_base_port_without_room_for_the_shards_is_wrong_usage(run, port, shard
 
 
 def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_starts(run, monkeypatch, caplog):
-    monkeypatch.setattr(connections, "_SILENT_WAIT", timedelta(0))
+    monkeypatch.setattr(shard_connection, "_SILENT_WAIT", timedelta(0))
     connect = Client.connect
     soon = timedelta(seconds=0.2)
     monkeypatch.setattr(Client, "connect", lambda addresses, **_: connect(addresses, timeout=soon))
-    monkeypatch.setattr(train, "LocalWorkers", None)
+    monkeypatch.setattr(local_job, "LocalWorkers", None)
     with caplog.at_level(logging.WARNING):
         error = run("train", "job.yaml", "--ps", "127.0.0.1:1", "--output", "out").exception
     assert isinstance(error, ShardUnavailable)
@@ -97,7 +97,7 @@ def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(run, monkeypat
     def fail(*_, **__):
         raise WorkerFailed(worker=0, how="exit code 1", log="worker-0.log", lines="(nothing)")
 
-    monkeypatch.setattr(train._LocalJob, "train", fail)
+    monkeypatch.setattr(local_job.LocalJob, "train", fail)
     monkeypatch.setattr(train.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert type(run("train", "job.yaml", "--output", "out").exception) is named
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from embershard.cli import train
+from embershard.cli import local_job
 from embershard.cli.recovery import Recoveries
 from embershard.deploy.workers import WorkerFailed
 from embershard.proto.errors import JobError, ShardFailed
@@ -85,7 +85,7 @@ class Saved:
         return self
 
 
-class LocalJob(train._LocalJob):
+class LocalJob(local_job.LocalJob):
     """A job whose attempts end as they are told to: the error of each (None: well), and its latest checkpoint."""
 
     ends: ClassVar[list] = []
@@ -127,7 +127,7 @@ def test_attempts_begin_with_the_latest_checkpoint_until_one_ends_well_or_is_the
 ):
     monkeypatch.setattr(LocalJob, "ends", ends)
     monkeypatch.setattr(LocalJob, "begun", [])
-    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(local_job.time, "sleep", lambda seconds: None)
     job = make_job(checkpoint={"folder": str(tmp_path)})
     recoveries = Recoveries(tmp_path, lambda line: None)
     local = LocalJob(

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.cli import evaluate, export, shards, train
+from embershard.cli import evaluate, export, local_job, shards
 from embershard.proto.errors import BadAddress
 
 JOB = """\
@@ -55,7 +55,7 @@ def test_options_of_train_override_the_shards_of_the_environment(words, ps, used
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(JOB)
     taken = []
-    monkeypatch.setattr(train._LocalJob, "train", lambda self, checkpoint: taken.append(self.ps))
+    monkeypatch.setattr(local_job.LocalJob, "train", lambda self, checkpoint: taken.append(self.ps))
     assert run("train", "job.yaml", "--output", "out", *words, ps=ps).exit_code == 0
     assert taken == [used]
 

@@ -9,7 +9,7 @@ from report_cases import JOB
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.cli import train as train_command
+from embershard.cli import local_job
 from embershard.compare.run import runs
 from embershard.proto.errors import EmbershardError
 
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
     def start(*_, **__):
         raise Started("started")
 
-    monkeypatch.setattr(train_command, "LocalShards", start)
+    monkeypatch.setattr(local_job, "LocalShards", start)
     monkeypatch.setattr(runs.subprocess, "Popen", start)
 
 
@@ -91,6 +91,6 @@ def test_user_code_is_looked_for_before_anything_starts(words, message, tmp_path
 
 
 def test_an_optimizer_of_shards_that_run_already_is_theirs(monkeypatch):
-    monkeypatch.setattr(train_command, "_meet_shards", lambda *_: None)
-    monkeypatch.setattr(train_command, "LocalWorkers", train_command.LocalShards)
+    monkeypatch.setattr(local_job, "_meet_shards", lambda *_: None)
+    monkeypatch.setattr(local_job, "LocalWorkers", local_job.LocalShards)
     assert said(*TRAIN, f"embedding.optimizer={CUSTOM}", "--ps", "127.0.0.1:7700,127.0.0.1:7701") == "started"

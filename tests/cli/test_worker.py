@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,25 +11,26 @@ import typer
 
 import embershard as es
 from embershard.cli import worker as command
-from embershard.cli.worker import WorkerRanks, _check_mode, _has_own_gpu
+from embershard.cli.ranks import WorkerRanks
+from embershard.cli.worker import _check_mode, _has_own_gpu, _Worker
 from embershard.proto.errors import JobError
 from embershard.proto.messages import Compress, TableCodecs
 from harness.job import make_job
 
 
-def place(workers):
-    return WorkerRanks(0, workers, 0, workers, timedelta(seconds=1))
+def ranks(workers, rank=0):
+    return WorkerRanks(rank=rank, world_size=workers, local_rank=rank, local_world_size=workers)
 
 
 @pytest.mark.parametrize(("gpus", "workers", "own"), [(0, 1, False), (0, 2, False), (1, 1, True), (1, 2, False)])
 def test_nccl_is_for_workers_with_a_gpu_of_their_own_and_so_is_fsdp(monkeypatch, gpus, workers, own):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert _has_own_gpu(make_job("hybrid"), place(workers)) is own
-    assert not _has_own_gpu(make_job("hybrid", train={"device": "cpu"}), place(workers))
+    assert _has_own_gpu(make_job("hybrid"), ranks(workers)) is own
+    assert not _has_own_gpu(make_job("hybrid", train={"device": "cpu"}), ranks(workers))
     if gpus and not own:
         with pytest.raises(JobError, match=r"dense\.mode: 2 workers share 1 GPUs, and fsdp needs one for each"):
-            _has_own_gpu(make_job(dense={"mode": "fsdp"}), place(workers))
+            _has_own_gpu(make_job(dense={"mode": "fsdp"}), ranks(workers))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,8 @@ def test_a_worker_in_the_wrong_place_is_refused(strategy, ps, workers, why):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_worker_prints_how_tables_travel_from_here_on(monkeypatch, capsys, rank):
     monkeypatch.setattr(command, "connect", lambda ps, **settings: es.local())
-    with command._connect(make_job(), "127.0.0.1:1", replace(place(2), rank=rank), ()) as session:
+    worker = _Worker(job=make_job(), base=Path(), ps=None, ranks=ranks(2, rank), join_timeout=timedelta(seconds=1))
+    with worker._connect("127.0.0.1:1") as session:
         module = es.Embedding(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))))
         session.client.ask_all(Compress(revision=1, tables=(TableCodecs(table="t", push="int8"),)))
         module(torch.tensor([1])).sum().backward()

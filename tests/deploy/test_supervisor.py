@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from embershard.deploy.supervisor import LocalShards, RestartPolicy, _Process
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings, _Process
 from embershard.proto import spec
 from embershard.proto.errors import ShardFailed
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, Hello
@@ -38,11 +38,16 @@ def test_pauses_grow_to_the_longest_and_a_shard_is_given_up_after_the_last_quick
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"num_shards": 0}, {"num_shards": 2, "base_port": 65535}, {"num_shards": 1, "durability": "log"}]
+    ("kind", "arguments"),
+    [
+        (LocalShards, {"num_shards": 0}),
+        (LocalShards, {"num_shards": 2, "base_port": 65535}),
+        (ShardSettings, {"durability": "log"}),
+    ],
 )
-def test_arguments_without_sense_are_refused(arguments):
+def test_arguments_without_sense_are_refused(kind, arguments):
     with pytest.raises(ValueError, match=r"must|log_dir"):
-        LocalShards(**arguments)
+        kind(**arguments)
 
 
 def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch):
@@ -56,7 +61,7 @@ def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     made = spec.TableSpec(name="t", dim=2, optimizer=spec.Custom(function="their_rows:step", lr=0.1))
-    with LocalShards(1, imports=["their_rows"], options=["--insecure-loopback"]) as shards:
+    with LocalShards(1, ShardSettings(imports=["their_rows"], options=["--insecure-loopback"])) as shards:
         assert ask(shards.addresses[0], Declare(made)) == Declared(created=True, loading=False)
 
 
@@ -70,7 +75,7 @@ def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch):
 def test_a_shard_that_does_not_start_is_an_error_with_its_last_words(module, seconds, words, tmp_path, monkeypatch):
     (tmp_path / f"rows_{seconds}.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path))
-    shards = LocalShards(2, imports=[f"rows_{seconds}"], start_timeout=timedelta(seconds=seconds))
+    shards = LocalShards(2, ShardSettings(imports=[f"rows_{seconds}"]), start_timeout=timedelta(seconds=seconds))
     with pytest.raises(ShardFailed, match=f"(?s){words}"), shards:
         pass
     assert alive(shards.pids) == []
@@ -85,7 +90,8 @@ def test_a_port_in_use_is_an_error_that_names_it():
 
 def test_a_shard_that_died_is_reported_and_restarted_at_its_address_and_none_is_left_outside():
     reports, soon = [], RestartPolicy(first_pause=timedelta(seconds=0.01), max_quick_deaths=3)
-    with LocalShards(2, restart=soon, report=reports.append, options=["--insecure-loopback"]) as shards:
+    settings = ShardSettings(options=["--insecure-loopback"])
+    with LocalShards(2, settings, restart=soon, report=reports.append) as shards:
         before = [ask(address, Hello()) for address in shards.addresses]
         assert [(greeting.shard, greeting.num_shards) for greeting in before] == [(0, 2), (1, 2)]
         addresses, (victim, other) = shards.addresses, shards.pids
@@ -150,10 +156,10 @@ def test_what_a_shards_module_started_ends_with_the_shard(tmp_path, monkeypatch,
 
     if not serves:
         with pytest.raises(ShardFailed, match="no function"):
-            LocalShards(1, imports=[module]).__enter__()
+            LocalShards(1, ShardSettings(imports=[module])).__enter__()
         eventually(lambda: not alive(started()))
         return
-    with LocalShards(1, imports=[module], restart=restart) as shards:
+    with LocalShards(1, ShardSettings(imports=[module]), restart=restart) as shards:
         (first,) = started()
         os.kill(shards.pids[0], signal.SIGKILL)
         eventually(lambda: len(started()) == 2 and not alive([first]))

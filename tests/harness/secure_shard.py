@@ -10,9 +10,10 @@ from embershard.proto.security.credentials import CertificateFolder
 from embershard.proto.security.tls import TLS
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.options import ServerOptions
 from embershard.ps.security.access import Access
-from embershard.ps.server import ServerOptions, _Transports
 from embershard.ps.transport.address import Address
+from embershard.ps.transport.transports import Transports
 from harness.shards import make_shard, table
 
 
@@ -29,12 +30,12 @@ class SecureShard:
         self._listen = Address.parse(listen)
         self._transports = self.run(self._start())
 
-    async def _start(self) -> _Transports:
+    async def _start(self) -> Transports:
         sockets = self._listen.listen()
         self.address = self._listen.bound(sockets[0])
         dispatch = Dispatch(make_shard(table(dim=2)), self.apply, access=self.access)
         options = ServerOptions(shard=0, of=1)
-        transports = await _Transports.start(dispatch, sockets, options, self.certificates)
+        transports = await Transports.start(dispatch, sockets, options, self.certificates)
         await transports.open()
         return transports
 

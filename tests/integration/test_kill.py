@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import embershard as es
-from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError
@@ -136,10 +136,9 @@ def kill_under_load(folder, kills, mode, durability="log", seed=0):
         last = max(pusher.acknowledged for pusher in pushers) + 5
         return last
 
+    settings = ShardSettings(durability=durability, log_dir=folder)
     with ExitStack() as stack:
-        shards = stack.enter_context(
-            LocalShards(1, restart=AGAIN, durability=durability, log_dir=folder, report=lambda line: None)
-        )
+        shards = stack.enter_context(LocalShards(1, settings, restart=AGAIN, report=lambda line: None))
         clients = [
             stack.enter_context(closing(Client.connect(shards.addresses, worker=rank, timeout=TIMEOUT)))
             for rank in range(WORKERS)
@@ -174,9 +173,9 @@ def test_a_recovery_that_takes_longer_than_a_call_is_waited_for_and_shown(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     imports = ["slow_codec"]
     spec = es.TableSpec(name="t", dim=DIM, optimizer=es.SGD(lr=1.0), push_codec=CodecName.parse("slow_codec:slow"))
-    logs = {"durability": "log", "log_dir": tmp_path / "log"}
+    settings = ShardSettings(imports=imports, durability="log", log_dir=tmp_path / "log")
     with (
-        LocalShards(1, imports=imports, restart=AGAIN, report=lambda line: None, **logs) as shards,
+        LocalShards(1, settings, restart=AGAIN, report=lambda line: None) as shards,
         es.connect(shards.addresses, timeout=TIMEOUT, imports=imports) as session,
         closing(transport_for(shards.addresses[0])) as transport,
     ):
@@ -251,7 +250,8 @@ def train(session, until):
 @pytest.mark.parametrize("is_there", [True, False], ids=["log", "its folder is gone"])
 def test_the_supervisor_says_whether_a_dead_shard_has_its_log(tmp_path, is_there):
     folder, lines = tmp_path / "logs", []
-    with LocalShards(1, restart=AGAIN, durability="log", log_dir=folder, report=lines.append) as shards:
+    settings = ShardSettings(durability="log", log_dir=folder)
+    with LocalShards(1, settings, restart=AGAIN, report=lines.append) as shards:
         if not is_there:
             folder.rename(tmp_path / "elsewhere")  # at once, since the shard makes files in it
         os.kill(shards.pids[0], signal.SIGKILL)
@@ -265,7 +265,8 @@ def test_the_supervisor_says_whether_a_dead_shard_has_its_log(tmp_path, is_there
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_whose_shards_are_killed_trains_to_the_bits_of_one_that_was_not_disturbed(tmp_path, way):
     chooser = random.Random(way)
-    with LocalShards(2, restart=AGAIN, durability="log", log_dir=tmp_path, report=lambda line: None) as shards:
+    settings = ShardSettings(durability="log", log_dir=tmp_path)
+    with LocalShards(2, settings, restart=AGAIN, report=lambda line: None) as shards:
         reached, done = [0], threading.Event()
 
         def kill():

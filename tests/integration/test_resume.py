@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import embershard as es
-from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint
 from embershard.worker.checkpoint.snapshots import read_manifest, read_table
 from embershard.worker.client.worker_group import WorkerGroup
@@ -110,15 +110,15 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_job_and_its_shards_that_were_killed_whole_go_on_from_log_and_checkpoint(start, tmp_path, workers):
     words = ("--workers", workers, "--set", "train.staleness=0", "--set", "data.loader_processes=0")
-    logs = {"durability": "log", "log_dir": tmp_path / "logs"}
-    with LocalShards(1, **logs) as shards:
+    logs = ShardSettings(durability="log", log_dir=tmp_path / "logs")
+    with LocalShards(1, logs) as shards:
         training = start(JOB, *words, "--ps", shards.addresses[0])
         await_checkpoint(training, tmp_path / "checkpoints" / "step-000000040")
         for process in [*psutil.Process(training.pid).children(recursive=True), training]:
             process.kill()
         os.kill(shards.pids[0], signal.SIGKILL)
         training.wait()
-    with LocalShards(1, **logs) as shards:
+    with LocalShards(1, logs) as shards:
         with es.connect(shards.addresses) as session:
             (status,) = session.client.status()
             assert status.term == 2

@@ -12,7 +12,7 @@ from standing_still import standing_still
 from torch import nn
 
 import embershard as es
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto.errors import UnknownOptimizer
 from harness.models import BagModel, random_pairs
 from harness.raises import raises
@@ -60,7 +60,7 @@ def test_a_user_defined_row_optimizer_trains_in_shards_started_with_it(shards, m
     with es.connect(shards.addresses) as session, raises(UnknownOptimizer, **told):
         es.wrap(copy.deepcopy(model), session, optimizer=optimizer, prefix="custom/")
     monkeypatch.setattr(sys, "path", [*sys.path, str(BENCH)])
-    with LocalShards(1, imports=["signum"]) as own, es.connect(own.addresses) as session:
+    with LocalShards(1, ShardSettings(imports=["signum"])) as own, es.connect(own.addresses) as session:
         losses = train(es.wrap(copy.deepcopy(model), session, optimizer=optimizer), session.step)
     with es.local(1, imports=["signum"]) as session:
         assert losses == train(es.wrap(model, session, optimizer=optimizer), session.step)

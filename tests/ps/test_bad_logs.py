@@ -18,6 +18,7 @@ from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import MANIFEST
 from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.record import encode_segment_header, read_segment_header
+from embershard.ps.options import ServerOptions
 from embershard.ps.recovery import recover, sha256_of_modules
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -51,7 +52,7 @@ def log_of(folder, shard=0, of=1, pushes=40, imports=()):
 
 def start(log_dir, shard=0, of=1, imports=()):
     """Start a shard's process, as far as its log; what it did to the files of its folder is an error of the test."""
-    options = server.ServerOptions(shard=shard, of=of, log_dir=log_dir, imports=imports)
+    options = ServerOptions(shard=shard, of=of, log_dir=log_dir, imports=imports)
     made = Shard(shard, Placement.even(of), OptimizerRegistry(imports))
     return server._recover(made, options, RecoveryProgress())
 

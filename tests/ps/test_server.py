@@ -10,7 +10,8 @@ import pytest
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
-from embershard.ps.server import LineFormatter, ServerOptions
+from embershard.ps.monitoring.log_lines import LineFormatter
+from embershard.ps.options import ServerOptions
 from embershard.ps.transport.address import Address
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
@@ -130,11 +131,13 @@ def test_a_log_record_is_one_line_whatever_a_peer_says():
 HANGS = """
 import asyncio
 from embershard.ps import server
+from embershard.ps.options import ServerOptions
+from embershard.ps.transport.transports import Transports
 server.GRACE_SECONDS, server.LAST_SECONDS = 0.1, 0.1
 async def hang(self):
     await asyncio.sleep(3600)
-server._Transports.close = hang
-server.serve(server.ServerOptions(shard=0, of=1, listen="127.0.0.1:0"))
+Transports.close = hang
+server.serve(ServerOptions(shard=0, of=1, listen="127.0.0.1:0"))
 """
 
 

@@ -42,7 +42,6 @@ from embershard.worker.client.connections import (
     Outcome,
     Places,
     ShardConnections,
-    handshake,
     raise_first,
 )
 from embershard.worker.client.lineage import Lineage
@@ -52,6 +51,7 @@ from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, may_be_unhandled
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.client.routes import Part, placed_gradients, placed_reads
+from embershard.worker.client.shard_connection import handshake
 from embershard.worker.compression.compressor import Compressor, rate_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -22,14 +22,12 @@ from embershard.proto.errors import (
     MemoryLost,
     MessageTooLarge,
     NotAllowed,
-    NotAShard,
     OtherTerm,
     ShardBusy,
     ShardRecovering,
     ShardRestarted,
     ShardUnavailable,
     UnknownTable,
-    WrongShards,
 )
 from embershard.proto.messages import (
     PUT_BACK_SECONDS,
@@ -50,13 +48,18 @@ from embershard.proto.messages import (
 from embershard.proto.routing import Route
 from embershard.proto.timing import Deadline, charge_to, span
 from embershard.proto.transport.shared_socket import Poller
-from embershard.proto.transport.transport import PendingReply, Transport, TransportClosed, Unreachable
+from embershard.proto.transport.transport import PendingReply, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
 from embershard.worker.client.kept import KeptPushes, with_first_incomplete
+from embershard.worker.client.shard_connection import (
+    ShardConnection,
+    labelled,
+    pauses,
+    sleep,
+    submit,
+    unavailable,
+)
 
-_FIRST_PAUSE = 0.02  # seconds; doubles with every try
-_LONGEST_PAUSE = 1.0
-_SILENT_WAIT = timedelta(seconds=3)  # waiting for longer than this is logged, once
 RECOVERY_TIMEOUT = timedelta(minutes=30)  # for a shard that recovers its rows
 
 # what protobuf adds to the arrays, generously: tags, lengths and numbers, once per message and once per table
@@ -65,22 +68,6 @@ TABLE_OVERHEAD = 64
 _MEMBER_OVERHEAD = 16  # of a table in a bundle, beside its name
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class ShardConnection:
-    """One shard as a worker knows it."""
-
-    transport: Transport
-    greeting: Greeting  # of the process that answered last
-    suspect: bool = False  # the connection broke: another process may answer now
-    recovering_since: float = 0.0  # clock.now() when it said so first; 0: it does not
-    heartbeat: PendingReply | None = None  # on its way; held because gRPC cancels a call that is forgotten
-
-    @property
-    def name(self) -> str:
-        """Index and address, for errors."""
-        return f"shard {self.greeting.shard} at {self.transport.address}"
 
 
 Outcome = Reply | EmbershardError
@@ -104,88 +91,6 @@ class ClientStats:
     cache_lookups: int = 0  # rows that it was asked for
     lost_leases: int = 0  # times that the other workers went on without this one
     volume: ByteCounts = field(default_factory=dict)  # the bytes by direction and part
-
-
-def handshake(
-    transports: Sequence[Transport], worker: int, deadline: Deadline, recovery_timeout: timedelta = timedelta(0)
-) -> list[ShardConnection]:
-    """Connect to all shards, in the order of their index; waits for those that start later.
-
-    The deadline begins anew whenever a shard says that it recovers its rows, for `recovery_timeout` at most.
-    ShardUnavailable where none answers by the deadline, NotAShard where something else does, WrongShards where the
-    shards do not make one placement.
-    """
-    found: dict[int, Greeting] = {}
-    clock = deadline.clock
-    silent: Deadline | None = Deadline(_SILENT_WAIT, clock)
-    recovery = Deadline(recovery_timeout, clock)
-    for pause in _pauses(clock):
-        waiting = [i for i in range(len(transports)) if i not in found]
-        pending = {i: _submit(transports[i], Hello(worker=worker), deadline.remaining) for i in waiting}
-        reasons: dict[int, str] = {}
-        recovering = False
-        for i, answer in pending.items():
-            try:
-                reply = answer.result()
-            except TransportClosed:
-                raise ClientClosed() from None
-            except Unreachable as error:
-                reasons[i] = error.reason
-            except EmbershardError as error:
-                if not error.retryable:
-                    label = "" if isinstance(error, NotAShard) else f"the server at {transports[i].address}"
-                    raise _labelled(error, label) from None
-                reasons[i] = str(error)
-                recovering |= isinstance(error, ShardRecovering)
-            else:
-                if not isinstance(reply, Greeting):
-                    raise NotAShard(address=transports[i].address, reason=f"it said {type(reply).__name__}")
-                found[i] = reply
-        if not reasons:
-            return _in_order([ShardConnection(transports[i], found[i]) for i in range(len(transports))])
-        first, reason = next(iter(reasons.items()))
-        if silent is not None and silent.seconds <= 0:
-            silent = None
-            _log.warning("waiting for the server at %s (%s)", transports[first].address, reason)
-        recovering = recovering and recovery.seconds > 0
-        if not (_sleep(pause, deadline) or recovering):
-            break
-        if recovering:
-            deadline = Deadline(deadline.timeout, clock)
-    raise _unavailable(f"the server at {transports[first].address}", transports[first].address, reason, deadline)
-
-
-def _in_order(connections: list[ShardConnection]) -> list[ShardConnection]:
-    """Links by index. WrongShards names what does not fit."""
-    first = connections[0].greeting
-    by_index: dict[int, ShardConnection] = {}
-    for connection in connections:
-        mine = connection.greeting
-        where = f"{connections[0].transport.address} and {connection.transport.address}"
-        if mine.num_shards != first.num_shards:
-            raise WrongShards(
-                reason=f"{where} were started for {first.num_shards} and {mine.num_shards} shards; "
-                "give every shard the same --of, and name the shards of one job only"
-            )
-        if mine.placement_epoch != first.placement_epoch:
-            raise WrongShards(
-                reason=f"{where} hold placement epochs {first.placement_epoch} and {mine.placement_epoch}; "
-                "restart the shards together"
-            )
-        if mine.shard in by_index:
-            other = by_index[mine.shard].transport.address
-            raise WrongShards(
-                reason=f"{other} and {connection.transport.address} are both shard {mine.shard}; "
-                "start each with its own --shard"
-            )
-        by_index[mine.shard] = connection
-    missing = [str(i) for i in range(first.num_shards) if i not in by_index]
-    if missing:
-        raise WrongShards(
-            reason=f"of {first.num_shards} shards, {', '.join(missing)} is not among the addresses "
-            f"{', '.join(connection.transport.address for connection in connections)}; name the address of every shard"
-        )
-    return [by_index[i] for i in range(first.num_shards)]
 
 
 class ShardConnections:
@@ -266,7 +171,7 @@ class ShardConnections:
         waiting = requests
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
-                for pause in _pauses(self.clock):
+                for pause in pauses(self.clock):
                     try:
                         if self._poller is not None:
                             self._poller.begin()
@@ -280,7 +185,7 @@ class ShardConnections:
                     pause = max(pause, _wanted_pause(waiting, outcomes, self.clock))
                     if any(isinstance(outcomes.get(shard), _AnswersAgain) for shard in waiting):
                         pause = 0.0
-                    if not waiting or not (_sleep(pause, deadline) or recovers):
+                    if not waiting or not (sleep(pause, deadline) or recovers):
                         break
                     if recovers:
                         deadline = Deadline(whole, self.clock)
@@ -322,7 +227,7 @@ class ShardConnections:
                 suspects.append(shard)
             else:
                 transport = self._connections[shard].transport
-                pending[shard] = _submit(transport, request, left, into.get(shard, ()))
+                pending[shard] = submit(transport, request, left, into.get(shard, ()))
         for shard in suspects:  # after the others were asked: a shard that is unresponsive must not cost their leases
             outcomes[shard] = self._verify_rows(shard, deadline) or _AnswersAgain()
             if isinstance(outcomes[shard], (ClientClosed, NotAllowed)):
@@ -356,7 +261,7 @@ class ShardConnections:
         if last is not None and not isinstance(last, _Retry):
             return last
         connection, reason = self._connections[shard], "no time was left to ask" if last is None else last.reason
-        return _unavailable(connection.name, connection.transport.address, reason, deadline)
+        return unavailable(connection.name, connection.transport.address, reason, deadline)
 
     def _gave_up(self, shard: int, last: ShardRecovering) -> ShardUnavailable:
         """The outcome of a request to a shard whose recovery takes longer than may be waited for."""
@@ -378,7 +283,7 @@ class ShardConnections:
                 self.kept.acknowledge(shard, reply.acknowledged)
             return reply
         except TransportClosed:
-            return _labelled(ClientClosed(), connection.name)
+            return labelled(ClientClosed(), connection.name)
         except Unreachable as error:
             connection.suspect = True
             return _Retry(error.reason)
@@ -387,9 +292,9 @@ class ShardConnections:
             return self._recovering(connection, error)
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
-            return (self._verify_rows(shard, deadline) if verifies else None) or _labelled(error, connection.name)
+            return (self._verify_rows(shard, deadline) if verifies else None) or labelled(error, connection.name)
         except EmbershardError as error:
-            return _labelled(error, connection.name)
+            return labelled(error, connection.name)
 
     def _verify_rows(self, shard: int, deadline: Deadline) -> EmbershardError | None:
         """Ask a shard behind a broken connection who it is: None if it has our rows, else ShardRestarted.
@@ -408,27 +313,27 @@ class ShardConnections:
     def _verify(self, shard: int, deadline: Deadline) -> EmbershardError | None:
         connection = self._connections[shard]
         try:
-            reply = _submit(connection.transport, Hello(worker=self._worker), deadline.remaining).result()
+            reply = submit(connection.transport, Hello(worker=self._worker), deadline.remaining).result()
         except TransportClosed:
-            return _labelled(ClientClosed(), connection.name)
+            return labelled(ClientClosed(), connection.name)
         except Unreachable as error:
             return _Retry(error.reason)
         except ShardRecovering as error:
             return self._recovering(connection, error)
         except NotAllowed as error:  # its token was revoked: the shard will not know it another time, either
-            return _labelled(error, connection.name)
+            return labelled(error, connection.name)
         except EmbershardError as error:
             return _Retry(str(error))
         if isinstance(reply, Greeting) and self._has_our_rows(connection.greeting, reply):
             if self.heartbeat is not None:  # first: the bytes of what comes now keep the lease
                 known = replace(self.heartbeat, first_incomplete=self.kept.first_incomplete(shard))
-                connection.heartbeat = _submit(connection.transport, known, deadline.remaining)
+                connection.heartbeat = submit(connection.transport, known, deadline.remaining)
             if reply.instance != connection.greeting.instance:
                 failed = self.kept.resend(shard, reply.term, lambda push: self._send_again(connection, push, deadline))
                 if failed is not None:
                     return _Retry(str(failed))
                 if (failed := _outcome_of(connection.heartbeat)) is not None:
-                    return _labelled(failed, connection.name)
+                    return labelled(failed, connection.name)
                 _log.warning("%s is back, with its rows (term %d)", connection.name, reply.term)
                 self.recoveries += 1
             connection.greeting, connection.suspect, connection.recovering_since = reply, False, 0.0
@@ -441,7 +346,7 @@ class ShardConnections:
 
     def _send_again(self, connection: ShardConnection, push: Push, deadline: Deadline) -> Outcome:
         """The outcome of a push that is kept."""
-        answer = _submit(connection.transport, push, deadline.remaining)
+        answer = submit(connection.transport, push, deadline.remaining)
         outcome = self._outcome(connection.greeting.shard, answer, deadline, verifies=False)  # this is part of it
         self.byte_counter.count(push, outcome, answer)
         return outcome
@@ -501,30 +406,6 @@ def _outcome_of(heartbeat: PendingReply | None) -> MemoryLost | _Retry | None:
     return None
 
 
-def _submit(transport: Transport, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> PendingReply:
-    try:
-        return transport.submit(request, timeout, into)
-    except Unreachable as error:
-        return _Failed(error)
-
-
-class _Failed:
-    """A request that could not even be sent."""
-
-    num_bytes = 0
-
-    def __init__(self, error: Unreachable) -> None:
-        self._error = error
-
-    def result(self) -> Reply:
-        raise self._error
-
-
-def _labelled(error: EmbershardError, name: str) -> EmbershardError:
-    error.shard = error.shard or name
-    return error
-
-
 def raise_first(outcomes: Mapping[int, Outcome]) -> None:
     """Raise the first error among outcomes, if there is one."""
     for outcome in outcomes.values():
@@ -577,28 +458,6 @@ def split_into_messages(
     return messages
 
 
-@contextmanager
-def with_shard_name(name: str) -> Iterator[None]:
-    """Add the name of the shard to errors raised inside."""
-    try:
-        yield
-    except EmbershardError as error:
-        _labelled(error, name)
-        raise
-
-
-def _unavailable(name: str, address: str, reason: str, deadline: Deadline) -> ShardUnavailable:
-    return ShardUnavailable(shard=name, seconds=deadline.timeout.total_seconds(), reason=reason, address=address)
-
-
-def _pauses(clock: SystemClock) -> Iterator[float]:
-    """Seconds to wait after each try: growing, and jittered so that workers do not come back together."""
-    pause = _FIRST_PAUSE
-    while True:
-        yield pause * clock.uniform(0.5, 1.0)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-
-
 def _wanted_pause(waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome], clock: SystemClock) -> float:
     """Seconds that busy shards ask for, jittered; 0 where none does."""
     busy = [o.fields.get("retry_after_ms") for s in waiting if isinstance(o := outcomes.get(s), ShardBusy)]
@@ -609,9 +468,3 @@ def _wanted_pause(waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome
 def _too_short(deadline: Deadline) -> float:
     """Seconds: a shard that puts a request back does it with less than this left."""
     return min(2 * PUT_BACK_SECONDS, deadline.timeout.total_seconds() / 4)
-
-
-def _sleep(seconds: float, deadline: Deadline) -> bool:
-    """Whether time is left after a pause."""
-    deadline.clock.sleep(max(0.0, min(seconds, deadline.seconds)))
-    return deadline.seconds > 0

@@ -21,9 +21,9 @@ from embershard.worker.client.connections import (
     Places,
     ShardConnections,
     split_into_messages,
-    with_shard_name,
 )
 from embershard.worker.client.push import Versions
+from embershard.worker.client.shard_connection import with_shard_name
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import CachedPull, Deltas, apply_delta
 

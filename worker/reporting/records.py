@@ -82,7 +82,7 @@ class StepBytes:
     part: str  # ids, rows, dense, residual, other
     wire: float  # as it travelled, frames included
     raw: float  # with float32 rows and plain ids
-    predicted: float | None  # of the codecs, from the number of rows and messages (worker/client/predicted_bytes.py)
+    predicted: float | None  # of the codecs, from the number of rows and messages (worker/strategy/predicted_bytes.py)
 
 
 @dataclass(frozen=True, slots=True)

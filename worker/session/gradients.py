@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,6 +14,16 @@ from embershard.proto.arrays import Floats
 from embershard.proto.messages import TableKey
 from embershard.proto.routing import BundleRoute, Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
+from embershard.worker.client.client import Client
+
+_MANY_PARTS = 1024  # of gradients, before they are summed: so much memory at most where many backwards make a step
+_MANY_BACKWARDS = 1000  # without a step: more than anybody accumulates
+_NO_STEP = (
+    "%d backward passes and no session.step(): the shards' weights are as they were; call it where torch's loop has "
+    "optimizer.step()"
+)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +55,54 @@ class RowGradients:
             RowGradients(self.specs[name], route, self.gradients[torch.from_numpy(places)])
             for name, route, places in self.route.members()
         ]
+
+
+class CollectedGradients:
+    """The gradients of the tables since the last step, which a loop may forget: the log says so then."""
+
+    def __init__(self, client: Client) -> None:
+        self.backwards = 0  # since the last step
+        self._client = client
+        self._parts: list[RowGradients] = []
+        self._last_backward = -1  # autograd's number of it
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, part: RowGradients) -> None:
+        """Keep gradients that a backward has computed."""
+        self._parts.append(part)
+        if len(self._parts) >= _MANY_PARTS:
+            self.merged()
+        if (backward := torch._C._current_graph_task_id()) != self._last_backward:
+            self._last_backward = backward
+            self.backwards += 1
+            if self.backwards == _MANY_BACKWARDS:
+                _log.warning(_NO_STEP, self.backwards)
+
+    def merged(self) -> Sequence[RowGradients]:
+        """One part per table, or bundle: those of an id that was read several times are summed."""
+        self._parts = merge(self._parts, self._client.placement, self._client.compressor.packs)
+        return self._parts
+
+    def by_table(self) -> list[RowGradients]:
+        """One part per table, in the order of their names; you may change them in place."""
+        self._parts = [one for part in self.merged() for one in part.split()]
+        return sorted(self._parts, key=lambda part: part.spec.name)
+
+    def drop(self, table: str) -> None:
+        """Forget those of one table."""
+        if any(table in part.tables for part in self._parts):
+            self._parts = [one for part in self._parts for one in part.split() if table not in one.tables]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._parts.clear()
+
+    def warn_if_unused(self) -> None:
+        """Say in the log that there were several backward passes, and never a step."""
+        if 1 < self.backwards < _MANY_BACKWARDS:
+            _log.warning(_NO_STEP, self.backwards)
 
 
 def merge(

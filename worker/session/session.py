@@ -27,7 +27,7 @@ from embershard.worker.client.push import Versions
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
 from embershard.worker.session.dense import DenseWeights, untraced
-from embershard.worker.session.gradients import RowGradients, merge, to_arrays
+from embershard.worker.session.gradients import CollectedGradients, RowGradients, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.prefetch import Prefetcher, loop_staleness
@@ -42,13 +42,6 @@ _TRIAL = 3  # batches after which it is clear that pulling ahead is in vain
 _IN_VAIN = (
     "prefetch pulls rows that the model does not read, and the model waits for others: what `inputs`, or the model's "
     "embedding_inputs, gives for a batch must hold the very ids that each embedding is called with"
-)
-
-_MANY_PARTS = 1024  # of gradients, before they are summed: so much memory at most where many backwards make a step
-_MANY_BACKWARDS = 1000  # without a step: more than anybody accumulates
-_NO_STEP = (
-    "%d backward passes and no session.step(): the shards' weights are as they were; call it where torch's loop has "
-    "optimizer.step()"
 )
 
 _log = logging.getLogger(__name__)
@@ -78,8 +71,7 @@ class Session:
         self._cache: CachedRows | None = None
         self._prefetched = PrefetchedRows()
         self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
-        self._collected: list[RowGradients] = []
-        self._backwards, self._last_backward = 0, -1  # since the last step; autograd's number of the last one
+        self._collected = CollectedGradients(client)
         self._whole_tables: list[WholeTable] = []  # that this step has read, or the last one
         self._clock = 0
         self._waited = 0.0  # seconds that the training thread waited
@@ -275,14 +267,7 @@ class Session:
 
     def collect(self, gradients: RowGradients) -> None:
         """Keep gradients until the next step, which a loop may forget: the log says so then."""
-        self._collected.append(gradients)
-        if len(self._collected) >= _MANY_PARTS:
-            self._merge()
-        if (backward := torch._C._current_graph_task_id()) != self._last_backward:
-            self._last_backward = backward
-            self._backwards += 1
-            if self._backwards == _MANY_BACKWARDS:
-                _log.warning(_NO_STEP, self._backwards)
+        self._collected.add(gradients)
 
     def gradients(self) -> list[RowGradients]:
         """Return the gradients of the tables since the last step, one part per table; you may change them in place.
@@ -291,17 +276,11 @@ class Session:
         order is that of the tables' names, so that a norm of all has the same bits in whichever order backward came.
         """
         with span("gather"):
-            self._merge()
-            self._collected = [one for part in self._collected for one in part.split()]
-        return sorted(self._collected, key=lambda part: part.spec.name)
+            return self._collected.by_table()
 
     def drop_gradients(self, table: str) -> None:
         """Forget the gradients of one table since the last step."""
-        if any(table in part.tables for part in self._collected):
-            self._collected = [one for part in self._collected for one in part.split() if table not in one.tables]
-
-    def _merge(self) -> None:
-        self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
+        self._collected.drop(table)
 
     @untraced
     def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
@@ -315,7 +294,7 @@ class Session:
         and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
         the next step.
         """
-        self._backwards = 0
+        self._collected.backwards = 0
         if self._prefetcher is None:
             self.settle()
         else:
@@ -324,11 +303,11 @@ class Session:
             self.switching.follow(self.clock)
         with span("push"):
             with span("gather"):
-                self._merge()
+                collected = self._collected.merged()
                 for table in self._whole_tables:
                     table.check_unchanged()
                 dense = [part for weights in self.registry.dense if (part := weights.gradients()) is not None]
-                gradients = to_arrays([*self._collected, *dense])
+                gradients = to_arrays([*collected, *dense])
             self._collected.clear()
             lr_scale: LrScale = self.lr_scale
             if lr_scales is not None:
@@ -577,8 +556,8 @@ class Session:
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)
             self._log_failure()
-        if self.clock == 0 and 1 < self._backwards < _MANY_BACKWARDS:
-            _log.warning(_NO_STEP, self._backwards)
+        if self.clock == 0:
+            self._collected.warn_if_unused()
         for name, rows in self.client.compressor.residual_rows().items():
             _log.warning(
                 "table %s: the residual of %d rows was not sent before the session was closed; "

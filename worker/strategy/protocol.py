@@ -55,7 +55,7 @@ class Strategy(Protocol):
         """Counters since the start; `wait_seconds` is what the training thread waited, for shards or other workers."""
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
-        """Return the bytes that were expected for what was moved: worker/client/predicted_bytes.py."""
+        """Return the bytes that were expected for what was moved: worker/strategy/predicted_bytes.py."""
 
     def codecs(self) -> str:
         """Return the codecs of rows and gradients now (compression.settings.describe_codecs); empty without shards."""

@@ -15,7 +15,6 @@ from embershard.proto.errors import JobError
 from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import ClientStats
-from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.compression.settings import describe_codecs
 from embershard.worker.job.job import Job
 from embershard.worker.models.user_defined import embedding_inputs_of
@@ -27,6 +26,7 @@ from embershard.worker.session.session import Session
 from embershard.worker.strategy.allreduce import SynchronousSteps
 from embershard.worker.strategy.dense import ReplicatedDense
 from embershard.worker.strategy.optimizers import dense_specs
+from embershard.worker.strategy.predicted_bytes import predict_volumes
 from embershard.worker.strategy.protocol import EpochBatch, StepBatch
 from embershard.worker.strategy.state import TorchWeights
 

@@ -15,7 +15,7 @@ import numpy as np
 from embershard.benchmark.conditions import MachineConditions, busy_seconds, process_seconds
 from embershard.benchmark.fleet import Fleet
 from embershard.benchmark.settings import Lap, Order, PullPush, TorchTrain, Train, TransportName
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto.errors import EmbershardError
 from embershard.proto.transport.addresses import shard_addresses
 
@@ -125,7 +125,8 @@ def _serve(
         yield tuple(shard_addresses(settings.ps)), (), lambda: None
     else:
         rpc = settings.transport is TransportName.RPC
-        with LocalShards(settings.shards, rpc=rpc, tls=Path(settings.tls) if settings.tls else None) as shards:
+        options = ShardSettings(rpc=rpc, tls=Path(settings.tls) if settings.tls else None)
+        with LocalShards(settings.shards, options) as shards:
             bare = shards.rpc_addresses if rpc else shards.addresses
             addresses = tuple(_SCHEME[settings.transport] + address for address in bare)
             yield addresses, shards.pids, lambda: shards.failure

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from embershard.cli.job_file import DataOption
 from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
 from embershard.cli.signals import ended_by_signals
@@ -107,9 +108,7 @@ def compare(
         list[str] | None,
         typer.Option("--set", help="section.field=value, over the job file, in all arms; may be repeated."),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
-    ] = None,
+    data: DataOption = None,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module with codecs or row optimizers; may be repeated.")
     ] = None,

@@ -12,7 +12,7 @@ import typer
 
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, find_shards
-from embershard.cli.signals import end_with_parent
+from embershard.cli.signals import ParentPidOption, end_with_parent
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import EmbershardError
 from embershard.proto.transport.addresses import shard_addresses
@@ -68,7 +68,7 @@ def dash(
         typer.Option(metavar="NAME", help="A name by which browsers may call the page; may be repeated."),
     ] = None,
     of_job: Annotated[bool, typer.Option("--of-job", hidden=True, help="Started by `embershard train`.")] = False,
-    parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
+    parent_pid: ParentPidOption = 0,
 ) -> None:
     """Serve a page that shows shards, workers and a run, until Ctrl-C. It only reads: training goes on without it."""
     check_panel()
@@ -77,8 +77,7 @@ def dash(
     from embershard.dash.server import is_loopback, serve, url_of
     from embershard.dash.server import listen as listen_on
 
-    if parent_pid:
-        end_with_parent(parent_pid)
+    end_with_parent(parent_pid)
     addresses = [] if ps == FROM_STDIN else watched(ps, run)
     log = None if run is None else FollowedLog(run, wait=of_job)
     sock = listen_on(listen, or_free_port=of_job)

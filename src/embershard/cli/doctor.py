@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from embershard.cli.job_file import DataOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, shards_of_up
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
@@ -56,9 +57,7 @@ def doctor(
     token_file: TokenFileOption = None,
     job: Annotated[Path | None, typer.Option(help="A job file that is to run here.")] = None,
     run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
-    ] = None,
+    data: DataOption = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder that shards are to keep their logs in.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from embershard.cli.sizes import file_bytes
-from embershard.ps.server import Durability, check_durability
+from embershard.ps.options import Durability, check_durability
 
 DurabilityOption = Annotated[
     str | None,

@@ -12,6 +12,7 @@ import torch
 import typer
 
 from embershard.benchmark.picture import can_draw, draw_reliability
+from embershard.cli.job_file import DataOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
 from embershard.cli.signals import ended_by_signals
@@ -48,9 +49,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, as the workers have it; may be repeated.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
-    ] = None,
+    data: DataOption = None,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module with row optimizers of a snapshot; may be repeated.")
     ] = None,

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
 from embershard.cli.source import check_one_source, open_source
@@ -51,12 +52,8 @@ def export(
     int8: Annotated[
         bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
-    ] = None,
+    overrides: SetOption = None,
+    data: DataOption = None,
     latest: Annotated[
         bool, typer.Option("--latest", help="Of a folder of checkpoints: the newest, instead of the best.")
     ] = False,

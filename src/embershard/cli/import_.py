@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
@@ -24,12 +25,8 @@ def import_(
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
-    ] = None,
+    overrides: SetOption = None,
+    data: DataOption = None,
 ) -> None:
     """Load a model with nn.Embedding into running shards; `embershard train --ps` goes on from there."""
     settings = load_job(job, overrides or (), data)

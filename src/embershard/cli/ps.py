@@ -25,9 +25,11 @@ from embershard.cli.security import (
     checked_access,
     checked_snapshots,
 )
+from embershard.cli.signals import ParentPidOption
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.tls import TLSOption, tls_of
-from embershard.ps.server import ServerOptions, serve
+from embershard.ps.options import ServerOptions
+from embershard.ps.server import serve
 
 INDEX_VARIABLES = ("EMBERSHARD_INDEX", "JOB_COMPLETION_INDEX", "SLURM_PROCID")  # the first that is set counts
 
@@ -95,7 +97,7 @@ def ps(
     access: AccessOption = None,
     insecure_loopback: InsecureLoopbackOption = False,
     audit: AuditOption = None,
-    parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
+    parent_pid: ParentPidOption = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
     index = _index(shard)

@@ -7,10 +7,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Annotated, NoReturn
+
+import typer
+
+# of commands that others start; 0: of no process
+ParentPidOption = Annotated[
+    int, typer.Option("--parent-pid", hidden=True, help="End when this process, our parent, ends.")
+]
 
 
 @contextmanager
@@ -28,12 +35,17 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """End this process as SIGTERM does once its parent, asked twice a second, is gone."""
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_parent(parent_pid: int, end: Callable[[], object] = _terminate) -> None:
+    """End this process as SIGTERM does, or by `end`, once its parent, asked twice a second, is gone. 0: it has none."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:
             time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
+        end()
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    if parent_pid:
+        threading.Thread(target=watch, name="parent", daemon=True).start()

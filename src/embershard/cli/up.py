@@ -29,7 +29,7 @@ from embershard.cli.security import (
 )
 from embershard.cli.shards import DEFAULT_PORT
 from embershard.cli.tls import TLSOption
-from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.proto.monitoring.exporter import check_addresses
 from embershard.proto.monitoring.logs import log_as_json
 
@@ -76,11 +76,8 @@ def up(
     options += ["--insecure-loopback"] if insecure_loopback else []
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    local = LocalShards(
-        shards,
+    settings = ShardSettings(
         imports=imports or (),
-        base_port=base_port,
-        restart=RestartPolicy(),
         durability=mode,
         log_dir=log_dir,
         log_bytes=checked_log_bytes(log_bytes, log_dir),
@@ -89,6 +86,12 @@ def up(
         trace=trace,
         tls=tls,
         options=options,
+    )
+    local = LocalShards(
+        shards,
+        settings,
+        base_port=base_port,
+        restart=RestartPolicy(),
         report=partial(say, err=True),
         forward=partial(typer.echo, err=True),
     )

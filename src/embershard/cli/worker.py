@@ -8,8 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +18,7 @@ import torch
 import typer
 
 from embershard.cli.app import fail
+from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.monitoring import (
     LogFormatOption,
     MetricsOption,
@@ -28,10 +27,18 @@ from embershard.cli.monitoring import (
     open_metrics,
     say,
 )
+from embershard.cli.ranks import (
+    LocalRankOption,
+    LocalWorldSizeOption,
+    RankOption,
+    StartWorkersOption,
+    WorkerRanks,
+    WorldSizeOption,
+)
 from embershard.cli.scaling import check_scales
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
-from embershard.cli.signals import ended_by_signals
+from embershard.cli.signals import ParentPidOption, end_with_parent, ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
 from embershard.deploy.attempts import LOST_ERRORS, LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
@@ -45,6 +52,7 @@ from embershard.proto.errors import (
     StaleRun,
     StaleWorker,
 )
+from embershard.proto.monitoring.exporter import MetricsServer
 from embershard.proto.monitoring.logs import log_as_json, logs_json
 from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.security.tls import TLS
@@ -56,7 +64,7 @@ from embershard.worker.checkpoint.checkpoint import (
     find_checkpoint,
     with_preprocessing,
 )
-from embershard.worker.checkpoint.recovery import FirstWorkerMissing, NoProgress, Run, RunFile
+from embershard.worker.checkpoint.recovery import FirstWorkerMissing, NoProgress, RunFile
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
 from embershard.worker.device import keep_freed_memory
@@ -81,7 +89,6 @@ _RECOVERED_ERRORS = (
     CheckpointNotWritten, FirstWorkerMissing, NotRestored, SnapshotTimeout, SnapshotUnknown, SnapshotUnreadable,
     StaleRun, StaleWorker,
 )  # fmt: skip
-RANK_VARIABLES = ["RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"]  # torchrun's, Slurm's, Kubernetes'; the first counts
 
 
 def worker(
@@ -99,35 +106,17 @@ def worker(
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
-    ] = None,
+    overrides: SetOption = None,
+    data: DataOption = None,
     output: Annotated[Path | None, typer.Option(help="Folder of log.jsonl and TensorBoard events.")] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Write profile.json and trace.json into --output, and print the split.")
     ] = False,
-    rank: Annotated[int, typer.Option(envvar=RANK_VARIABLES, help="This worker's number.", min=0)] = 0,
-    world_size: Annotated[
-        int, typer.Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="Number of workers.", min=1)
-    ] = 1,
-    start_workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of workers that the job begins with, where others may join later.  [default: all]", min=1
-        ),
-    ] = None,
-    local_rank: Annotated[
-        int | None,
-        typer.Option(
-            envvar=["LOCAL_RANK", "SLURM_LOCALID"], help="Its number on this machine.  [default: its rank]", min=0
-        ),
-    ] = None,
-    local_world_size: Annotated[
-        int, typer.Option(envvar="LOCAL_WORLD_SIZE", help="Workers on this machine, who share its cores.", min=0)
-    ] = 0,
+    rank: RankOption = 0,
+    world_size: WorldSizeOption = 1,
+    start_workers: StartWorkersOption = None,
+    local_rank: LocalRankOption = None,
+    local_world_size: LocalWorldSizeOption = 0,
     imports: Annotated[
         list[str] | None,
         typer.Option("--import", help="Module with codecs, found from here or installed; may be repeated."),
@@ -171,7 +160,7 @@ def worker(
         bool,
         typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
     ] = False,
-    parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
+    parent_pid: ParentPidOption = 0,
 ) -> None:
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
 
@@ -179,14 +168,18 @@ def worker(
     75 where a shard or another worker was lost, which a start from the last checkpoint may cure, and 76 where that was
     tried too often (--attempts).
     """
-    if parent_pid:
-        threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
+    end_with_parent(parent_pid, sessions.kill_own)  # nothing here would be lost, and nothing may hold it up
     if log_format == "json":
         log_as_json(sys.stdout, worker=rank, run=output.name if output is not None else "")
     if imports:
         search_from(Path())
-    if rank >= world_size:
-        raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
+    ranks = WorkerRanks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank if local_rank is None else local_rank,
+        local_world_size=local_world_size or world_size,
+        at_start=start_workers or 0,
+    )
     slower = [f"network.bandwidth={bandwidth}"] if bandwidth is not None else []
     settings = load_job(job, [*(overrides or ()), *slower], data)
     if not settings.has_shards and is_from_environment(context):
@@ -200,146 +193,173 @@ def worker(
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
-    timeout = timedelta(seconds=join_timeout)
-    own = rank if local_rank is None else local_rank
-    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here, metrics)
-    place = dataclasses.replace(place, trace=trace, trace_every=trace_every, tls=tls_of(tls, tls_server_name))
+    one = _Worker(
+        job=settings,
+        base=job.parent,
+        ps=ps,
+        ranks=ranks,
+        join_timeout=timedelta(seconds=join_timeout),
+        run=run,
+        imports=imports or (),
+        output=folder,
+        profile=profile and rank == 0,
+        started_here=started_here,
+        metrics=metrics,
+        trace=trace,
+        trace_every=trace_every,
+        tls=tls_of(tls, tls_server_name),
+    )
     if start_workers is not None:
-        place = dataclasses.replace(place, at_start=start_workers)
         check_scales(settings, start_workers, world_size)
-    _prepare(settings, place)
-    profile = profile and rank == 0
+    _prepare(settings, ranks)
     # the first process of a container gets no SIGTERM that it does not ask for
     ends = ended_by_signals() if os.getpid() == 1 else contextlib.nullcontext()
     lost = LOST_ERRORS + (_RECOVERED_ERRORS if recover else ())
     try:
-        with ends, _recovered(settings, ps if recover else None, place, attempts) as recovered:
-            if recovered is not None and recovered.is_done:
-                say(f"the job is done: its last checkpoint is in {settings.checkpoint.folder}")
-                return
-            if recovered is not None:
-                place, checkpoint = dataclasses.replace(place, run=recovered.number), recovered.resume
-            _train(
-                with_preprocessing(settings, job.parent, checkpoint),
-                job.parent,
-                ps,
-                place,
-                imports=imports or (),
-                output=folder,
-                checkpoint=checkpoint,
-                profile=profile,
-            )
+        with ends:
+            if recover:
+                one.recover(attempts)
+            else:
+                one.train(checkpoint)
     except lost as error:
         fail(str(error), LOST_EXIT_CODE)
     except NoProgress as error:
         fail(str(error), NO_PROGRESS_EXIT_CODE)
 
 
-@contextlib.contextmanager
-def _recovered(job: Job, ps: str | None, place: WorkerRanks, attempts: int) -> Iterator[Run | None]:
-    """The run that this worker takes part in, done when the block ends well.
+@dataclass(frozen=True, kw_only=True)
+class _Worker:
+    """One worker of a job, and how it takes part: the data's paths start at `base`, `ps` are the addresses of shards.
 
-    None for a job without checkpoints, or without shards that it could recover.
+    `run` is the number of the run, 0 that of the one that goes on. `output` is the folder of its logs, which all shards
+    and workers see where they were `started_here`. `metrics` is where it serves its metrics, `trace` where spans of one
+    step in `trace_every` go.
     """
-    if job.checkpoint.folder is None or ps is None:
-        yield None
-        return
-    runs = RunFile(job)
-    client = Client.connect(ps, worker=place.rank, timeout=place.join_timeout, tls=place.tls)
-    with contextlib.closing(client):
-        if place.rank == 0:
-            run = runs.begin(client, attempts=attempts)
-        else:
-            run = runs.wait(client, place.rank, place.join_timeout.total_seconds())
-    yield run
-    if not run.is_done:  # by each: the first worker may have been lost at the end
-        runs.end(run)
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerRanks:
-    """One worker among all of a run, and among those of this machine."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
+    job: Job
+    base: Path
+    ps: str | None
+    ranks: WorkerRanks
     join_timeout: timedelta
     run: int = 0
+    imports: Sequence[str] = ()
+    output: Path | None = None
+    profile: bool = False
     started_here: bool = False
     metrics: str = ""
     trace: str = ""
     trace_every: int = 1000
     tls: TLS | None = None
-    at_start: int = 0  # workers that the job begins with, where others may come; 0: all
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether workers may come later, and leave before the end."""
-        return 0 < self.at_start < self.world_size
+    def recover(self, attempts: int) -> None:
+        """Train in the run that the first worker begins, from its checkpoint; NoProgress after `attempts` in vain.
 
+        A job without checkpoints, or without shards that it could recover, is trained from the beginning.
+        """
+        if self.job.checkpoint.folder is None or self.ps is None:
+            self.train(None)
+            return
+        runs, rank = RunFile(self.job), self.ranks.rank
+        client = Client.connect(self.ps, worker=rank, timeout=self.join_timeout, tls=self.tls)
+        with contextlib.closing(client):
+            if rank == 0:
+                run = runs.begin(client, attempts=attempts)
+            else:
+                run = runs.wait(client, rank, self.join_timeout.total_seconds())
+        if run.is_done:
+            say(f"the job is done: its last checkpoint is in {self.job.checkpoint.folder}")
+            return
+        dataclasses.replace(self, run=run.number).train(run.resume)
+        runs.end(run)  # by each: the first worker may have been lost at the end
 
-def _train(
-    job: Job,
-    base: Path,
-    ps: str | None,
-    place: WorkerRanks,
-    *,
-    imports: Sequence[str],
-    output: Path | None,
-    checkpoint: Checkpoint | None,
-    profile: bool,
-) -> None:
-    """Train as one worker; the data's paths start at `base`."""
-    with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(open_metrics(place.metrics, place.rank, output))
+    def train(self, checkpoint: Checkpoint | None) -> None:
+        """Train to the end, from the checkpoint if there is one."""
+        job, ranks = with_preprocessing(self.job, self.base, checkpoint), self.ranks
+        with contextlib.ExitStack() as stack:
+            metrics = stack.enter_context(open_metrics(self.metrics, ranks.rank, self.output))
 
-        def open_observers() -> list[Observer]:
-            observers = _observers(job, output)
-            for observer in observers:
-                stack.callback(observer.close)
-            return observers
+            def open_observers() -> list[Observer]:
+                observers = _observers(job, self.output)
+                for observer in observers:
+                    stack.callback(observer.close)
+                return observers
 
-        # first: a bad folder is a mistake to hear of now; the others' are opened if they stand in for a lost worker
-        observers = open_observers() if place.rank == 0 else open_observers
-        loader = _loader(job, base, place, checkpoint)  # it starts while we connect
-        if loader is not None:
-            stack.enter_context(loader)
-        with _compilation_shown(place):
-            compile_missing()  # before others wait for this worker, and after the mistakes that it can find by itself
-        session = stack.enter_context(_connect(job, ps, place, imports)) if ps is not None else None
-        if session is not None and checkpoint is not None:
-            check_restored(session.client, checkpoint)
-        group = stack.enter_context(_join(job, session, place))
-        if place.is_elastic:
-            signal.signal(LEAVE_SIGNAL, lambda *_: setattr(group, "leaving", True))
-        dataset = job.data.open(base, job.train.seed)
-        check_opened(job, dataset)
-        trainer = Trainer(
-            job,
-            dataset,
-            session,
-            group,
-            observers,
-            loader,
-            output=output,
-            resume=checkpoint,
-            best_folder=output / "best" if output is not None and place.started_here else None,
-            restore_best=not place.started_here,  # nobody could read what ends with the run
-        )
-        assert output is not None or not profile
-        with Profile(output) if output is not None and profile else Recorder() as recorder:
-            if place.trace:
-                sender = stack.enter_context(SpanSender(place.trace, "embershard-worker", worker=place.rank))
-                recorder.tracer = StepTracer(sender, place.trace_every)
+            # first: a bad folder is a mistake to hear of now; the others' are opened if they stand in for a lost worker
+            observers = open_observers() if ranks.rank == 0 else open_observers
+            loader = _loader(job, self.base, ranks, checkpoint)  # it starts while we connect
+            if loader is not None:
+                stack.enter_context(loader)
+            with _compilation_shown(ranks.rank):
+                compile_missing()  # before others wait for this worker, and after the mistakes it can find by itself
+            session = None if self.ps is None else stack.enter_context(self._connect(self.ps))
+            if session is not None and checkpoint is not None:
+                check_restored(session.client, checkpoint)
+            group = stack.enter_context(self._join(session))
+            if ranks.is_elastic:
+                signal.signal(LEAVE_SIGNAL, lambda *_: setattr(group, "leaving", True))
+            dataset = job.data.open(self.base, job.train.seed)
+            check_opened(job, dataset)
+            trainer = Trainer(
+                job,
+                dataset,
+                session,
+                group,
+                observers,
+                loader,
+                output=self.output,
+                resume=checkpoint,
+                best_folder=self.output / "best" if self.output is not None and self.started_here else None,
+                restore_best=not self.started_here,  # nobody could read what ends with the run
+            )
+            self._run(trainer, metrics, stack)
+            if job.all_reduces:
+                group.barrier()  # whoever is done first keeps its connections until all are
+
+    def _run(self, trainer: Trainer, metrics: MetricsServer | None, stack: contextlib.ExitStack) -> None:
+        """Run the trainer, and record its steps for a profile, traces and metrics as they are asked for."""
+        assert self.output is not None or not self.profile
+        with Profile(self.output) if self.output is not None and self.profile else Recorder() as recorder:
+            if self.trace:
+                sender = stack.enter_context(SpanSender(self.trace, "embershard-worker", worker=self.ranks.rank))
+                recorder.tracer = StepTracer(sender, self.trace_every)
             if metrics is not None:
                 recorder.watch = steps = StepCounters()
                 metrics.monitored = trainer.monitored(steps)
             trainer.run()
         if isinstance(recorder, Profile):
             say(recorder.summary())
+
+    def _connect(self, ps: str) -> Session:
+        train, ranks = self.job.train, self.ranks
+        if ps == "-":  # as late as can be: whoever started this process starts the shards meanwhile
+            ps = sys.stdin.readline().strip()
+        session = connect(
+            ps,
+            worker=ranks.rank,
+            workers=ranks.at_start or ranks.world_size,
+            elastic=ranks.is_elastic,
+            staleness=train.bound,
+            lease=timedelta(seconds=train.lease),
+            recovery_timeout=timedelta(seconds=train.recovery_timeout),
+            staleness_aware_lr=train.staleness_aware_lr,
+            run=self.run,
+            local_steps=train.local_steps,
+            bandwidth=self.job.network.bandwidth,
+            imports=self.imports,
+            tls=self.tls,
+        )
+        if ranks.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
+            session.switching.say = say
+        return session
+
+    def _join(self, session: Session | None) -> WorkerGroup:
+        """Join the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
+        job, rank, world_size = self.job, self.ranks.rank, self.ranks.world_size
         if job.all_reduces:
-            group.barrier()  # whoever is done first keeps its connections until all are
+            return WorkerGroup.join(rank, world_size, self.join_timeout, nccl=_has_own_gpu(job, self.ranks))
+        if session is not None and session.membership is not None:
+            return ShardGroup(session.client, rank, world_size, self.join_timeout, self.ranks.at_start)
+        return WorkerGroup(rank, world_size)
 
 
 def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
@@ -353,75 +373,23 @@ def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
         raise typer.BadParameter(f"strategy {job.strategy} trains in one process, not in {world_size}; use ddp")
 
 
-def _prepare(job: Job, place: WorkerRanks) -> None:
+def _prepare(job: Job, ranks: WorkerRanks) -> None:
     """Make the settings of this process."""
     keep_freed_memory()
-    torch.set_num_threads(job.worker_threads(place.local_world_size))
+    torch.set_num_threads(job.worker_threads(ranks.local_world_size))
     if job.train.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-
-
-def _loader(job: Job, folder: Path, place: WorkerRanks, checkpoint: Checkpoint | None) -> LoaderProcess | None:
-    """The process that makes the batches, where the job is better off with one."""
-    if not job.loader_processes(place.local_world_size):
-        return None
-    position = Position() if checkpoint is None else position_of(checkpoint, place.rank, place.world_size)
-    share = DataShare(
-        data=job.data,
-        folder=folder,
-        seed=job.train.seed,
-        rank=place.rank,
-        world_size=place.world_size,
-        batch_size=job.train.batch_size,
-        epoch=position.epoch,
-        skip=position.batch,
-        splits=job.num_splits(place.world_size),
-    )
-    return LoaderProcess(share)
-
-
-def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> Session:
-    train = job.train
-    if ps == "-":  # as late as can be: whoever started this process starts the shards meanwhile
-        ps = sys.stdin.readline().strip()
-    session = connect(
-        ps,
-        worker=place.rank,
-        workers=place.at_start or place.world_size,
-        elastic=place.is_elastic,
-        staleness=train.bound,
-        lease=timedelta(seconds=train.lease),
-        recovery_timeout=timedelta(seconds=train.recovery_timeout),
-        staleness_aware_lr=train.staleness_aware_lr,
-        run=place.run,
-        local_steps=train.local_steps,
-        bandwidth=job.network.bandwidth,
-        imports=imports,
-        tls=place.tls,
-    )
-    if place.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
-        session.switching.say = say
-    return session
-
-
-def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
-    """Join the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
-    if job.all_reduces:
-        return WorkerGroup.join(place.rank, place.world_size, place.join_timeout, nccl=_has_own_gpu(job, place))
-    if session is not None and session.membership is not None:
-        return ShardGroup(session.client, place.rank, place.world_size, place.join_timeout, place.at_start)
-    return WorkerGroup(place.rank, place.world_size)
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
 
 
 @contextlib.contextmanager
-def _compilation_shown(place: WorkerRanks) -> Iterator[None]:
+def _compilation_shown(rank: int) -> Iterator[None]:
     """Show on stderr, which is the worker's log under `train`, that kernels are compiled; the first worker says it."""
     if logs_json():
         yield
         return
     log, handler = logging.getLogger(compile_missing.__module__), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    told: list[bool] = [] if place.rank == 0 else [True]
+    told: list[bool] = [] if rank == 0 else [True]
 
     def tell(_: logging.LogRecord) -> bool:
         if not told:
@@ -439,14 +407,33 @@ def _compilation_shown(place: WorkerRanks) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def _has_own_gpu(job: Job, place: WorkerRanks) -> bool:
+def _loader(job: Job, folder: Path, ranks: WorkerRanks, checkpoint: Checkpoint | None) -> LoaderProcess | None:
+    """The process that makes the batches, where the job is better off with one."""
+    if not job.loader_processes(ranks.local_world_size):
+        return None
+    position = Position() if checkpoint is None else position_of(checkpoint, ranks.rank, ranks.world_size)
+    share = DataShare(
+        data=job.data,
+        folder=folder,
+        seed=job.train.seed,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        batch_size=job.train.batch_size,
+        epoch=position.epoch,
+        skip=position.batch,
+        splits=job.num_splits(ranks.world_size),
+    )
+    return LoaderProcess(share)
+
+
+def _has_own_gpu(job: Job, ranks: WorkerRanks) -> bool:
     """Whether no other worker of this machine shares this one's GPU, as nccl wants it; without a GPU it is False."""
     gpus = torch.cuda.device_count() if job.train.device != "cpu" and torch.cuda.is_available() else 0
-    if 0 < gpus < place.local_world_size and job.dense_mode == "fsdp":
-        reason = f"{place.local_world_size} workers share {gpus} GPUs, and fsdp needs one for each"
+    if 0 < gpus < ranks.local_world_size and job.dense_mode == "fsdp":
+        reason = f"{ranks.local_world_size} workers share {gpus} GPUs, and fsdp needs one for each"
         remedy = "use fewer workers, ddp, or train.device: cpu; on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE"
         raise JobError(where="dense.mode", reason=f"{reason}; {remedy}")
-    return gpus >= place.local_world_size
+    return gpus >= ranks.local_world_size
 
 
 def _observers(job: Job, folder: Path | None) -> list[Observer]:
@@ -464,10 +451,3 @@ def _observers(job: Job, folder: Path | None) -> list[Observer]:
 
         observers.append(Terminal())
     return [*observers, *(Callback(callback.code, callback.args) for callback in job.callbacks)]
-
-
-def _end_with(parent_pid: int) -> None:
-    """End this process and its session once its parent, asked twice a second, is gone."""
-    while os.getppid() == parent_pid:
-        time.sleep(0.5)
-    sessions.kill_own()  # nothing here would be lost, and nothing may hold it up

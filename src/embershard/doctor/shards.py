@@ -13,7 +13,7 @@ from embershard.doctor.probe import Probe
 from embershard.proto.errors import ShardUnavailable, WrongShards
 from embershard.proto.timing import Deadline
 from embershard.proto.transport.addresses import transport_for
-from embershard.worker.client.connections import handshake
+from embershard.worker.client.shard_connection import handshake
 
 _SLOW_CALL_SECONDS = 0.002
 _MANY_BYTES = 2**16  # a rendezvous of workers, which a shard parks too, has some hundred

@@ -20,9 +20,10 @@ from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client import kept as kept_module
 from embershard.worker.client import membership as membership_module
 from embershard.worker.client.client import Client
-from embershard.worker.client.connections import ShardConnection, ShardConnections
+from embershard.worker.client.connections import ShardConnections
 from embershard.worker.client.kept import KeptPushes
 from embershard.worker.client.membership import Terms
+from embershard.worker.client.shard_connection import ShardConnection
 from harness.eventually import eventually
 from harness.logs import open_log
 from harness.raises import raises

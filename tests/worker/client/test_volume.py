@@ -26,9 +26,9 @@ from embershard.proto.spec import SGD, Adagrad, TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.client.byte_counts import ByteCount, ByteCounter, BytePart
 from embershard.worker.client.client import Client
-from embershard.worker.client.predicted_bytes import break_even, predict_volumes
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.compression.settings import Compression
+from embershard.worker.strategy.predicted_bytes import break_even, predict_volumes
 
 ITEMS = TableSpec(name="items", dim=32, optimizer=SGD(lr=1.0))
 LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))

@@ -279,8 +279,8 @@ def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog
 
 
 def test_a_forgotten_step_is_said_while_training_and_at_the_end(make_session, caplog, monkeypatch):
-    monkeypatch.setattr("embershard.worker.session.session._MANY_BACKWARDS", 5)
-    monkeypatch.setattr("embershard.worker.session.session._MANY_PARTS", 3)
+    monkeypatch.setattr("embershard.worker.session.gradients._MANY_BACKWARDS", 5)
+    monkeypatch.setattr("embershard.worker.session.gradients._MANY_PARTS", 3)
     for backwards, steps, said in ((4, 0, [4]), (7, 0, [5]), (4, 1, []), (1, 0, [])):
         caplog.clear()
         with make_session(1) as session:

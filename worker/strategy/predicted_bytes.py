@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,14 +36,12 @@ from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.client.byte_counts import ByteCount, ByteCounts, BytePart
+from embershard.worker.client.client import Client
 from embershard.worker.client.connections import split_into_messages
 from embershard.worker.compression.error_feedback import SentAverages
 from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.settings import WARMUP_DENSITIES, Directions, warmup_density
 from embershard.worker.compression.table_compressor import packed_ids
-
-if TYPE_CHECKING:
-    from embershard.worker.client.client import Client
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 # optimizers that leave an element alone whose gradient is 0

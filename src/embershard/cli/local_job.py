@@ -1,0 +1,268 @@
+"""A job whose workers are started here, and its shards unless they run already: in as many attempts as it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embershard.cli.monitoring import say
+from embershard.cli.recovery import Recoveries
+from embershard.cli.scaling import WorkerScaling
+from embershard.deploy.attempts import (
+    AttemptPolicy,
+    Attempts,
+    AttemptStarted,
+    CheckpointSeen,
+    ErrorKind,
+    Event,
+    GiveUp,
+    Interrupted,
+    Restart,
+    ShardEnded,
+    WorkerEnded,
+)
+from embershard.deploy.engine import LOCAL, ClusterEngine
+from embershard.deploy.panel import LocalPanel
+from embershard.deploy.scaling import ScalingPolicy
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
+from embershard.deploy.workers import LocalWorkers, WorkerFailed
+from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed
+from embershard.proto.security.tls import TLS
+from embershard.worker.job.job import Job
+from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
+
+if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
+    from embershard.worker.checkpoint.checkpoint import Checkpoint
+
+_START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
+_RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
+_LOGS = "shard-logs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """A job, and how it is started: `command` are the words of its workers, `ps` the shards that run already.
+
+    It begins with `least` workers, and has up to the job's `workers` of them.
+    `metrics` are the addresses at which shards that are started here, and then workers, serve their metrics.
+    """
+
+    job: Job
+    command: Sequence[str]
+    least: int
+    folder: Path
+    ps: str | None
+    imports: Sequence[str]
+    replace: bool
+    recoveries: Recoveries
+    metrics: Sequence[str] = ()
+    trace: str = ""
+    panel: LocalPanel | None = None
+    tls: TLS | None = None
+    engine: ClusterEngine = LOCAL
+    insecure: bool = False
+
+    def train(self, checkpoint: Checkpoint | None) -> None:
+        """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
+        began = time.time()
+        attempts = Attempts(AttemptPolicy(recovers=self.job.recovers, owns_shards=self.ps is None))
+        timeout = _START_TIMEOUT
+        while True:
+            attempts.on(AttemptStarted(time.monotonic()))
+            try:
+                self._attempt(checkpoint, timeout)
+                return
+            except (ShardFailed, WorkerFailed, KeyboardInterrupt, SystemExit) as error:
+                event = _end_of(error)
+                if self.job.recovers and not isinstance(event, Interrupted):
+                    try:
+                        checkpoint = self._latest(began) or checkpoint
+                    except EmbershardError as unreadable:
+                        say(f"the job is not started again: {unreadable}", err=True)
+                        raise error from unreadable
+                    if checkpoint is not None:
+                        attempts.on(CheckpointSeen(checkpoint.url, checkpoint.manifest.step))
+                decision = attempts.on(event)
+                if not isinstance(decision, Restart):
+                    if decision in (GiveUp.NO_PROGRESS, GiveUp.NO_CHECKPOINT):
+                        say(f"the job is not started again: {decision.value}", err=True)
+                    raise
+                url, step = (None, 0) if (seen := decision.checkpoint) is None else (seen.url, seen.step)
+                self.recoveries.begin(_first_line(error), url, step)
+            if self.ps is not None:
+                timeout = _RETURN_TIMEOUT
+                say(f"waiting up to {timeout.total_seconds():.0f} s for the shards at {self.ps}")
+            time.sleep(decision.pause.total_seconds())
+
+    def _attempt(self, checkpoint: Checkpoint | None, timeout: timedelta) -> None:
+        """Start shards, unless there are some, and workers; wait for them, and end them all."""
+        job, ps = self.job, self.ps
+        with contextlib.ExitStack() as stack:
+            local = self._local_shards(stack) if job.has_shards and ps is None else None
+            if ps is not None:
+                _meet_shards(ps, checkpoint, self.replace, timeout, self.tls)
+            if local is not None:
+                stack.callback(local.close)
+                local.start()
+            # shards that outlive a run must not take the next one's workers for late ones of the last
+            command = [*self.command, *(["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else [])]
+            command += ["--started-here"] if ps is None else []
+            shutil.rmtree(self.folder / WORKER_RECORDS, ignore_errors=True)  # of an attempt before
+            if checkpoint is not None:
+                command += ["--resume", checkpoint.url]
+            running = LocalWorkers(
+                self.least,
+                command,
+                self.folder,
+                metrics=self.metrics[-job.workers :],
+                elastic=job.elastic(job.workers),
+                most=job.workers,
+                restarts=job.train.restart_workers,
+                engine=self.engine,
+                say=say,
+            )
+            stack.enter_context(running)
+            stack.callback(self.recoveries.stop)  # before the processes are ended, which may take a while
+            if local is not None:  # they start while the workers import torch
+                local.wait_until_serving()
+                ps = ",".join(local.addresses)
+                if checkpoint is not None:
+                    _restore_onto(local, checkpoint, self.replace, self.tls)
+            if ps is not None:
+                running.connect(ps)
+                if self.panel is not None:
+                    self.panel.connect(ps)
+            scaling = self._scaling(stack, ps)
+            running.wait(lambda: self._look(local, running, scaling))
+        if running.lost:
+            lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
+            say(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
+        if self.recoveries.made:
+            say(self.recoveries.summary())
+        say(f"log: {self.folder / 'log.jsonl'}")
+
+    def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
+        """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
+        job = self.job
+        settings = ShardSettings(
+            imports=self.imports,
+            metrics=self.metrics[: -job.workers],
+            trace=self.trace,
+            tls=None if self.tls is None else self.tls.path,
+            options=self._shard_options,
+        )
+        if job.durability == "memory":
+            return LocalShards(job.shards, settings, engine=self.engine)
+        _remove_logs(self.folder)
+        logs = self.folder / f"{_LOGS}-{time.time_ns()}"
+        stack.callback(_remove_logs, self.folder)
+        settings = replace(settings, durability=job.durability, log_dir=logs)
+        return LocalShards(job.shards, settings, restart=RestartPolicy(), engine=self.engine, report=say)
+
+    @property
+    def _shard_options(self) -> Sequence[str]:
+        """What shards need that other machines reach: leave for that, and the folders of the job's checkpoints."""
+        if self.engine.is_local:
+            return ()
+        words = ["--insecure"] if self.insecure else []
+        for folder in (str(self.folder / "best"), str(self.job.checkpoint.folder or "")):
+            words += ["--snapshots", folder if "://" in folder else str(Path(folder).absolute())] if folder else []
+        return words
+
+    def _scaling(self, stack: contextlib.ExitStack, ps: str | None) -> WorkerScaling | None:
+        """What changes the number of workers, of a job whose workers may come and go."""
+        if ps is None or self.least == self.job.workers:
+            return None
+        policy = ScalingPolicy(least=self.least, most=self.job.workers)
+        return stack.enter_context(contextlib.closing(WorkerScaling(policy, self.folder, ps, self.tls, say)))
+
+    def _look(
+        self, local: LocalShards | None, running: LocalWorkers, scaling: WorkerScaling | None
+    ) -> EmbershardError | None:
+        """What is looked at while the workers train; the failure of a shard ends the wait for them."""
+        self.recoveries.look()
+        if scaling is not None:
+            scaling.look(running)
+        return None if local is None else local.failure
+
+    def _latest(self, began: float) -> Checkpoint | None:
+        """The latest checkpoint that this job has made; a folder may hold later steps of a run before it."""
+        from embershard.worker.checkpoint.checkpoint import checkpoint_at
+
+        assert self.job.checkpoint.folder is not None
+        found = checkpoint_at(self.job.checkpoint.folder)
+        return found if found is not None and found.manifest.time >= began else None
+
+
+def _remove_logs(folder: Path) -> None:
+    """Remove the shards' logs of attempts that have ended, also of a run that was killed whole; none that is in use."""
+    from embershard.ps.journal.folder import LogFolder
+    from embershard.ps.journal.summary import find_logs
+
+    for logs in folder.glob(f"{_LOGS}-*"):
+        try:
+            for log in find_logs(logs):
+                LogFolder.existing(log).close()
+        except LogLocked:
+            continue
+        except EmbershardError:
+            pass  # it has no whole log
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _end_of(error: BaseException) -> Event:
+    """What ended an attempt."""
+    now = time.monotonic()
+    match error:
+        case WorkerFailed(fields={"code": int() as code}):
+            return WorkerEnded(now, ErrorKind.of(code))
+        case ShardFailed(fields={"code": int() as code, "served": served}):
+            return ShardEnded(now, ErrorKind.KILLED if served else ErrorKind.of(code))
+    return Interrupted()
+
+
+def _first_line(error: BaseException) -> str:
+    """How an attempt ended, in short: a shard's or a worker's last lines follow in its log."""
+    what = str(error.fields["what"]) if isinstance(error, ShardFailed) else str(error).partition(";")[0]
+    return what.partition("\n")[0]
+
+
+def _restore_onto(local: LocalShards, checkpoint: Checkpoint, replace: bool, tls: TLS | None) -> None:
+    """Restore shards that were just started; ShardFailed where one of them ends meanwhile."""
+    try:
+        _meet_shards(",".join(local.addresses), checkpoint, replace, tls=tls)
+    except EmbershardError as error:
+        if local.failure is not None:
+            raise local.failure from error
+        raise
+
+
+def _meet_shards(
+    ps: str,
+    checkpoint: Checkpoint | None,
+    replace: bool,
+    timeout: timedelta = _START_TIMEOUT,
+    tls: TLS | None = None,
+) -> None:
+    """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
+
+    Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them.
+    ShardUnavailable where one does not answer by the timeout. TablesInTheWay where the shards hold tables of another
+    name, dim or optimizer, unless `replace` is true. RowsLost where one shard lost its rows, and no checkpoint gives
+    them back.
+    """
+    from embershard.worker.client.client import Client
+
+    with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
+        if checkpoint is not None and checkpoint.manifest.snapshot:
+            from embershard.worker.checkpoint.checkpoint import restore_shards
+
+            restore_shards(client, checkpoint, replace=replace)
+        else:
+            client.lineage.check()
