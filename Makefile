@@ -265,7 +265,7 @@ bar-recover: setup  ## a shard killed at 20 random moments, with a log and witho
 bar-slurm: setup  ## a job on four Slurm nodes: the bits of this machine, a lost shard, worker and nodes (6 minutes; root; apt-get install slurm-wlm munge iproute2)
 	$(BIN)/python bench/bar_slurm.py $(ARGS)
 
-bar-ray: $(VENV)/.ray  ## a job on four Ray nodes: the bits of this machine, from Ray Data too, a lost shard, worker and node, Ctrl-C (5 minutes)
+bar-ray: $(VENV)/.ray  ## a job on four Ray nodes: the bits of this machine, a lost shard, worker and node, Ctrl-C (5 minutes)
 	$(BIN)/python bench/bar_ray.py $(ARGS)
 
 bar-containers: $(VENV)/.compose  ## images are built, and run a job in four containers with TLS: the bits of this machine, a lost shard and worker (15 minutes, 8 GB; root; the packages of apt that it names; ARGS=--fresh: build all anew)

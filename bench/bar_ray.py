@@ -3,7 +3,6 @@
 The nodes are raylets on this machine (ray.cluster_utils). The job is examples/demo.yaml with two shards and two
 workers, by `embershard.ray.run` from a driver; connections are encrypted with certificates that the run makes.
 
-data      staleness 0, one worker: `data.reader: ray` learns from Parquet files the bits that `tabular` learns
 bits      staleness 0: all rows and optimizer states of the last checkpoint are those of the same job on this machine
 shard     a shard's process is killed: it comes back with its rows
 worker    a worker's process is killed: it is started again
@@ -19,23 +18,18 @@ Needs the extra `ray`. Prints a table and one JSON line; exits 1 below a bar.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 from ray.cluster_utils import Cluster
 
@@ -44,6 +38,7 @@ from engines.engine_job import (
     ASYNCHRONOUS,
     BACK_SECONDS,
     SYNCHRONOUS,
+    Settings,
     await_,
     disturb,
     left,
@@ -57,7 +52,6 @@ from timing import finish, load, print_table
 
 CASES = {"shard": ["ps"], "worker": ["worker"], "node": ["ps"]}
 NODES, CORES = 4, 3
-TABLE_ROWS = 3000
 DRIVER = """
 import sys, ray, embershard.ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -110,9 +104,9 @@ class RayCluster:
 class RayJob:
     """A driver that runs the job, in a folder of its own."""
 
-    def __init__(self, cluster: RayCluster, folder: Path, write: Callable[[Path], None]) -> None:
+    def __init__(self, cluster: RayCluster, folder: Path, settings: Settings) -> None:
         folder.mkdir()
-        write(folder / "job.yaml")
+        write_job(folder / "job.yaml", settings)
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
         with (folder / "said.txt").open("w") as said:
             self.popen = subprocess.Popen(
@@ -147,8 +141,8 @@ def _folder_of(process: psutil.Process) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["data", "bits", *CASES, "cancel"])
-    cases = parser.parse_args().only or ["data", "bits", *CASES, "cancel"]
+    parser.add_argument("--only", nargs="+", choices=["bits", *CASES, "cancel"])
+    cases = parser.parse_args().only or ["bits", *CASES, "cancel"]
     os.environ["OMP_NUM_THREADS"] = "1"
     cluster = RayCluster()
     try:
@@ -156,7 +150,7 @@ def main() -> None:
             found = [run_case(case, cluster, Path(place)) for case in cases]
     finally:
         cluster.close()
-    failures = [f"{one['case']}: {name} differs" for one in found for name in one.get("different_tables", ())]
+    failures = [f"bits: {name} differs" for one in found for name in one.get("different_tables", ())]
     failures += [f"{one['case']}: processes are left: {one['left']}" for one in found if one["left"]]
     failures += [f"{one['case']}: {one['free']} of {NODES * CORES} cores" for one in found if one.get("free", 12) < 12]
     for one in found:
@@ -169,39 +163,15 @@ def main() -> None:
     finish({"bar": "ray", "nodes": NODES, "cases": found, "load": load()}, failures)
 
 
-def write_table_job(path: Path, reader: str) -> None:
-    """A job of one worker, and four Parquet files beside it, which Ray Data or embershard itself reads."""
-    random = np.random.default_rng(0)
-    for part in range(4):
-        columns = {
-            "label": random.integers(0, 2, TABLE_ROWS),
-            "user": [f"u{number}" for number in random.integers(0, 1000, TABLE_ROWS)],
-            "item": random.integers(0, 1000, TABLE_ROWS),
-            "price": random.random(TABLE_ROWS),
-        }
-        pq.write_table(pa.table(columns), path.parent / f"part-{part}.parquet")
-    path.write_text(json.dumps({
-        "model": {"name": "dlrm", "bottom": [8], "hidden": [8]},
-        "data": {"reader": reader, "train": "part-*.parquet"},
-        "features": {"user": {}, "item": {}, "price": {"type": "number", "transform": "standardise"}},
-        "embedding": {"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.05}},
-        "train": {"batch_size": 256, "epochs": 1, "staleness": 0},
-        "checkpoint": {"every": 1},
-        "workers": 1,
-    }))  # fmt: skip
-
-
 def run_case(case: str, cluster: RayCluster, folder: Path) -> dict[str, Any]:
     """Run a job, and what happens to it."""
-    if case in ("data", "bits"):
-        synchronous = partial(write_job, settings=SYNCHRONOUS)
-        here = folder / f"{case}-here"
-        train_here(here, partial(write_table_job, reader="tabular") if case == "data" else synchronous)
-        job = RayJob(cluster, folder / case, partial(write_table_job, reader="ray") if case == "data" else synchronous)
+    if case == "bits":
+        train_here(folder / "here")
+        job = RayJob(cluster, folder / case, SYNCHRONOUS)
         result(job)
-        different = differing(last_tables(here), last_tables(job.run))
+        different = differing(last_tables(folder / "here"), last_tables(job.run))
         return {"case": case, "different_tables": different, "left": left(job)}
-    job = RayJob(cluster, folder / case, partial(write_job, settings=ASYNCHRONOUS))
+    job = RayJob(cluster, folder / case, ASYNCHRONOUS)
     if case == "cancel":
         await_(job, lambda: samples(job) >= 20_000, "20,000 samples")
         job.popen.send_signal(signal.SIGINT)

@@ -42,10 +42,10 @@ def write_job(path: Path, settings: Settings) -> None:
         yaml.dump(job, file)
 
 
-def train_here(folder: Path, write: Callable[[Path], None] = lambda path: write_job(path, SYNCHRONOUS)) -> None:
-    """Train a job, the synchronous one, on this machine; its checkpoints are in the folder's `checkpoints`."""
+def train_here(folder: Path) -> None:
+    """Train the synchronous job on this machine; its checkpoints are in the folder's `checkpoints`."""
     folder.mkdir()
-    write(folder / "job.yaml")
+    write_job(folder / "job.yaml", SYNCHRONOUS)
     command = [
         sys.executable,
         "-m",
