@@ -36,6 +36,7 @@ class RemoteProcess:
         import ray
 
         host = ray.util.get_node_ip_address()
+        cluster = ray.get_runtime_context().gcs_address  # for data.reader ray
         self._said: queue.Queue[tuple[int, bytes]] = queue.Queue()
         self._failure = ""  # why there is no process
         advertised = f"[{host}]" if ":" in host else host
@@ -43,7 +44,7 @@ class RemoteProcess:
             self._process = subprocess.Popen(
                 [sys.executable, *words, "--parent-pid", str(os.getpid())],
                 cwd=folder,
-                env={**os.environ, **variables, "EMBERSHARD_ADVERTISE": advertised},
+                env={**os.environ, **variables, "EMBERSHARD_ADVERTISE": advertised, "RAY_ADDRESS": cluster},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -10,7 +10,10 @@ import time
 from contextlib import closing, suppress
 from datetime import timedelta
 
+import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -20,6 +23,7 @@ from embershard.cli.app import app
 from embershard.cli.engines import EngineName, EngineSettings, parse_resources
 from embershard.deploy.engine import Place
 from embershard.deploy.ray import NoRay, NoRoom, RayEngine
+from embershard.worker.job.load import load_job
 from harness.eventually import PATIENCE, eventually
 from harness.growing_job import SAMPLES, GrowingJob
 from harness.processes import EMBERSHARD
@@ -342,6 +346,52 @@ def test_a_job_whose_shard_loses_its_rows_goes_on_from_its_checkpoint_on_the_sam
         recovery["step"],
     ]
     assert records(tmp_path)[-1]["record"] == "result"
+
+
+JOB_OF_TABLES = """\
+model: {name: dlrm, bottom: [8], hidden: [8]}
+data: {reader: READER, train: TRAIN}
+features: {user: {}, item: {}, price: {type: number}}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, epochs: 1}
+"""
+DATASET = """
+import ray.data
+def clicks():
+    return ray.data.read_parquet(["FOLDER/part-0.parquet", "FOLDER/part-1.parquet"])
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(4 * PATIENCE)
+def test_ray_data_gives_one_worker_the_bits_of_the_files_and_two_workers_each_row_once(cluster, tmp_path, monkeypatch):
+    ray, random = pytest.importorskip("ray"), np.random.default_rng(0)
+    for part in range(2):
+        columns = {"label": random.integers(0, 2, 1000), "item": random.integers(0, 50, 1000)}
+        users = [f"u{number}" for number in range(1000 * part, 1000 * part + 1000)]
+        pq.write_table(
+            pa.table({**columns, "user": users, "price": random.random(1000)}), tmp_path / f"part-{part}.parquet"
+        )
+    (tmp_path / "my_clicks.py").write_text(DATASET.replace("FOLDER", str(tmp_path)))
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+
+    def batches(reader, train, rank=0, world_size=1):
+        (tmp_path / "job.yaml").write_text(JOB_OF_TABLES.replace("READER", reader).replace("TRAIN", train))
+        dataset = load_job(tmp_path / "job.yaml").data.open(tmp_path, seed=7)
+        found = list(dataset.train(0, rank, world_size, 256))
+        return [[array.numpy() for array in (batch.ids, batch.dense, batch.labels)] for batch in found]
+
+    try:
+        from_files, from_ray = batches("tabular", "part-*.parquet"), batches("ray", "part-*.parquet")
+        assert len(from_files) == len(from_ray) == 8
+        for one, other in zip(from_files, from_ray, strict=True):
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+        shares = [batches("ray", "my_clicks:clicks", rank, 2) for rank in range(2)]
+        users = [set(np.concatenate([ids[:, 0] for ids, _, _ in share]).tolist()) for share in shares]
+        assert len(users[0]) == len(users[1]) == 1000
+        assert not users[0] & users[1]
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.integration

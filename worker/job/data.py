@@ -12,7 +12,7 @@ from embershard.worker.job.data_section import LOWER_IS_BETTER as LOWER_IS_BETTE
 from embershard.worker.job.data_section import METRICS as METRICS
 from embershard.worker.job.data_section import DataSection, Evaluation
 from embershard.worker.job.sections import CUSTOM, Count
-from embershard.worker.job.tabular import Delimiter, TabularSection
+from embershard.worker.job.tabular import Delimiter, RaySection, TabularSection
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
     from embershard.worker.data.batch import Dataset
@@ -498,6 +498,7 @@ AnyData = Annotated[
     | Annotated[AdultSection, Tag("adult")]
     | Annotated[ClicksSection, Tag("clicks")]
     | Annotated[TabularSection, Tag("tabular")]
+    | Annotated[RaySection, Tag("ray")]
     | Annotated[UserReaderSection, Tag(CUSTOM)],
     Discriminator(reader),
 ]

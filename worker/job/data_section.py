@@ -88,6 +88,11 @@ class DataSection(Section):
         return False
 
     @property
+    def has_code(self) -> bool:
+        """Whether code of a user reads it."""
+        return ":" in self.reader
+
+    @property
     def streams_text(self) -> bool:
         """Whether text is read anew in each epoch, which does not tell in advance how many samples there are."""
         return False

@@ -192,7 +192,7 @@ class Job(Section):
     def has_user_code(self) -> bool:
         """Whether it names a model, reader, loss, metric or callback of a user."""
         parts = (self.own_loss, *self.callbacks, *(metric for metric in self.metrics if metric.is_custom))
-        return any(parts) or isinstance(self.model, UserModelSection) or ":" in self.data.reader
+        return any(parts) or isinstance(self.model, UserModelSection) or self.data.has_code
 
     def worker_threads(self, local_workers: int) -> int:
         """Threads of torch in each of this machine's workers.

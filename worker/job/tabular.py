@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -289,7 +291,10 @@ class TabularSection(DataSection):
         if self.split is not None and (self.valid or self.test):
             return "split", "makes valid and test of the rows of train: remove it, or these files"
         if not self.features:
-            return "reader", "tabular needs the section features, which says what to read: features: {user: {}}"
+            return (
+                "reader",
+                f"{self.reader} needs the section features, which says what to read: features: {{user: {{}}}}",
+            )
         if not self.label and self.negatives is None:
             return "label", "names no column, so that each row has label 1: add negatives"
         if self.negatives is not None:
@@ -377,6 +382,64 @@ class TabularSection(DataSection):
         """Open the reader that this section describes."""
         tabular = self.tabular(folder)
         return tabular.open_first_rows(seed) if self._first_rows_only else tabular.open(seed=seed)
+
+
+class RaySection(TabularSection):
+    """Tables that Ray Data reads in the job's Ray cluster: Parquet, CSV or lines of JSON, or a function's dataset.
+
+    `train`, `valid` and `test` are files, folders, patterns with *, URLs, or one function `module:name` that returns a
+    ray.data.Dataset. The features are in the job's section `features`.
+    """
+
+    reader: Literal["ray"]  # type: ignore[assignment]
+    format: Literal["parquet", "csv", "jsonl"] | None = None
+    """That of the files' names by default."""
+
+    @property
+    def has_code(self) -> bool:
+        """Whether a function of a user makes a dataset."""
+        return any(_is_function(name) for part in SPLITS for name in getattr(self, part))
+
+    @property
+    def streams_text(self) -> bool:
+        """Whether nobody knows in advance how many samples there are: Ray Data counts them."""
+        return False
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether a process beside the worker pays: no, Ray's own processes read."""
+        return False
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the local files and folders that it names, under `root`."""
+        named = {part: tuple(p for p in paths if not _is_function(str(p))) for part, paths in super().files().items()}
+        return {part: paths for part, paths in named.items() if paths}
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        for field in ("delimiter", "encoding", "decimal", "missing", "columns"):
+            if field in self.model_fields_set:
+                return field, "has no meaning for data.reader ray: use tabular, or set it in a function of your own"
+        if self.loader_processes:
+            return "loader_processes", "must be 0 with data.reader ray, whose own processes read; remove it"
+        for part in SPLITS:
+            names = getattr(self, part)
+            if len(names) > 1 and any(map(_is_function, names)):
+                return part, "is files, or one function module:name"
+        return super().problem()
+
+    def tabular(self, folder: Path) -> Tabular:
+        """Return the reader of the tables. BadFeature where features contradict each other."""
+        from embershard.worker.data.readers.ray import open_datasets
+
+        made = super().tabular(folder)
+        functions = {part: names for part in SPLITS if (names := getattr(self, part)) and _is_function(names[0])}
+        return replace(made, files={**made.files, **functions}, open_tables=open_datasets)
+
+
+def _is_function(name: str) -> bool:
+    """Whether it is `module:name`, and no file or URL."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is not None
 
 
 def _stored(value: object) -> object:

@@ -250,6 +250,12 @@ WAITS = [
     ({}, {"dense": {"mode": "ddp"}}, Waited(workers=0.3), ["dense.mode"]),
     ({}, {}, Waited(data=0.3), ["data.loader_processes: 1"]),
     ({}, {"data": {"reader": "clicks", "loader_processes": 1}}, Waited(data=0.3), ["Parquet"]),
+    (
+        {},
+        {"data": {"reader": "ray", "train": "mine:rows"}, "features": {"user": {}, "price": {"type": "number"}}},
+        Waited(data=0.3),
+        ["data.reader tabular"],
+    ),
     ({}, {}, Waited(0.3, 0.3, 0.3), ["train.prefetch", "train.staleness", "data.loader_processes: 1"]),
 ]
 

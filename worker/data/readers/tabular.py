@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,20 @@ from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Kind
 
 NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
+
+
+class OpenTables(Protocol):
+    """Open the tables of each split, as `open_tables` does."""
+
+    def __call__(
+        self,
+        files: Mapping[str, Sequence[File]],
+        how: TableFormat,
+        wanted: Wanted,
+        to_samples: Callable[[pa.Table, str], Samples],
+        counts: Mapping[str, int] = ...,
+    ) -> Mapping[str, TableSource]:
+        """JobError where a table cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +176,7 @@ class Tabular:
     split: RowSplit | None = None
     vocabulary_folder: Path = Path()
     negatives: NegativeSampling | None = None
+    open_tables: OpenTables = open_tables
 
     def look(self) -> None:
         """Read the first rows of every file, without torch. JobError names the file and line of what is wrong."""
@@ -277,10 +292,10 @@ class Tabular:
 
     def _sources(
         self, to_samples: Callable[[pa.Table, str], Samples], counts: Mapping[str, int] = {}
-    ) -> dict[str, TableSource]:
+    ) -> Mapping[str, TableSource]:
         """The files of each split; of one table, each split reads the same ones."""
         files = self.files if self.split is None else dict.fromkeys(self.split.parts, self.files["train"])
-        return open_tables(files, self.how, self._wanted(), to_samples, counts)
+        return self.open_tables(files, self.how, self._wanted(), to_samples, counts)
 
     def _wanted(self) -> Wanted:
         """Column -> its kind in text, and who reads it."""

@@ -68,9 +68,8 @@ def open_tables(
 
     JobError where a file has not all the columns, or cannot be read. BadValue of `to_samples` becomes one.
     """
-    kind = how.format or _format_of_first(files["train"][0])
-    endings = tuple(f"{ending}{z}" for ending, own in ENDINGS.items() if own == kind for z in ("", ".gz", ".zst"))
-    paths = {part: [f for given in named for f in expand(given, endings)] for part, named in files.items()}
+    kind = how.format or format_of_first(files["train"][0])
+    paths = {part: files_of(kind, named) for part, named in files.items()}
     to_rows = {part: partial(_of_part, to_samples, part) for part in files}
     if kind == "parquet":
         layout = Layout(columns={name: kind for name, (kind, _) in wanted.items()})
@@ -93,7 +92,14 @@ def open_tables(
     }
 
 
-def _format_of_first(path: File) -> Format:
+def files_of(kind: Format, named: Sequence[File]) -> list[File]:
+    """The files of a format that are named, that lie in folders, or that patterns fit."""
+    endings = tuple(f"{ending}{z}" for ending, own in ENDINGS.items() if own == kind for z in ("", ".gz", ".zst"))
+    return [file for given in named for file in expand(given, endings)]
+
+
+def format_of_first(path: File) -> Format:
+    """The format of a file, or of those in a folder, by their names. JobError where they tell none."""
     kind = format_of(path)
     if kind is None and Path(path).is_dir():
         kinds = {found for file in Path(path).iterdir() if (found := format_of(file)) is not None}
