@@ -59,6 +59,7 @@ FOUND_BY_LOST_TABLES = {  # by seeds with this focus
 
 FOUND_SINCE = {  # by seeds with all that they draw: an I/O thread, and focuses that came later
     233: "a push that was lost after an early answer said that a load before it, which was given up, was acknowledged",
+    1578: "the oracle asked for a copy of a push that a heartbeat had called safe before the push was answered",
     4718: "a worker that had only loaded waited at one shard, and none of its heartbeats said what another had lost",
 }
 
