@@ -341,6 +341,7 @@ class ShardOracle:
         for token, lsn in list(self.lsn_of.items()):
             if lsn > last:
                 del self.lsn_of[token]
+                self.sent[token].is_safe = False  # where it comes again, the next process has to say so anew
                 if self.sent[token].state == "acknowledged":
                     self.lost.add(token)
                 elif self.sent[token].state == "early":
