@@ -428,7 +428,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., base_lsn: _Optional[int] = ..., apply_busy_seconds: _Optional[float] = ..., queue_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., pull_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., push_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportStatus, _Mapping]]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., restarts: _Optional[int] = ..., draining: _Optional[bool] = ..., last_snapshot: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run")
+    __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run", "number")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +437,7 @@ class JoinRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_AWARE_LR_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     clock: int
@@ -445,7 +446,8 @@ class JoinRequest(_message.Message):
     lease_ms: int
     staleness_aware_lr: bool
     run: int
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., workers: _Optional[int] = ..., lease_ms: _Optional[int] = ..., staleness_aware_lr: _Optional[bool] = ..., run: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., workers: _Optional[int] = ..., lease_ms: _Optional[int] = ..., staleness_aware_lr: _Optional[bool] = ..., run: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("member", "clock", "started", "members")
@@ -460,14 +462,16 @@ class Joined(_message.Message):
     def __init__(self, member: _Optional[bool] = ..., clock: _Optional[int] = ..., started: _Optional[bool] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "pause")
+    __slots__ = ("worker", "epoch", "pause", "number")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     pause: bool
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., pause: _Optional[bool] = ...) -> None: ...
+    number: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., pause: _Optional[bool] = ..., number: _Optional[int] = ...) -> None: ...
 
 class LeaveAck(_message.Message):
     __slots__ = ()

@@ -71,11 +71,16 @@ class Member:
     lost: bool = False  # its lease ran out, or a later run began
     job: int = -1  # of the shard's; -1: not known, as in what older versions wrote
     first: int = 0  # the clock at which it joined again after its lease had ended; else 0, as in older versions' logs
+    number: int = 0  # of its last join or pause; 0: it gave none, as older versions
 
     @property
     def sender(self) -> Sender:
         """Return the worker and epoch under which it pushes."""
         return Sender(self.worker, self.epoch)
+
+    def is_past(self, request: Join | Leave) -> bool:
+        """Whether a join or a pause comes behind a later one: a copy may that a broken connection had for long."""
+        return 0 < request.number < self.number
 
 
 class Updates:
@@ -135,6 +140,8 @@ class Clock:
         _check_mode(request, self)
         self._epochs[worker] = epoch
         member, gone = self.members.get(worker), self._left.get(worker)
+        if member is not None and member.epoch == epoch and member.is_past(request):
+            return Joined(member=True, clock=self.open, started=self.started, members=self.workers_here())
         if gone is not None and (gone.epoch, gone.run) != (epoch, self.run):
             gone = None
         if member is not None and member.epoch != epoch:
@@ -163,7 +170,7 @@ class Clock:
             )
             self.members[worker] = member
         member.clock = max(member.clock, request.clock)
-        member.lease_ms, member.paused = request.lease_ms, False
+        member.lease_ms, member.paused, member.number = request.lease_ms, False, request.number
         self._left.pop(worker, None)
         self._joined.add(worker)
         self.started = self.started or len(self._joined) >= self.workers
@@ -175,10 +182,10 @@ class Clock:
         """Wait for a worker no longer; a second time, as after a lost reply, this changes nothing."""
         self.fence(request.worker, request.epoch)
         member = self.find_member(request.worker, request.epoch)
-        if member is None:
+        if member is None or member.is_past(request):
             return LeaveAck()
         if request.pause:
-            member.paused = True
+            member.paused, member.number = True, request.number
             self.pending.drop(member.sender)
             self.generation += 1
         else:

@@ -57,8 +57,14 @@ FOUND_BY_LOST_TABLES = {  # by seeds with this focus
 }
 
 
+FOUND_BY_RARE_REQUESTS = {  # by seeds with this focus, as requests are now
+    85: "a copy of a pause came once its worker had gone on, and the clock closed without it",
+}
+
+
 FOUND_SINCE = {  # by seeds with all that they draw: an I/O thread, and focuses that came later
     233: "a push that was lost after an early answer said that a load before it, which was given up, was acknowledged",
+    1578: "the oracle asked for a copy of a push that a heartbeat had called safe before the push was answered",
     4718: "a worker that had only loaded waited at one shard, and none of its heartbeats said what another had lost",
 }
 
@@ -88,6 +94,11 @@ def test_what_short_losses_have_found_stays_mended(seed):
 @pytest.mark.parametrize("seed", FOUND_BY_LOST_TABLES)
 def test_what_lost_tables_have_found_stays_mended(seed):
     check(seed, focus="lost tables")
+
+
+@pytest.mark.parametrize("seed", FOUND_BY_RARE_REQUESTS)
+def test_what_rare_requests_have_found_stays_mended(seed):
+    check(seed, focus="rare requests")
 
 
 @pytest.mark.parametrize("seed", FOUND_SINCE)

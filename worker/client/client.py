@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -117,6 +118,7 @@ class Client:
         self.lineage = Lineage(self.connections, worker)
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
+        self._numbers = itertools.count(1)  # of this incarnation's joins and pauses
         self.compressor = Compressor(worker, self.placement)
         self.directory.subscribe(self.compressor.follow)
         self._kept = self.connections.kept
@@ -235,9 +237,7 @@ class Client:
     def join(self, terms: Terms, clock: int = 0) -> Membership:
         """Become a member of the job: from here on pulls wait, and pushes count, by its clock. RowsLost."""
         self.lineage.check()
-        self.membership = Membership(
-            self.connections, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout
-        )
+        self.membership = self._new_membership(terms)
         self.membership.join(clock)
         self.compressor.workers = terms.workers
         self.compressor.share = 1.0 / terms.workers if terms.staleness == 0 else 1.0
@@ -246,9 +246,19 @@ class Client:
     def enter_run(self, run: int) -> None:
         """Have all shards refuse what workers of earlier runs send, and earlier processes of this worker. StaleRun."""
         terms = Terms(workers=1, staleness=None, run=run)
-        member = Membership(self.connections, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout)
+        member = self._new_membership(terms)
         member.join(0)
         member.leave()
+
+    def _new_membership(self, terms: Terms) -> Membership:
+        return Membership(
+            self.connections,
+            terms,
+            worker=self.worker,
+            epoch=self.epoch,
+            numbers=self._numbers,
+            timeout=self.timeout,
+        )
 
     def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:
         """Make sure that a table exists on every shard; the shards where this call created it.

@@ -141,6 +141,8 @@ class KeptPushes:
         """
         with self._lock:
             waiting = list(self._kept[shard])
+            if waiting:  # what the process before has said of these counts no more: this one may have to take them anew
+                self._acknowledged[shard] = min(self._acknowledged[shard], waiting[0].push.token.seq - 1)
         for kept in waiting:
             first = self.first_incomplete(shard, kept.push.token.seq)
             push = with_first_incomplete(replace(kept.push, term=term), first)

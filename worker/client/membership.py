@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,7 +93,14 @@ class Membership:
     """
 
     def __init__(
-        self, connections: ShardConnections, terms: Terms, *, worker: int, epoch: int, timeout: timedelta
+        self,
+        connections: ShardConnections,
+        terms: Terms,
+        *,
+        worker: int,
+        epoch: int,
+        numbers: Iterator[int],
+        timeout: timedelta,
     ) -> None:
         self.terms = terms
         self.worker = worker
@@ -107,6 +114,7 @@ class Membership:
         self.may_rejoin = True
         self._connections, self._epoch, self._timeout = connections, epoch, timeout
         self._next = 0  # after the last clock that was pushed
+        self._numbers = numbers  # of joins and pauses, ascending as long as the epoch is the same
         self._paused_terms: dict[int, int] = {}  # shard -> term of the process that knows of the pause
         self._memory_lost: MemoryLost | None = None  # what a shard has answered a heartbeat
         self._lock = connections.clock.rlock()  # of joining
@@ -292,6 +300,7 @@ class Membership:
                 lease_ms=lease_ms,
                 staleness_aware_lr=staleness_aware_lr,
                 run=terms.run,
+                number=next(self._numbers),
             )
             self.asked = clock
             replies = [reply for reply in self._ask_all(join) if isinstance(reply, Joined)]
@@ -306,7 +315,7 @@ class Membership:
 
     def _say_paused(self) -> None:
         terms = self._terms()
-        self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True))
+        self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True, number=next(self._numbers)))
         self._paused_terms = terms
 
     def _terms(self) -> dict[int, int]:

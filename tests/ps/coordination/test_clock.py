@@ -47,8 +47,8 @@ class Job:
         for worker in range(workers):
             self.join(worker, workers=workers, **fields)
 
-    def leave(self, worker, *, epoch=1, pause=False):
-        assert self.shard.handle(Leave(worker=worker, epoch=epoch, pause=pause), self.now) == LeaveAck()
+    def leave(self, worker, *, epoch=1, **fields):
+        assert self.shard.handle(Leave(worker=worker, epoch=epoch, **fields), self.now) == LeaveAck()
 
     def beat(self, worker, epoch=1):
         return self.shard.handle(Heartbeat(worker=worker, epoch=epoch), self.now)
@@ -137,6 +137,12 @@ ROWS = [
      together(1), push(0, 0), join(1, 3), *(push(0, clock) for clock in (1, 2, 3))),
     ("and its pushes count from there", -5, 4,
      together(1), push(0, 0), join(1, 3), *(push(0, clock) for clock in (1, 2, 3)), push(1, 3, 3.0)),
+    ("a copy of a pause that comes behind the end of the pause lets no clock close", 0, 0,
+     together(2), leave(0, pause=True, number=2), join(0, number=3), leave(0, pause=True, number=2), push(1, 0)),
+    ("also after its lease has run out", 0, 0,
+     together(2), wait(9, 1), wait(9, 1), join(0, number=3), leave(0, pause=True, number=2), push(1, 0)),
+    ("a copy of a join that comes behind a pause does not end it", -1, 1,
+     together(2, number=1), leave(0, pause=True, number=2), join(0, number=1), push(1, 0)),
     ("a part of a push closes no clock of paused workers", 0, 0,
      together(2), leave(0, pause=True), leave(1, pause=True), push(0, 0, last=False), leave(1)),
     ("its end does", -2, 1,

@@ -29,6 +29,7 @@ class ModelMember:
     run: int
     paused: bool = False
     lost: bool = False
+    number: int = 0  # of its last join or pause
 
 
 @dataclass
@@ -238,6 +239,8 @@ class ModelShard:
             self._remove(join.worker)
             self._close()
             member = None
+        if member is not None and join.number < member.number:
+            return  # a pause came after it
         comes_back = gone is not None and gone.lost and (
             (self.staleness, self.aware) == (join.staleness, join.staleness_aware_lr))  # fmt: skip
         if not self.members and not comes_back:  # a new job
@@ -252,7 +255,7 @@ class ModelShard:
             return
         if member is None:
             member = self.members[join.worker] = ModelMember(join.worker, join.epoch, join.clock, self.run)
-        member.clock, member.paused = max(member.clock, join.clock), False
+        member.clock, member.paused, member.number = max(member.clock, join.clock), False, join.number
         self.gone.pop(join.worker, None)
         self.joined.add(join.worker)
         self.started |= len(self.joined) >= self.workers
@@ -261,7 +264,9 @@ class ModelShard:
     def _leave(self, leave: Leave) -> None:
         member = self._member(leave.worker, leave.epoch)
         if member is not None and leave.pause:
-            member.paused = True
+            if leave.number < member.number:
+                return  # it has joined again since
+            member.paused, member.number = True, leave.number
             self._drop((member.worker, member.epoch))
         elif member is not None:
             self._remove(member.worker)

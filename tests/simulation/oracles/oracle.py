@@ -49,6 +49,7 @@ class Sent:
     request: Push | Load
     content: bytes
     state: str = "open"  # "early": answered before it was safe; "acknowledged", "refused"
+    is_safe: bool = False  # a process has told its sender so, perhaps before the answer came
     taken: float = -1.0  # when it became an event, to the last
     refused: float = -1.0  # when the shard refused it, to the last
 
@@ -141,6 +142,7 @@ class ShardOracle:
         """A client has its reply, or knows that none comes."""
         request = call.request
         for token in self._acknowledged_by(request, outcome):
+            self.sent[token].is_safe = True
             if self.sent[token].state == "early":
                 self.sent[token].state = "acknowledged"
                 if token in self.missing and self.has_lost:  # this was on its way while the machine lost power
@@ -168,7 +170,7 @@ class ShardOracle:
             is_late = sent.taken <= sent.refused
             if sent.state == "refused" and is_late and isinstance(outcome, Pushed) and outcome.early:
                 return  # it is late: the push came again to the next process, which has refused it
-            if not (isinstance(outcome, Pushed) and outcome.early):
+            if not (isinstance(outcome, Pushed) and outcome.early) or sent.is_safe:
                 sent.state = "acknowledged"
             elif sent.state != "acknowledged":
                 sent.state = "early"
@@ -339,6 +341,7 @@ class ShardOracle:
         for token, lsn in list(self.lsn_of.items()):
             if lsn > last:
                 del self.lsn_of[token]
+                self.sent[token].is_safe = False  # where it comes again, the next process has to say so anew
                 if self.sent[token].state == "acknowledged":
                     self.lost.add(token)
                 elif self.sent[token].state == "early":

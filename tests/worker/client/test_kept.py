@@ -410,6 +410,18 @@ def test_a_reply_that_overtakes_the_answer_of_a_push_is_not_forgotten():
     assert kept.first_incomplete(0, 99) == 99
 
 
+def test_a_push_that_is_sent_again_is_kept_until_the_next_process_says_that_it_is_safe():
+    """The process before had said so, its machine lost power, and then its answer came, late."""
+    kept, one = KeptPushes(), push(gradients([1]))
+    kept.add(0, one)
+    kept.acknowledge(0, 1)
+    assert kept.resend(0, 2, lambda push: Pushed(False, 1, 0, early=True)) is None
+    kept.answered(0, one)
+    assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == (1, [0])
+    kept.acknowledge(0, 1)
+    assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == (99, [])
+
+
 @pytest.mark.parametrize("outcome", [Pushed(True, 1, 0), errors.LeaseLost(worker=0, lease_ms=1)])
 def test_a_push_that_was_sent_again_before_its_sender_knew_its_early_answer_is_not_kept_for_ever(outcome):
     """The shard's next process has it, or refuses it; it does not speak of it in later replies."""

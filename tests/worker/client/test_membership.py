@@ -210,6 +210,16 @@ def test_a_paused_worker_that_lost_its_lease_joins_again_with_its_next_heartbeat
     assert lost.stats.lost_leases == 1
 
 
+def test_a_copy_of_a_pause_that_arrives_once_its_worker_goes_on_does_not_pause_it(make_pair):
+    job, late, _ = make_pair(staleness=0)
+    late.membership.pause()
+    (copy, _) = job.sent(messages.Leave, worker=0)
+    late.membership.resume()
+    for wire in job.wires:
+        wire.shard.handle(copy, job.now)
+        assert [status.paused for status in wire.shard.status().members] == [False, False]
+
+
 def test_a_paused_worker_is_not_waited_for_waits_for_nobody_and_resumes_where_it_is_told(make_pair):
     job, paused, other = make_pair(staleness=0)
     paused.membership.resume(6)
