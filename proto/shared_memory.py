@@ -23,7 +23,7 @@ import numpy as np
 from embershard.proto.arrays import Array, Floats
 
 HEAP_BYTES = 2**27  # that a worker shares: pages that nobody touches take no memory
-SHARED_FROM_BYTES = 2**15  # smaller arrays are as fast through the socket
+SHARED_FROM_BYTES = 2**17  # smaller arrays are as fast through the socket: what is read of them is still in its cache
 
 _ALIGNMENT = 64
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from embershard.proto.shared_memory import (
 )
 from harness.eventually import eventually
 
-KIB = 1024  # floats
+UNIT = 4096  # floats; 8 of them are the smallest array
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def fresh(monkeypatch):
 
 
 def test_both_sides_see_what_one_writes(heap):
-    rows = heap.floats(64, 256)
+    rows = heap.floats(256, 256)
     other = SharedMemory(heap.file, heap.nbytes)
     rows[...] = 7
     offset = heap.offset_of(rows[3:])
@@ -47,42 +47,42 @@ def test_both_sides_see_what_one_writes(heap):
 
 
 def test_memory_is_used_again_once_nobody_has_an_array_of_it(heap):
-    rows = heap.floats(16 * KIB)
-    view, place = rows.reshape(16, KIB)[5:7].T, heap.offset_of(rows)
+    rows = heap.floats(16 * UNIT)
+    view, place = rows.reshape(16, UNIT)[5:7].T, heap.offset_of(rows)
     del rows
     gc.collect()
-    assert heap.offset_of(heap.floats(16 * KIB)) != place
+    assert heap.offset_of(heap.floats(16 * UNIT)) != place
     del view
-    assert heap.offset_of(heap.floats(16 * KIB)) == place
+    assert heap.offset_of(heap.floats(16 * UNIT)) == place
 
 
 def test_abandoned_memory_is_not_used_again_until_its_process_has_ended(heap):
     with subprocess.Popen(["sleep", "60"]) as child:
         process = Process(child.pid)
-        rows = heap.floats(16 * KIB)
+        rows = heap.floats(16 * UNIT)
         place = heap.offset_of(rows)
         heap.abandon([rows[4:], rows[:2]], process)
         heap.abandon([rows], None)
         del rows
         gc.collect()
-        places = {heap.offset_of(heap.floats(KIB * size)) for size in (16, 32, 48)}
+        places = {heap.offset_of(heap.floats(UNIT * size)) for size in (16, 32, 48)}
         assert place not in places
-        assert heap.abandoned_bytes == 4 * 16 * KIB  # once
+        assert heap.abandoned_bytes == 4 * 16 * UNIT  # once
         heap._abandoned.pop()
         assert not process.has_ended()
         child.kill()
         assert eventually(process.has_ended)
-    assert heap.offset_of(heap.floats(16 * KIB)) == place
+    assert heap.offset_of(heap.floats(16 * UNIT)) == place
     assert heap.abandoned_bytes == 0
 
 
 def test_pages_are_taken_by_who_makes_an_array(heap):
     before = heap._touched
-    rows = heap.floats(16 * KIB)
+    rows = heap.floats(16 * UNIT)
     assert heap._touched == before + rows.nbytes
     del rows
-    assert heap.floats(16 * KIB) is not None
-    assert heap._touched == before + 4 * 16 * KIB
+    assert heap.floats(16 * UNIT) is not None
+    assert heap._touched == before + 4 * 16 * UNIT
 
 
 def test_arrays_do_not_overlap_and_all_memory_comes_back(heap):
@@ -90,7 +90,7 @@ def test_arrays_do_not_overlap_and_all_memory_comes_back(heap):
     for number in range(2000):
         if held and rng.random() < 0.5:
             del held[rng.choice(list(held))]
-        elif (array := heap.floats(rng.randrange(8 * KIB, 40 * KIB))) is not None:
+        elif (array := heap.floats(rng.randrange(8 * UNIT, 40 * UNIT))) is not None:
             assert heap.offset_of(array) % 64 == 0
             array.fill(number)
             held[number] = array
@@ -114,12 +114,12 @@ def test_what_lies_outside_has_no_place(heap):
 
 
 def test_an_array_lies_there_once_a_connection_shares_it(fresh):
-    assert type(empty_floats(64, 256).base) is type(None)
+    assert type(empty_floats(256, 256).base) is type(None)
     heap = shared_heap()
-    rows = empty_floats(64, 256)
+    rows = empty_floats(256, 256)
     assert heap.offset_of(rows) == 0
     assert heap.offset_of(empty_floats(2, 4)) is None
-    assert rows.shape == (64, 256)
+    assert rows.shape == (256, 256)
     assert shared_heap() is heap
 
 
@@ -145,7 +145,7 @@ def test_a_system_that_gives_none_is_done_without(fresh, monkeypatch, caplog, co
     monkeypatch.setattr(os, "memfd_create", refuse(code))
     caplog.set_level("INFO")
     assert shared_heap() is shared_heap() is None
-    assert empty_floats(64, 256).shape == (64, 256)
+    assert empty_floats(256, 256).shape == (256, 256)
     assert [record.getMessage() for record in caplog.records] == [
         f"no memory is shared with shards, which sockets serve: {os.strerror(code)}"
     ]
@@ -165,15 +165,15 @@ def test_a_python_that_was_built_without_it_is_done_without(fresh, monkeypatch, 
 
 def test_a_forked_child_makes_its_own(fresh):
     heap = shared_heap()
-    rows = empty_floats(64, 256)
+    rows = empty_floats(256, 256)
     rows.fill(1)
     child = os.fork()
     if not child:
         try:
-            mine = empty_floats(64, 256)
+            mine = empty_floats(256, 256)
             mine.fill(2)
             own = shared_heap()
-            empty_floats(64, 256).fill(3)
+            empty_floats(256, 256).fill(3)
             os._exit(0 if own is not heap else 1)
         finally:
             os._exit(2)

@@ -77,6 +77,13 @@ class Shard:
             thread.join(20)
 
 
+@pytest.fixture(autouse=True)
+def _small_arrays(monkeypatch):
+    """Arrays of 32 KiB lie in shared memory, too."""
+    monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 2**15)
+    monkeypatch.setattr(stream_connection, "SHARED_FROM_BYTES", 2**15)
+
+
 @pytest.fixture
 def heap(monkeypatch):
     """The heap of this process, which is a new one."""

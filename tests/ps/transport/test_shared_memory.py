@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embershard.proto import shared_memory
 from embershard.proto.errors import BadFrame, InvalidRequest, ShuttingDown
 from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import Declare, Load, Pull, Pushed, Rows, TableGradients, TableIds
@@ -31,6 +32,12 @@ ROWS, DIM = 512, 32
 IDS = np.arange(ROWS, dtype=np.int64)
 WANTED = Pull(1, (TableIds("items", IDS),))
 APPLIED = Pushed(duplicate=False, applied=ROWS, skipped=0)
+
+
+@pytest.fixture(autouse=True)
+def _small_arrays(monkeypatch):
+    """Arrays of 32 KiB lie in shared memory, too."""
+    monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 2**15)
 
 
 @pytest.fixture
