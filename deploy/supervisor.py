@@ -172,7 +172,7 @@ def _failed(what: str, process: _Process) -> ShardFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """What the shards of this process are started with: options of `embershard ps`, the same for all.
+    """Set the options of `embershard ps` with which LocalShards starts every shard.
 
     `imports` are modules with row optimizers and codecs. With `rpc` they serve torch.distributed.rpc too, on loopback,
     which executes pickles and imports torch. With `durability` "log" or "fsync" they keep a log in `log_dir`, from

@@ -195,7 +195,7 @@ def empty_floats(num_rows: int, dim: int) -> Floats:
 
 
 def zero_floats(num_rows: int, dim: int) -> Floats:
-    """As `empty_floats`, of zeros."""
+    """An array of zeros for gradients that are summed in it: in shared memory once a shard has it, if it fits."""
     found = empty_floats(num_rows, dim)
     found.fill(0)
     return found

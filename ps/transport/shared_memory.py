@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class SharedMemories:
-    """What is mapped of the peers' memory, as it is counted: `limit` bytes at most.
+    """Maps the memory that workers give to a shard, `limit` bytes at most, and counts it.
 
     A worker gives the same memory over each of its connections; it is mapped once, until the last of them has ended.
     """

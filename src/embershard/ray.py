@@ -30,7 +30,7 @@ class RunFailed(EmbershardError):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a job came to: the last record of its log (metrics, samples, seconds), and its folder."""
+    """The result of a job: its folder, and the last record of its log (metrics, samples, seconds)."""
 
     folder: Path
     record: dict[str, Any]

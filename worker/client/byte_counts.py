@@ -110,7 +110,7 @@ class _Table:
         return self.residual.add(part.gradients.nbytes + packed.nbytes, 0, len(part.ids))
 
     def add_bundled(self, direction: Direction, ids: Sequence[int], rows: Sequence[int]) -> None:
-        """What bundles carried of it: messages with ids of it and these ids, messages with rows and these rows."""
+        """Count what bundles moved of this table: (messages, ids) of those with ids of it, and (messages, rows)."""
         for what, size, (messages, count) in (("ids", _ID_BYTES, ids), ("values", self.row_bytes, rows)):
             its = self.sums[direction, what]
             its.wire += size * count
@@ -134,7 +134,7 @@ class _Bundled:
         self.ids, self.rows = np.zeros((2, members), np.int64), np.zeros((2, members), np.int64)
 
     def add(self, counts: tuple[int, ...], *, with_ids: bool) -> None:
-        """One message more."""
+        """Count a message that moved `counts` rows of each member, and, with `with_ids`, as many ids."""
         moved = np.array(counts, np.int64)
         moved = np.stack((moved > 0, moved))
         self.rows += moved

@@ -51,7 +51,7 @@ def look_up(rows: Tensor, index: Tensor, how: str) -> Tensor:
 
 
 def take(read: LookupResult, bundle: BundleRows, collect: Collect) -> Tensor | None:
-    """What the reader of a table wants of its rows, for the first forward that asks for it; None after that.
+    """Return the embeddings, or pooled bags, of one table of a bundle; None once a forward has taken them.
 
     The gradients of all tables reach `collect` together.
     """

@@ -258,7 +258,7 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
         return F.embedding(index, rows, padding)
 
     def how(self, ids: torch.Tensor) -> How:
-        """What it makes of the rows of these ids, where it can read them from a bundle: "rows"."""
+        """Return "rows" where these ids can be looked up in a bundle with other tables; "" where not."""
         return "rows" if self._takes_bundle() else ""
 
 
@@ -353,7 +353,7 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
         )
 
     def how(self, ids: torch.Tensor) -> How:
-        """What it makes of the rows of these ids, where it can read them from a bundle: "sum" or "mean"."""
+        """Return how bags of these ids are pooled where a bundle can do it, "sum" or "mean"; "" where not."""
         if ids.dim() != 2 or not ids.shape[1] or not self._takes_bundle():
             return ""
         return "sum" if self.mode == "sum" else "mean" if self.mode == "mean" else ""

@@ -104,7 +104,7 @@ class RunEvents:
         self._log("eval", dataclasses.asdict(evaluation))
 
     def finished(self, result: RunResult) -> None:
-        """Log the result."""
+        """Write the result of the run to the log."""
         self._log("result", dataclasses.asdict(result))
 
     def close(self) -> None:

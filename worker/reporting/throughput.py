@@ -128,7 +128,7 @@ class Throughput:
 
     @property
     def workers(self) -> int:
-        """Workers that train."""
+        """How many workers train now; setting it changes what is added for the others."""
         return self._workers
 
     @workers.setter

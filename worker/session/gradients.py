@@ -96,7 +96,7 @@ class CollectedGradients:
             self._parts = [one for part in self._parts for one in part.split() if table not in one.tables]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget the gradients of all tables, as after a step."""
         self._parts.clear()
 
     def warn_if_unused(self) -> None:
