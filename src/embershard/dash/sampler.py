@@ -152,7 +152,8 @@ class Sampler:
             try:
                 self._publish(self.sample())
             except Exception:  # what is wrong with one sample must not end the watching
-                _log.exception("a sample failed")
+                if not self._stop.is_set():  # `close` cancels what the last round asks
+                    _log.exception("a sample failed")
             due = max(due + self._interval, time.monotonic())
             self._stop.wait(due - time.monotonic())
 
