@@ -1,7 +1,7 @@
 """Errors with fields, one message built here, and one wire status.
 
 A shard raises these; a transport moves them as (status, name, fields) and the client raises the same type again.
-The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed have subclasses:
+The tree, by what they are about; only InvalidRequest, ShardBusy, NotAllowed and MemoryLost have subclasses:
 
     EmbershardError
         requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName,
@@ -18,8 +18,8 @@ The tree, by what they are about; only InvalidRequest, ShardBusy and NotAllowed 
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
         codecs        UnknownCodec, BadCodec
-        workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, JobOver, RendezvousOver, ModeMismatch, MemoryLost,
-                      OtherLineage, OtherTerm, RowsLost, WorkerLost, WorkersApart, UpdateFailed
+        workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, JobOver, RendezvousOver, ModeMismatch,
+                      MemoryLost (LoadLost), OtherLineage, OtherTerm, RowsLost, WorkerLost, WorkersApart, UpdateFailed
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
@@ -237,7 +237,10 @@ class TableLoading(EmbershardError):
 
     status = Status.UNAVAILABLE
     retryable = True
-    template = "table {table!r} is being loaded by worker {worker}; if that worker died, restart the shards"
+    template = (
+        "table {table!r} is being loaded by worker {worker}; if that worker has ended, start it again: it loads the "
+        "table anew"
+    )
 
 
 class WrongPlacement(EmbershardError):
@@ -427,6 +430,16 @@ class MemoryLost(EmbershardError):
         "worker {worker} had pushes acknowledged (all below {first_incomplete}) that this shard does not know: it was "
         "restarted, and the rows and optimizer states that it held in memory are lost; restore the last checkpoint "
         "(embershard train ... --ps ... --resume latest), or restart all shards and start the training again"
+    )
+
+
+class LoadLost(MemoryLost):
+    """A table that this worker's number has loaded, and that waits for the end of that load again (client)."""
+
+    template = (
+        "table {table!r} waits for its first values, which worker {worker}, this one, has loaded: the shard was "
+        "restarted, and the end of the load and all that came after it are lost; restore the last checkpoint "
+        "(embershard train ... --ps ... --resume latest), or start the training again, which loads the table anew"
     )
 
 

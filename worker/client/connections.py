@@ -19,6 +19,7 @@ from embershard.proto.errors import (
     ClientClosed,
     ClockAhead,
     EmbershardError,
+    LoadLost,
     MemoryLost,
     MessageTooLarge,
     NotAllowed,
@@ -27,6 +28,7 @@ from embershard.proto.errors import (
     ShardRecovering,
     ShardRestarted,
     ShardUnavailable,
+    TableLoading,
     UnknownTable,
 )
 from embershard.proto.messages import (
@@ -290,6 +292,11 @@ class ShardConnections:
         except ShardRecovering as error:
             connection.suspect = True
             return self._recovering(connection, error)
+        except TableLoading as error:
+            if error.fields.get("worker") != self._worker:
+                return labelled(error, connection.name)
+            # an earlier process of this worker has loaded it, or this one: neither does so again
+            return labelled(LoadLost(table=error.fields["table"], worker=self._worker), connection.name)
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
             return (self._verify_rows(shard, deadline) if verifies else None) or labelled(error, connection.name)

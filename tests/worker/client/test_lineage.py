@@ -1,13 +1,22 @@
 """Shards of which one has lost its rows do not go on as one job."""
 
 import dataclasses
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 import embershard as es
 from embershard.proto.codec.name import CodecName
-from embershard.proto.errors import InvalidRequest, MemoryLost, OtherLineage, RowsLost, ShardRestarted
+from embershard.proto.errors import (
+    InvalidRequest,
+    LoadLost,
+    MemoryLost,
+    OtherLineage,
+    RowsLost,
+    ShardRestarted,
+    TableLoading,
+)
 from embershard.proto.messages import Declare, Hello, Pull, Push, Restore, replace
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.spec import TableSpec
@@ -260,6 +269,16 @@ def test_a_recovered_shard_that_lost_acknowledged_pushes_refuses_the_next_one(jo
     wire.shard.handle(Declare(SPEC, lineage=lineage, begins_lineage=True))
     with raises(MemoryLost, worker=0):
         push(client, clock=2)
+
+
+def test_a_table_that_waits_for_a_load_of_this_worker_which_is_lost_says_so_at_once(job):
+    client, other = job.client(), job.client(worker=1, timeout=timedelta(seconds=0.1))
+    client.declare(SPEC, load=True)  # as if by an earlier process, and its end of the load were lost
+    with raises(LoadLost, table="t", worker=0, shard="shard 0 at wire/0"):
+        rows_of(client)
+    other.declare(SPEC)
+    with raises(TableLoading, table="t", worker=0):  # which may be loading it
+        rows_of(other)
 
 
 def test_what_a_restore_gave_the_shards_is_theirs_when_one_comes_back(job, tmp_path):
