@@ -237,7 +237,7 @@ class ShardConnections:
             else:
                 waiting[shard] = self._renewed(shard, waiting[shard])
         for shard, answer in pending.items():
-            outcome = outcomes[shard] = self._outcome(shard, answer, deadline)
+            outcome = outcomes[shard] = self._outcome(shard, requests[shard], answer, deadline)
             self.byte_counter.count(requests[shard], outcome, answer)
             if isinstance(outcome, OtherTerm):  # another process, and nobody has noticed, or another thread has
                 waiting[shard] = self._renewed(shard, requests[shard])
@@ -277,12 +277,15 @@ class ShardConnections:
             shard=connection.name, seconds=waited, reason=reason, address=connection.transport.address
         )
 
-    def _outcome(self, shard: int, answer: PendingReply, deadline: Deadline, *, verifies: bool = True) -> Outcome:
+    def _outcome(
+        self, shard: int, request: Request, answer: PendingReply, deadline: Deadline, *, verifies: bool = True
+    ) -> Outcome:
         connection = self._connections[shard]
         try:
             reply = answer.result()
             if isinstance(reply, (Pushed, Rows, HeartbeatAck)) and reply.acknowledged:
-                self.kept.acknowledge(shard, reply.acknowledged)
+                term = request.term if isinstance(request, (Push, Pull, Heartbeat)) else None
+                self.kept.acknowledge(shard, reply.acknowledged, term)
             return reply
         except TransportClosed:
             return labelled(ClientClosed(), connection.name)
@@ -354,7 +357,7 @@ class ShardConnections:
     def _send_again(self, connection: ShardConnection, push: Push, deadline: Deadline) -> Outcome:
         """The outcome of a push that is kept."""
         answer = submit(connection.transport, push, deadline.remaining)
-        outcome = self._outcome(connection.greeting.shard, answer, deadline, verifies=False)  # this is part of it
+        outcome = self._outcome(connection.greeting.shard, push, answer, deadline, verifies=False)  # this is part of it
         self.byte_counter.count(push, outcome, answer)
         return outcome
 

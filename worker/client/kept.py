@@ -40,6 +40,7 @@ class KeptPushes:
         self._kept: defaultdict[int, deque[_Kept]] = defaultdict(deque)
         self._bytes: defaultdict[int, int] = defaultdict(int)
         self._acknowledged: defaultdict[int, int] = defaultdict(int)  # up to this seq they are safe
+        self._terms: defaultdict[int, int] = defaultdict(int)  # of the process that what is kept was sent to again
         self._refused: list[tuple[int, Push, EmbershardError]] = []
         self._last: defaultdict[int, int] = defaultdict(int)  # seq of the last that was kept or acknowledged
         # shard -> the first load of which nobody knows that it was answered
@@ -82,10 +83,14 @@ class KeptPushes:
         if isinstance(outcome, Pushed):
             self.acknowledge(shard, push.token.seq)
 
-    def acknowledge(self, shard: int, seq: int) -> None:
-        """A shard says that what it has answered is safe up to this push."""
+    def acknowledge(self, shard: int, seq: int, term: int | None = None) -> None:
+        """A shard says that what it has answered is safe up to this push.
+
+        With the `term` of the process that says so: what is read after its pushes were sent to the next one counts no
+        more.
+        """
         with self._lock:
-            if seq > self._acknowledged[shard]:
+            if seq > self._acknowledged[shard] and (term is None or term >= self._terms[shard]):
                 self._acknowledged[shard] = seq
                 self._last[shard] = max(self._last[shard], seq)
                 self._end_loads(shard, seq)
@@ -140,7 +145,7 @@ class KeptPushes:
         The tokens are those of before, so what the process has is not applied again.
         """
         with self._lock:
-            waiting = list(self._kept[shard])
+            waiting, self._terms[shard] = list(self._kept[shard]), term
             if waiting:  # what the process before has said of these counts no more: this one may have to take them anew
                 self._acknowledged[shard] = min(self._acknowledged[shard], waiting[0].push.token.seq - 1)
         for kept in waiting:

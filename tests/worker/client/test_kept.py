@@ -418,7 +418,9 @@ def test_a_push_that_is_sent_again_is_kept_until_the_next_process_says_that_it_i
     assert kept.resend(0, 2, lambda push: Pushed(False, 1, 0, early=True)) is None
     kept.answered(0, one)
     assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == (1, [0])
-    kept.acknowledge(0, 1)
+    kept.acknowledge(0, 1, term=1)  # another answer of it, read later still
+    assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == (1, [0])
+    kept.acknowledge(0, 1, term=2)
     assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == (99, [])
 
 
