@@ -151,8 +151,8 @@ class StreamCall:
         """
         travels = [IN_FRAME] * len(self.bulk)
         if self.request is Push:
-            self.bulk = [_in_heap(heap, array) for array in self.bulk]
-            offsets = [_offset(heap, array) for array in self.bulk]
+            placed = [_in_heap(heap, array) for array in self.bulk]
+            self.bulk, offsets = [array for array, _ in placed], [offset for _, offset in placed]
             self.in_memory = [array for array, offset in zip(self.bulk, offsets, strict=True) if offset != IN_FRAME]
             return self.bulk, offsets
         if self.request is Pull and len(self.into) == len(self.bulk) <= MAX_BUFFERS // 2:
@@ -194,12 +194,13 @@ def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
     return cast("Floats | Bytes", array) if same else received
 
 
-def _in_heap(heap: SharedHeap, array: Array) -> Array:
-    """An array, or its copy in shared memory where that spares the socket much."""
-    if array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES or heap.offset_of(array) is not None:
-        return array
+def _in_heap(heap: SharedHeap, array: Array) -> tuple[Array, int]:
+    """An array, or its copy in shared memory where that spares the socket much, and its `_offset` there."""
+    offset = _offset(heap, array)
+    if offset != IN_FRAME or array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES:
+        return array, offset
     copied = heap.copy(cast(Floats, array))
-    return array if copied is None else copied
+    return (array, offset) if copied is None else (copied, _offset(heap, copied))
 
 
 def _offset(heap: SharedHeap, array: Array) -> int:
