@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,8 @@ from embershard.proto.arrays import Doubles
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.monitoring.tracing import SPAN_BYTES, Span
 
+_FIRST_PAUSE = 0.02  # seconds; doubles with every try
+_LONGEST_PAUSE = 1.0
 KEPT_STEPS = 4096  # the last ones: 32 KiB per part
 
 
@@ -89,6 +91,20 @@ class Deadline:
     def remaining(self) -> timedelta:
         """Time that is left, at least zero."""
         return timedelta(seconds=max(0.0, self.seconds))
+
+
+def pauses(clock: SystemClock) -> Iterator[float]:
+    """Seconds to wait after each try: growing, and jittered so that workers do not come back together."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause * clock.uniform(0.5, 1.0)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def sleep(seconds: float, deadline: Deadline) -> bool:
+    """Whether time is left after a pause."""
+    deadline.clock.sleep(max(0.0, min(seconds, deadline.seconds)))
+    return deadline.seconds > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from embershard.proto.arrays import Array
-from embershard.proto.clock import SystemClock
 from embershard.proto.errors import (
     ClientClosed,
     EmbershardError,
@@ -19,11 +18,9 @@ from embershard.proto.errors import (
     WrongShards,
 )
 from embershard.proto.messages import Greeting, Hello, Reply, Request
-from embershard.proto.timing import Deadline
+from embershard.proto.timing import Deadline, pauses, sleep
 from embershard.proto.transport.transport import PendingReply, Transport, TransportClosed, Unreachable
 
-_FIRST_PAUSE = 0.02  # seconds; doubles with every try
-_LONGEST_PAUSE = 1.0
 _SILENT_WAIT = timedelta(seconds=3)  # waiting for longer than this is logged, once
 
 _log = logging.getLogger(__name__)
@@ -132,10 +129,10 @@ def submit(transport: Transport, request: Request, timeout: timedelta, into: Seq
     try:
         return transport.submit(request, timeout, into)
     except Unreachable as error:
-        return _Failed(error)
+        return FailedCall(error)
 
 
-class _Failed:
+class FailedCall:
     """A request that could not even be sent."""
 
     num_bytes = 0
@@ -144,6 +141,7 @@ class _Failed:
         self._error = error
 
     def result(self) -> Reply:
+        """Raise why it was not sent."""
         raise self._error
 
 
@@ -166,17 +164,3 @@ def with_shard_name(name: str) -> Iterator[None]:
 def unavailable(name: str, address: str, reason: str, deadline: Deadline) -> ShardUnavailable:
     """The error of a shard that gave no answer until the deadline."""
     return ShardUnavailable(shard=name, seconds=deadline.timeout.total_seconds(), reason=reason, address=address)
-
-
-def pauses(clock: SystemClock) -> Iterator[float]:
-    """Seconds to wait after each try: growing, and jittered so that workers do not come back together."""
-    pause = _FIRST_PAUSE
-    while True:
-        yield pause * clock.uniform(0.5, 1.0)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def sleep(seconds: float, deadline: Deadline) -> bool:
-    """Whether time is left after a pause."""
-    deadline.clock.sleep(max(0.0, min(seconds, deadline.seconds)))
-    return deadline.seconds > 0
