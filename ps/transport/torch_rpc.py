@@ -14,13 +14,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import cast
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 from torch.distributed import rpc
+from torch.distributed.rpc.api import _is_current_rpc_agent_set
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
@@ -49,9 +51,13 @@ _KINDS = {method: kind for kind, (method, _) in METHODS.items()}
 class RpcServer:
     """The agent of this process, and the socket at which workers learn where it listens."""
 
-    def __init__(self, address: str, server: asyncio.Server) -> None:
-        self.address = address
-        self._server = server
+    def __init__(self, host: str, interface: str) -> None:
+        self.address = ""
+        self._host = host
+        self._interface = interface
+        self._agent_url = ""
+        self._restarting = asyncio.Lock()
+        self._server: asyncio.Server
 
     @classmethod
     async def start(cls, dispatch: Dispatch, host: str, port: int, *, executes_pickles: bool) -> RpcServer:
@@ -68,41 +74,81 @@ class RpcServer:
                     "--rpc-executes-pickles if the network keeps strangers out",
                 )
             _log.warning("--rpc-executes-pickles: anyone who reaches %s can run programs as this user", where)
-        agent = start_agent("embershard-shard", _interface_of(host, where))
-        url = addresses_of(agent).get("embershard-shard").decode()
-        if urlsplit(url).hostname != host:
-            rpc.shutdown(graceful=False)
-            raise CannotListen(address=where, reason=f"torch.distributed.rpc listens at {url} instead")
+        served = cls(host, _interface_of(host, where))
+        served._start_agent()
         serve_with(lambda method, head, bulk, seconds: _answer(dispatch, method, head, bulk, seconds))
         try:
-            server = await asyncio.get_running_loop().create_server(lambda: _Greeter(url), host, port)
+            served._server = await asyncio.get_running_loop().create_server(
+                lambda: _Greeter(served._listening_agent), host, port
+            )
         except OSError as error:
             rpc.shutdown(graceful=False)
             raise CannotListen(address=where, reason=error.strerror or str(error)) from None
-        return cls(f"{host}:{server.sockets[0].getsockname()[1]}", server)
+        served.address = f"{host}:{served._server.sockets[0].getsockname()[1]}"
+        return served
 
     async def close(self) -> None:
         """Let the last replies leave, and end the agent."""
         self._server.close()
         await asyncio.sleep(_LEAVING_SECONDS)
         serve_with(None)
-        await asyncio.to_thread(rpc.shutdown, graceful=False)
+        async with self._restarting:
+            await asyncio.to_thread(rpc.shutdown, graceful=False)
+
+    def _start_agent(self) -> None:
+        agent = start_agent("embershard-shard", self._interface)
+        self._agent_url = addresses_of(agent).get("embershard-shard").decode()
+        if urlsplit(self._agent_url).hostname != self._host:
+            rpc.shutdown(graceful=False)
+            raise CannotListen(address=self._host, reason=f"torch.distributed.rpc listens at {self._agent_url} instead")
+
+    async def _listening_agent(self) -> str:
+        """Return the URL of the agent, after starting it again where it takes no connections any more.
+
+        TensorPipe closes its listener for good when a connection ends before its first message: that of a worker
+        killed at this moment, or of a port scan. Workers that were connected connect again and repeat their requests.
+        """
+        async with self._restarting:
+            if not _is_listening(self._agent_url):
+                _log.warning("torch.distributed.rpc closed its port after a connection that broke; starting it again")
+                await asyncio.to_thread(self._restart_agent)
+            return self._agent_url
+
+    def _restart_agent(self) -> None:
+        if _is_current_rpc_agent_set():  # not where the last try to start it failed
+            rpc.shutdown(graceful=False)
+        self._start_agent()
+
+
+def _is_listening(url: str) -> bool:
+    """Whether this process listens at this URL; asked without connecting, which is what closes TensorPipe's port."""
+    place = urlsplit(url)
+    return any(
+        open_socket.laddr == (place.hostname, place.port) and open_socket.status == psutil.CONN_LISTEN
+        for open_socket in psutil.Process().net_connections("tcp4")
+    )
 
 
 class _Greeter(asyncio.Protocol):
     """Tells whoever asks where the agent listens."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: Callable[[], Awaitable[str]]) -> None:
         self._url = url
         self._transport: asyncio.Transport
+        self._answering: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         asyncio.get_running_loop().call_later(_ASKING_SECONDS, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if not self._transport.is_closing():  # whatever was asked, there is one answer
-            self._transport.write(GREETING + self._url.encode() + b"\n")
+        if self._answering is None:  # whatever was asked, there is one answer
+            self._answering = asyncio.ensure_future(self._answer())
+
+    async def _answer(self) -> None:
+        try:
+            self._transport.write(GREETING + (await self._url()).encode() + b"\n")
+        finally:
             self._transport.close()
 
 

@@ -1,10 +1,13 @@
 """What is special about the transport over torch.distributed.rpc; what it shares with the others is in the contract."""
 
 import asyncio
+import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ import torch
 import embershard as es
 from embershard.proto.errors import BadAddress, CannotListen, NotAShard
 from embershard.proto.messages import Hello
+from embershard.proto.timing import Deadline
+from embershard.proto.torch_rpc import QUESTION
 from embershard.proto.transport.torch_rpc import RpcTransport, _outcome
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.transport.torch_rpc import RpcServer
@@ -93,6 +98,40 @@ def test_a_worker_that_is_killed_holds_up_nobody(addresses):
     with es.connect(told, timeout=SECONDS) as session, program(PULLING, addresses) as late:
         assert [status.shard for status in session.client.status()] == [0, 1]
         assert late.stdout.readline() == "ready\n"
+
+
+def _agent_of(address):
+    """Where the agent of the shard at this address listens."""
+    host, _, port = address.removeprefix("rpc://").rpartition(":")
+    with socket.create_connection((host, int(port))) as asking:
+        asking.sendall(QUESTION)
+        url = asking.makefile().readline().split()[-1]
+    return urlsplit(url).hostname, urlsplit(url).port
+
+
+def test_a_connection_that_ends_before_it_says_anything_shuts_nobody_out(addresses):
+    with es.connect(addresses, worker=9) as session:
+        bag = torch.nn.EmbeddingBag(100, 4, mode="sum", _weight=torch.zeros(100, 4))
+        model = es.wrap(bag, session, optimizer=es.SGD(lr=1.0), prefix="stray")
+        for number in range(1, 3):  # the agent is started again each time
+            agent = _agent_of(addresses.split(",")[0])
+            socket.create_connection(agent).close()
+            deadline = Deadline(SECONDS)
+            while deadline.seconds > 0 and _takes_connections(agent):
+                time.sleep(0.01)
+            with program(PULLING, addresses) as late:
+                assert late.stdout.readline() == "ready\n"
+            model(torch.arange(100)[:, None]).sum().backward()
+            session.step()
+            assert model.state_dict()["weight"].unique().tolist() == [-number]  # each push was applied once
+
+
+def _takes_connections(place):
+    try:
+        socket.create_connection(place).close()
+    except OSError:
+        return False
+    return True
 
 
 OWN_GROUP = """
