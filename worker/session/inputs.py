@@ -29,7 +29,7 @@ class EmbeddingModule(Protocol):
         """Return the device for its rows; None for that of the ids."""
 
     def how(self, ids: torch.Tensor) -> How:
-        """What it makes of the rows of these ids, where it can read them from a bundle."""
+        """Return how a module reduces the rows of these ids (see How); "" where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Table:
     device: None = None
 
     def how(self, ids: torch.Tensor) -> How:
-        """Unknown."""
+        """Return "": no module is known that would reduce these rows."""
         return ""
 
 

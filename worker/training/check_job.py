@@ -83,7 +83,7 @@ class _Stderr(io.TextIOWrapper):
     progress: Progress
 
     def write(self, text: str) -> int:
-        """Write, as stderr does."""
+        """Write the text to stderr; note the line that prints, where it is a user's."""
         caller = sys._getframe(1)
         if not self.progress.printed and where_running(caller) == f"{caller.f_code.co_filename}:{caller.f_lineno}":
             self.progress.printed = where_running(caller)
