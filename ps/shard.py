@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embershard.proto.arrays import MAX_MESSAGE_BYTES, Ids
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.errors import (
@@ -66,7 +66,7 @@ from embershard.ps.coordination.early_answers import EarlyAnswers
 from embershard.ps.coordination.fencing import Fences
 from embershard.ps.coordination.leases import Leases
 from embershard.ps.coordination.outcome import Outcome
-from embershard.ps.coordination.pushes import RouteCache, kept_for
+from embershard.ps.coordination.pushes import RouteCache
 from embershard.ps.core import Core
 from embershard.ps.events import (
     Event,
@@ -451,9 +451,7 @@ class Shard:
         is_duplicate = done is not None
         if done is None:
             done = self._apply_once(request, token, now)
-            for part in request.tables:
-                if part.route:
-                    self._routes.forget(token.worker, token.epoch, part.route)
+            self._routes.forget_all(request)
         revision, seconds = self.core.compression.revision, self._coding.seconds
         if not request.early or self._log is None:
             return Pushed(is_duplicate, done.rows, done.skipped, revision, seconds)
@@ -491,7 +489,9 @@ class Shard:
                 member = self._leases.renew(token.worker, token.epoch, now)
                 if member is not None and isinstance(request, Push):
                     self.core.clock.check_late(member, request)
-            return self._apply_rows(PushEvent(request, self._ids_of(request)) if isinstance(request, Push) else request)
+            if isinstance(request, Push):
+                return self._apply_rows(PushEvent(request, self._routes.ids_of(request, self.core.tables)))
+            return self._apply_rows(request)
         except MustWait:
             self._settle(token, 0)
             raise
@@ -512,22 +512,6 @@ class Shard:
     def _settle(self, token: PushToken, seq: int) -> None:
         if not self.core.pushes.dedup.knows(token.worker, token.epoch, seq):
             self._record(Settled(token.worker, token.epoch, seq))
-
-    def _ids_of(self, request: Push) -> tuple[Ids | None, ...]:
-        """The ids that the route numbers of a push stand for, see PushEvent; UnknownRoute."""
-        token, ids, has_routes = request.token, list[Ids | None](), False
-        for part in request.tables:
-            known = None
-            if part.route:
-                has_routes = True
-                self.core.tables.check_open(part)
-                known = self._routes.find(token.worker, token.epoch, part.route, kept_for(part))
-                if known is None:
-                    raise UnknownRoute(
-                        worker=token.worker, route=part.route, table=part.table or ", ".join(part.members[:3])
-                    )
-            ids.append(known)
-        return tuple(ids) if has_routes else ()
 
     def _declare(self, request: Declare, now: float) -> Reply:
         is_new = request.spec.name not in self.core.tables
@@ -626,9 +610,7 @@ class Shard:
             tables, updates.version, codecs, core.compression.revision, self._coding.seconds, held, acknowledged
         )
         self._pulled_rows += sum([read.count_pulled() for read in reads])
-        for part in request.tables:
-            if part.route:
-                self._routes.keep(request.worker, request.epoch, part.route, kept_for(part), part.ids)
+        self._routes.keep_all(request)
         return rows
 
     def _check_placement(self, epoch: int) -> None:

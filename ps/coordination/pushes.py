@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from embershard.proto.arrays import Ids
-from embershard.proto.errors import BadOptimizer
-from embershard.proto.messages import Load, Push, PushToken, TableGradients, TableIds
+from embershard.proto.errors import BadOptimizer, UnknownRoute
+from embershard.proto.messages import Load, Pull, Push, PushToken, TableGradients, TableIds
 from embershard.ps.coordination.aggregate import Sender
 from embershard.ps.coordination.clock import Clock, Member, Plain
 from embershard.ps.coordination.dedup import Dedup
@@ -213,6 +213,33 @@ class RouteCache:
     def __init__(self) -> None:
         self._workers: OrderedDict[tuple[int, int], _Kept] = OrderedDict()  # the one that pulled last at the end
         self._nbytes = 0
+
+    def keep_all(self, request: Pull) -> None:
+        """Remember the ids of a pull that has numbered them."""
+        for part in request.tables:
+            if part.route:
+                self.keep(request.worker, request.epoch, part.route, kept_for(part), part.ids)
+
+    def ids_of(self, request: Push, tables: Tables) -> tuple[Ids | None, ...]:
+        """Return the ids that the numbers of a push stand for, see Pushes.take; UnknownRoute, TableLoading."""
+        token, ids, has_routes = request.token, list[Ids | None](), False
+        for part in request.tables:
+            known = None
+            if part.route:
+                has_routes = True
+                tables.check_open(part)
+                known = self.find(token.worker, token.epoch, part.route, kept_for(part))
+                if known is None:
+                    table = part.table or ", ".join(part.members[:3])
+                    raise UnknownRoute(worker=token.worker, route=part.route, table=table)
+            ids.append(known)
+        return tuple(ids) if has_routes else ()
+
+    def forget_all(self, request: Push) -> None:
+        """Drop the routes of a push that was applied."""
+        for part in request.tables:
+            if part.route:
+                self.forget(request.token.worker, request.token.epoch, part.route)
 
     def keep(self, worker: int, epoch: int, number: int, kept_for: KeptFor, ids: Ids) -> None:
         """Remember a copy of ids ((U,) int64) of a table or a bundle, if there are any."""
