@@ -247,7 +247,7 @@ def _json_schema(path: File, wanted: Wanted) -> pa.Schema:
     names: dict[str, None] = {}
     for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
         if line.strip():
-            row = _json_row(f"{path}:{number}", line)
+            row = json_row(f"{path}:{number}", line)
             names |= dict.fromkeys(row)
             for name in wanted:
                 if (value := row.get(name)) is not None:
@@ -270,7 +270,8 @@ def _kind_of(value: object) -> str:
     return "number"
 
 
-def _json_row(where: str, line: bytes) -> dict[str, object]:
+def json_row(where: str, line: bytes) -> dict[str, object]:
+    """A line's columns. JobError where it is no object."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -311,7 +312,7 @@ def _parse_json(schema: pa.Schema, path: File, block: Block, layout: Layout) -> 
     except pa.ArrowException as error:
         for number, line in enumerate(text.split(b"\n"), block.first_line):
             if line.strip():
-                _json_row(f"{path}:{number}", line)
+                json_row(f"{path}:{number}", line)
                 try:
                     read(line)
                 except pa.ArrowException as wrong:
