@@ -216,6 +216,8 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
         "brackets": [f"[{n}, 1]" for n in rows],
         "when": [f"2026-01-01 {n // 60:02}:{n % 60:02}" for n in rows],
         "price": [Decimal(n) / 100 for n in rows],
+        "hour": pa.array([n % 24 * 3600 for n in rows], pa.time32("s")),
+        "stay": pa.array(rows, pa.duration("s")),
         "ns": pa.array([n * 1001 for n in rows], pa.timestamp("ns")),
     }
     pq.write_table(pa.table(columns), "a.parquet")

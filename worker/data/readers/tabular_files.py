@@ -102,8 +102,14 @@ def format_of_first(path: File) -> Format:
     """The format of a file, or of those in a folder, by their names. JobError where they tell none."""
     kind = format_of(path)
     if kind is None and Path(path).is_dir():
-        kinds = {found for file in Path(path).iterdir() if (found := format_of(file)) is not None}
-        kind = kinds.pop() if len(kinds) == 1 else None
+        kinds = sorted({found for file in Path(path).iterdir() if (found := format_of(file)) is not None})
+        if len(kinds) == 1:
+            return kinds[0]
+        reason = f"its files are of several formats ({', '.join(kinds)}): give data.format"
+        if not kinds:
+            reason = f"no file in this folder ends with {' or '.join(ENDINGS)} (.gz, .zst)"
+            reason += f": give data.format, or, for files in folders of it, a pattern, {path}/**/*.csv say"
+        raise JobError(where=str(path), reason=reason)
     if kind is None:
         known = ", ".join(dict.fromkeys(ENDINGS.values()))
         raise JobError(where=str(path), reason=f"its name tells no format: give data.format ({known})")
