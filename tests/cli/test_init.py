@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import random
+import re
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -181,17 +182,42 @@ def test_a_file_without_a_job_is_named_and_none_is_written(name):
     assert not Path("job.yaml").exists()
 
 
+REMEDIES = {
+    "rows.csv": ("0,u1,5\n1,u2,6\n0,u1,7\n", "rows.csv:1: it looks like a row: 'u1' is a value of its column, too"),
+    "twice.csv": ("label,user\n1,a\n0,b\nlabel,user\n", "twice.csv:1: it looks like a row: 'label' is a value"),
+    "array.json": ('[{"label": 1}]', "has to be written as lines of objects"),
+    "table.csv": ("PAR1\n", "table.csv: it is a Parquet file, no text: let its name end with .parquet"),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_file_that_is_not_what_it_seems_is_refused_with_a_remedy(name):
+    text, message = REMEDIES[name]
+    Path(name).write_text(text)
+    with pytest.raises(EmbershardError, match=re.escape(message)):
+        run(name)
+
+
+def test_a_folder_is_no_missing_file():
+    Path("parts").mkdir()
+    with pytest.raises(EmbershardError, match="is a folder: name one of its files"):
+        run("parts")
+
+
 def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_are_numbers():
     rows = range(300)
     columns = {
         "label": [n % 2 for n in rows],
         "user": [f"u{n % 7}" for n in rows],
         "nested": [[[n], [1]] for n in rows],
+        "map": pa.array([[("a", n)] for n in rows], pa.map_(pa.string(), pa.int64())),
         "floats": [[n / 7] for n in rows],
         "item_id": [float(n % 7) for n in rows],  # of integers some of which are missing
         "brackets": [f"[{n}, 1]" for n in rows],
         "when": [f"2026-01-01 {n // 60:02}:{n % 60:02}" for n in rows],
         "price": [Decimal(n) / 100 for n in rows],
+        "hour": pa.array([n % 24 * 3600 for n in rows], pa.time32("s")),
+        "stay": pa.array(rows, pa.duration("s")),
         "ns": pa.array([n * 1001 for n in rows], pa.timestamp("ns")),
     }
     pq.write_table(pa.table(columns), "a.parquet")
@@ -251,9 +277,9 @@ def test_empty_lines_of_json_are_skipped_and_a_bad_one_is_named_with_its_line():
     look = look_at(Path("a.jsonl"))
     assert [len(values) for values in look.columns.values()] == [60, 60]
     Path("b.jsonl").write_text(lines[0] + "\n\n{\n")
-    with pytest.raises(CannotInit) as found:
+    with pytest.raises(EmbershardError) as found:
         run("b.jsonl")
-    assert found.value.fields["path"] == "b.jsonl:3"
+    assert found.value.fields["where"] == "b.jsonl:3"
 
 
 def test_a_list_shares_the_table_of_the_one_column_that_its_values_are_in():

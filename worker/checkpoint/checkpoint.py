@@ -57,6 +57,7 @@ _OURS = re.compile(rf"{_FOLDER}\d{{9,}}(-\d+)?")
 _VERSION = 1
 
 # what a resumed run may not change, and the parts of it that it may
+_FEATURES = "data.features"
 _FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", "train.batch_size", "train.seed")
 _FREE = ("data.root", "data.fitted", "data.loader_processes", "data.splits", "data.eval_samples", "embedding.cache")
 
@@ -484,12 +485,16 @@ def _difference(theirs: Mapping[str, object], ours: Mapping[str, object], fixed:
     """The settings that differ and are fixed, as `field: here, not there`; empty where only such differ as may."""
     there, here = dict(_settings(theirs, fixed)), dict(_settings(ours, fixed))
     keys = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    if _FEATURES in keys:  # says more than the fields of those that are here or there alone
+        keys = [key for key in keys if not key.startswith(f"{_FEATURES}.")]
     return ", ".join(f"{key} is {here.get(key)!r} here and {there.get(key)!r} there" for key in keys)
 
 
 def _settings(job: Mapping[str, object], fixed: tuple[str, ...], path: str = "") -> Iterator[tuple[str, object]]:
     for key, value in job.items():
         name = f"{path}{key}"
+        if name == _FEATURES and isinstance(value, Mapping):
+            yield name, list(value)  # their order is that of a model's inputs
         if isinstance(value, Mapping) and value:
             yield from _settings(value, fixed, f"{name}.")
         elif _within(name, fixed) and not _within(name, _FREE):

@@ -18,6 +18,7 @@ from embershard.proto.errors import JobError
 File = Path | str  # a local file, or a URL that fsspec reads
 GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_PARQUET = b"PAR1"
 MAX_LINE_BYTES = 64 << 20  # far above any sample; without it a binary file would be read into memory whole
 BLOCK_BYTES = 8 << 20  # large enough for a parser's fixed costs to vanish, small enough for many workers' memory
 LOOK_BYTES = 64 << 10  # of each file, before anything is trained
@@ -125,6 +126,9 @@ def _compression(path: File) -> str:
         raise JobError(where=str(path), reason="the file is empty")
     if magic[:2] in _UTF_16:
         raise JobError(where=str(path), reason="it is UTF-16 text: save it as UTF-8")
+    if magic == _PARQUET:
+        reason = "it is a Parquet file, no text: let its name end with .parquet, and take reader: tabular"
+        raise JobError(where=str(path), reason=reason)
     found = "gzip" if magic[:2] == GZIP_MAGIC else "zstd" if magic == ZSTD_MAGIC else ""
     for ending, named in ((".gz", "gzip"), (".zst", "zstd")):
         if str(path).endswith(ending) and found != named:

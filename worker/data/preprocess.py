@@ -495,12 +495,15 @@ def is_list(kind: pa.DataType) -> bool:
 
 def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> pa.Array:
     """Values as texts, an integer as its decimal text and a missing one as the empty text."""
+    if pa.types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
     kind = array.type
-    if pa.types.is_dictionary(kind):
-        array = array.cast(kind.value_type)
     if pa.types.is_floating(kind):
         reason = f"has {kind} values, and a category is a text or an integer: declare it as type: number"
         raise BadFeature(column, f"{reason}, or save integers (of pandas Int64, which may be missing)")
+    if pa.types.is_temporal(kind) and not pa.types.is_date(kind):
+        reason = f"is {kind}, and a time would be another category in each unit and zone"
+        raise BadFeature(column, f"{reason}: save a date, a text or an integer (the hour, say)")
     try:
         texts = array if pa.types.is_string(array.type) else array.cast(pa.string())
         texts = pc.fill_null(texts, "") if texts.null_count else texts

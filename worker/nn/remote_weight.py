@@ -84,6 +84,10 @@ class RemoteWeight(nn.Parameter):
         parameter.batch_rows, parameter._lookups = batch_rows and 4 * parameter.numel() > limit, []
         parameter._whole, parameter._read_at, parameter._whole_version, parameter.looked_up_at = None, -1, 0, -1
         parameter.in_use = parameter._used = parameter._was_used = False
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_()  # torch takes hooks for no other tensor
+        Tensor.register_post_accumulate_grad_hook(parameter, RemoteWeight._collect)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(is_trained)
         return parameter
 
     in_use: bool  # as a whole, in this step or the last one
@@ -118,6 +122,13 @@ class RemoteWeight(nn.Parameter):
     def keep_lookup(self, ids: Ids) -> None:
         """Keep the ids of a lookup, as some of those that stand for the whole in this step."""
         self._lookups = [*(self._lookups if self.looked_up_at == self.table.session.clock else ()), ids]
+
+    def _collect(self) -> None:
+        """Take a gradient of the weight itself, which a torch.autograd.Function gives it, for one of the whole."""
+        gradient = super().grad
+        Tensor.grad.__set__(self, None)  # type: ignore[union-attr]
+        self._used = True
+        self._whole_of_step().backward(gradient)  # type: ignore[no-untyped-call]
 
     def _rows_of_step(self) -> Tensor:
         if self.looked_up_at != self.table.session.clock:

@@ -67,7 +67,7 @@ class FeatureInputs:
         import pyarrow as pa
 
         with contextlib.suppress(pa.ArrowException, TypeError, ValueError, OverflowError):
-            return pa.array(column)
+            return pa.array(column.to_arrow() if hasattr(column, "to_arrow") else column)  # lists of polars are Series
         try:
             return pa.array([_text(name, row, value, name in self._numbers) for row, value in enumerate(column)])
         except (pa.ArrowException, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ import typer
 
 from embershard.proto.errors import EmbershardError
 from embershard.worker.data.files import read_blocks
-from embershard.worker.data.readers.tabular_files import ENDINGS, format_of
+from embershard.worker.data.readers.tabular_files import ENDINGS, format_of, json_row
 from embershard.worker.data.text import THOUSANDS, read_header
 from embershard.worker.job.load import load_job
 
@@ -80,6 +80,9 @@ def init(
 
 def look_at(path: Path) -> Look:
     """Read the first rows of a file. CannotInit says why there are none; JobError where the file cannot be read."""
+    if path.is_dir():
+        reason = "is a folder: name one of its files, and then the folder as data.train in the job file"
+        raise CannotInit(path=str(path), reason=reason)
     if not path.is_file():
         raise CannotInit(path=str(path), reason="there is no such file")
     kind = format_of(path)
@@ -122,12 +125,7 @@ def _json_lines(path: Path) -> Look:
     for number, line in enumerate(lines[:ROWS], 1):
         if not line.strip():  # as in training
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise CannotInit(path=f"{path}:{number}", reason=f"no JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise CannotInit(path=f"{path}:{number}", reason="no object of columns")
+        row = json_row(f"{path}:{number}", line)
         columns |= {name: [None] * rows for name in row if name not in columns}
         for name, values in columns.items():
             values.append(row.get(name))
@@ -159,6 +157,10 @@ def _text(path: Path) -> Look:
     if names and all(_NUMBER.fullmatch(name) for name in names):
         raise CannotInit(path=f"{path}:1", reason="it has no header line with the names of the columns; add one")
     cells = [[row[i].strip() for row in rows] for i in range(len(names))]
+    texts = [(name, own) for name, own in zip(names, cells, strict=True) if not _NUMBER.fullmatch(name)]
+    if texts and all(name.strip() in own for name, own in texts):
+        reason = f"it looks like a row: {texts[0][0]!r} is a value of its column, too"
+        raise CannotInit(path=f"{path}:1", reason=f"{reason}; let one line with the names of the columns be the first")
     comma = delimiter != "," and any(
         all(_NUMBER.fullmatch(cell.replace(",", ".")) for cell in own if cell) and any("," in cell for cell in own)
         for own in cells
@@ -314,13 +316,13 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
     if not present:
         return "# NAME: left out, it is empty in these rows"
     if any(isinstance(value, list) for value in present):
-        if any(isinstance(one, list | dict) for value in present if isinstance(value, list) for one in value):
+        if any(isinstance(one, list | dict | tuple) for value in present if isinstance(value, list) for one in value):
             return "# NAME: left out, it has lists of lists or of objects"
         parts = [one for value in present if isinstance(value, list) for one in value]
         if any(isinstance(one, float) for one in parts):
             return "# NAME: left out, it has lists of floats: write each number into a column of its own"
         return _list(present, table)
-    if any(isinstance(value, dict | bytes) for value in present):
+    if any(isinstance(value, dict | bytes | time | timedelta) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
     distinct = set(present)
     if isinstance(present[0], date | datetime) or (_is_time(name, present) and len(distinct) > _FEW):

@@ -363,6 +363,17 @@ def test_another_job_is_refused_by_all_that_differs(path, tmp_path):
         find_checkpoint(str(tmp_path / "hybrid"), job(tmp_path, strategy="hybrid", freeze=["output"]))
 
 
+def test_features_in_another_order_are_another_jobs(tmp_path):
+    def of(**features):
+        return {"reader": "tabular", "train": "a.csv", "features": features}
+
+    write(tmp_path, {"worker-0": {}}, data=of(user={}, item={}))
+    find_checkpoint(str(tmp_path), job(tmp_path, data=of(user={}, item={})))
+    for other, shown in ({"item": {}, "user": {}}, "['item', 'user']"), ({"user": {}}, "['user']"):
+        with raises(OtherJob, difference=f"data.features is {shown} here and ['user', 'item'] there"):
+            find_checkpoint(str(tmp_path), job(tmp_path, data=of(**other)))
+
+
 def test_a_model_of_which_a_group_is_frozen_is_put_together_again(tmp_path):
     groups = [{"match": "deep.0", "optimizer": {"name": "sgd", "lr": 0.1}}]
     dense = {"optimizer": {"name": "adam", "lr": 0.01}, "groups": groups}

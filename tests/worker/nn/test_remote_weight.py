@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import embershard as es
 from embershard.worker.nn.remote_weight import NoRowsRead, RemoteWeight, TableTooLarge
@@ -56,6 +57,20 @@ class OfOneKind(Net):
         return self(ids).mean() + 0.1 * decay + self.extra.decay()
 
 
+class Scores(torch.autograd.Function):
+    """Scores of all rows, with a backward of its own: torch gives the weight itself the gradient."""
+
+    @staticmethod
+    def forward(ctx, users, weight):
+        ctx.save_for_backward(users, weight)
+        return users @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        users, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ users
+
+
 def squares(parameters):
     return sum(parameter.square().sum() for parameter in parameters)
 
@@ -82,6 +97,8 @@ LOSSES = {
     "F.embedding_bag": lambda m: F.embedding_bag(IDS, m.bag.weight, mode="mean").square().sum(),
     "einsum": lambda m: torch.einsum("bd,nd->bn", hidden(m), m.items.weight).square().sum(),
     "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (IDS,)).sum(),
+    "autograd.Function": lambda m: F.cross_entropy(Scores.apply(hidden(m), m.items.weight), IDS[:, 1]),
+    "checkpoint": lambda m: checkpoint(F.linear, hidden(m), m.items.weight, use_reentrant=True).square().sum(),
     "another tensor in its place": lambda m: torch.func.functional_call(
         m, {"items.weight": torch.ones(12, 4) * m.out.weight}, (IDS,)
     ).sum(),

@@ -1,6 +1,7 @@
 """Rows of a request for a job with features: values of several types, and what is said of those that are none."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from embershard.proto.errors import BadRows
@@ -36,6 +37,38 @@ def same(one, other):
 )
 def test_texts_and_integers_may_be_in_one_column(inputs, change):
     assert same(inputs({**GOOD, **change}), inputs(GOOD))
+
+
+class Series:
+    """A column of polars: the lists in it are Series, too."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return (Series(value) if isinstance(value, list) else value for value in self.values)
+
+    def to_arrow(self):
+        return pa.array(self.values)
+
+
+class Schema(dict):
+    def names(self):
+        return list(self)
+
+
+class Frame:
+    """A data frame of polars, which is no mapping, with a schema that has a method `names`."""
+
+    schema = Schema(GOOD)
+    columns = tuple(GOOD)
+
+    def __getitem__(self, name):
+        return Series(GOOD[name])
+
+
+def test_a_data_frame_of_polars_is_rows(inputs):
+    assert same(inputs(Frame()), inputs(GOOD))
 
 
 def test_an_integer_of_64_bits_is_its_text(inputs):

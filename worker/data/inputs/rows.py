@@ -157,7 +157,7 @@ def check_lengths(columns: Mapping[str, Sized]) -> None:
 def columns_by_name(rows: object) -> Mapping[str, object]:
     """The columns of a mapping, an Arrow table or batch, or a data frame."""
     names: Any = getattr(getattr(rows, "schema", None), "names", None)
-    if names is None:
+    if not isinstance(names, list):  # of polars it is a method
         names = rows if isinstance(rows, Mapping) else getattr(rows, "columns", None)
     if names is None:
         raise TypeError(f"rows are columns by name (a dict, an Arrow table, a data frame), not {type(rows).__name__}")

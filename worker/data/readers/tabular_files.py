@@ -102,8 +102,14 @@ def format_of_first(path: File) -> Format:
     """The format of a file, or of those in a folder, by their names. JobError where they tell none."""
     kind = format_of(path)
     if kind is None and Path(path).is_dir():
-        kinds = {found for file in Path(path).iterdir() if (found := format_of(file)) is not None}
-        kind = kinds.pop() if len(kinds) == 1 else None
+        kinds = sorted({found for file in Path(path).iterdir() if (found := format_of(file)) is not None})
+        if len(kinds) == 1:
+            return kinds[0]
+        reason = f"its files are of several formats ({', '.join(kinds)}): give data.format"
+        if not kinds:
+            reason = f"no file in this folder ends with {' or '.join(ENDINGS)} (.gz, .zst)"
+            reason += f": give data.format, or, for files in folders of it, a pattern, {path}/**/*.csv say"
+        raise JobError(where=str(path), reason=reason)
     if kind is None:
         known = ", ".join(dict.fromkeys(ENDINGS.values()))
         raise JobError(where=str(path), reason=f"its name tells no format: give data.format ({known})")
@@ -247,7 +253,7 @@ def _json_schema(path: File, wanted: Wanted) -> pa.Schema:
     names: dict[str, None] = {}
     for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
         if line.strip():
-            row = _json_row(f"{path}:{number}", line)
+            row = json_row(f"{path}:{number}", line)
             names |= dict.fromkeys(row)
             for name in wanted:
                 if (value := row.get(name)) is not None:
@@ -270,7 +276,8 @@ def _kind_of(value: object) -> str:
     return "number"
 
 
-def _json_row(where: str, line: bytes) -> dict[str, object]:
+def json_row(where: str, line: bytes) -> dict[str, object]:
+    """A line's columns. JobError where it is no object."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -311,7 +318,7 @@ def _parse_json(schema: pa.Schema, path: File, block: Block, layout: Layout) -> 
     except pa.ArrowException as error:
         for number, line in enumerate(text.split(b"\n"), block.first_line):
             if line.strip():
-                _json_row(f"{path}:{number}", line)
+                json_row(f"{path}:{number}", line)
                 try:
                     read(line)
                 except pa.ArrowException as wrong:

@@ -90,6 +90,36 @@ def test_sequences_that_din_weighs_together_are_as_long_as_each_other(tmp_path):
     assert bad.value.fields["feature"] == "shops"
 
 
+TIMES = [pa.timestamp("us"), pa.timestamp("ns", "UTC"), pa.time64("us")]
+
+
+@pytest.mark.parametrize("kind", [*TIMES, pa.float64()], ids=str)
+@pytest.mark.parametrize("features", ["{user: {}, x: {}}", "{user: {}, c: {type: cross, of: [user, x]}}"])
+def test_a_category_whose_text_depends_on_its_type_is_refused(tmp_path, features, kind):
+    """The same moment is 12:00:00.000 in one file, and 12:00:00.000000 in the next or in a request."""
+    for x in (plain := pa.array([1, 2, 1, 2]).cast(kind), plain.dictionary_encode()):
+        with pytest.raises(JobError, match=rf"feature 'x': (is|has) {re.escape(str(kind))}.*(or save|: save)"):
+            samples(section_of(tmp_path, {"user": ["a"] * 4, "x": x}, features), tmp_path)
+
+
+def test_dates_are_categories(tmp_path):
+    days = pa.array([20454, 20455] * 2, pa.int32()).cast(pa.date32())
+    texts = days.cast(pa.string())
+    one, other = (samples(section_of(tmp_path, {"user": x}, "{user: {}}"), tmp_path) for x in (days, texts))
+    assert one.ids.tolist() == other.ids.tolist()
+
+
+def test_a_folder_says_why_it_has_no_format(tmp_path):
+    section = section_of(tmp_path, {"user": ["a"] * 4}, "{user: {}}").model_copy(update={"train": ("parts",)})
+    (tmp_path / "parts" / "day=1").mkdir(parents=True)
+    with pytest.raises(JobError, match=r"parts: no file in this folder ends with .*parts/\*\*/\*\.csv say"):
+        section.look(tmp_path)
+    for name in ("a.csv", "b.parquet"):
+        (tmp_path / "parts" / name).touch()
+    with pytest.raises(JobError, match=r"parts: its files are of several formats \(csv, parquet\): give data\.format"):
+        section.look(tmp_path)
+
+
 SPLIT = {"by": "time", "column": "t", "at": ["March"]}
 ODD = {  # name: (the second row's value of x, the feature, settings, where, what is said)
     "a text that is nearly a number": ("1_000", "{type: number}", {}, "a.parquet: row 2", "'1_000' is not a number"),
