@@ -6,6 +6,7 @@ here: buffers (the running statistics of batch norm, for instance) and frozen pa
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ Values = Callable[[], Iterable[tuple[Ids, Floats]]]
 
 _PORTION = 2**18  # rows loaded at a time
 _MARK = "_embershard_session"
+
+_log = logging.getLogger(__name__)
 
 
 class OtherParameters(TableMismatch):
@@ -116,13 +119,14 @@ def wrap(
     batch_rows = beyond_limit == "batch_rows"
     settings = _Settings(optimizers, _rules(initializer), seed, prefix, whole_limit, batch_rows, dense == "ps")
     moved = _move_tables(model, session, settings, id_space)
-    weights = []
+    weights, newcomers = [], None
     if dense != "ps" and session.membership is not None:
         session.membership.may_rejoin = session.membership.terms.staleness is None
     if dense == "ps":
         weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix))
         _refuse_state(moved.model)
-    _install(moved.model, session, moved.tables, weights)
+        newcomers = _Newcomers(moved.model)
+    _install(moved.model, session, moved.tables, weights, newcomers)
     return moved.model
 
 
@@ -409,13 +413,19 @@ def _dense_table(
 
 
 def _install(
-    model: nn.Module, session: Session, tables: Mapping[str, Embedding | EmbeddingBag], dense: list[DenseWeights]
+    model: nn.Module,
+    session: Session,
+    tables: Mapping[str, Embedding | EmbeddingBag],
+    dense: list[DenseWeights],
+    newcomers: _Newcomers | None,
 ) -> None:
     """Hooks that bring weights up to date before they are read."""
     wrapped = WrappedModel(model, tables)
     session.registry.models.append(wrapped)
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if newcomers is not None:
+            newcomers.look(model)
         for weights in dense:
             weights.follow()
         # otherwise the dense weights come with the first lookup, in its request, or as they are first used
@@ -428,6 +438,35 @@ def _install(
     model.register_forward_pre_hook(_Hook(before_forward), with_kwargs=True)
     model.register_forward_hook(_Hook(after_forward), always_call=True)
     setattr(model, _MARK, session)
+
+
+class _Newcomers:
+    """Warns of parameters that a model got after wrap: nobody pushes their gradients.
+
+    To look for them takes as long as a lookup, so it happens at forwards 1, 2, 4, 8 and so on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {id(parameter) for parameter in model.parameters()}
+        self._forwards = 0
+        self._has_told = False
+
+    def look(self, model: nn.Module) -> None:
+        """Count a forward, and warn once."""
+        self._forwards += 1
+        if self._has_told or self._forwards & (self._forwards - 1):
+            return
+        for name, parameter in model.named_parameters():
+            # functional_call puts other tensors in their place for a call
+            is_new = id(parameter) not in self._known and isinstance(parameter, nn.Parameter)
+            if is_new and parameter.requires_grad:
+                self._has_told = True
+                _log.warning(
+                    "parameter %r is not on the shards, since it came after wrap: session.step() does not train it; "
+                    "assign it before wrap, or train it with an optimizer of torch",
+                    name,
+                )
+                return
 
 
 class _Hook:

@@ -381,3 +381,17 @@ def test_a_tensor_in_the_memory_of_a_parameter_would_keep_its_first_values(make_
     if of == "linear":  # which stays with torch
         es.wrap(build(kept), make_session(1), optimizer=es.SGD(lr=0.1), dense="ddp")
     es.wrap(build(lambda weight: weight.detach().clone()), make_session(1), optimizer=es.SGD(lr=0.1))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_layer_that_came_after_wrap_is_named_once(make_session, caplog, is_new):
+    session = make_session()
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    if is_new:
+        model.tower[2] = nn.Linear(400, 1)
+    model.buffered, model.frozen = torch.zeros(3), nn.Parameter(torch.zeros(3), requires_grad=False)
+    losses(model, session.step)
+    torch.func.functional_call(model, {"scale": torch.tensor(2.0)}, (BATCHES[0][0],))
+    told = [record.getMessage() for record in caplog.records if "came after wrap" in record.getMessage()]
+    assert len(told) == is_new
+    assert all("'tower.2.weight'" in line for line in told)
