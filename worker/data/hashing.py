@@ -26,12 +26,18 @@ def hash_ids(feature: str, values: Sequence[object] | npt.NDArray[np.generic]) -
 
     Values are texts or integers, an integer as its decimal text; None is the empty text: the ids of `feature_id`, which
     docs/ids.md specifies. The same value of another feature has another id, but for chance: of a million values two are
-    the same with a chance of 1e-7. TypeError for floats: 1.0 and 1 would be two values.
+    the same with a chance of 1e-7. TypeError for floats: 1.0 and 1 would be two values; and for times, see is_category.
     """
     array = pa.array(values)
-    if pa.types.is_floating(array.type):
+    if not is_category(array.type):
         raise TypeError(f"values of feature {feature!r} are {array.type}: only texts, integers and None have ids")
     return hash_column(feature, array)
+
+
+def is_category(kind: pa.DataType) -> bool:
+    """Whether a value of this type has one text: 1.0 and 1 would be two, and so would a time in two units or zones."""
+    of = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return not pa.types.is_floating(of) and (not pa.types.is_temporal(of) or bool(pa.types.is_date(of)))
 
 
 def hash_column(feature: str, values: pa.Array | pa.ChunkedArray) -> Ids:

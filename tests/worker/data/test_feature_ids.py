@@ -1,4 +1,5 @@
 import json
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -103,3 +104,12 @@ def test_a_value_that_is_no_category_has_no_id(value):
     if isinstance(value, float):
         with pytest.raises(TypeError):
             es.hash_ids("a", [value, None])
+
+
+@pytest.mark.parametrize("value", [1.0, time(12), datetime(2026, 1, 1), timedelta(1)], ids=str)
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_a_value_with_several_texts_has_no_id(value, is_dictionary):
+    values = pa.array([value, None])
+    with pytest.raises(TypeError):
+        es.hash_ids("a", values.dictionary_encode() if is_dictionary else values)
+    assert es.hash_ids("a", pa.array([date(2026, 1, 1)])).tolist() == [es.feature_id("a", "2026-01-01")]

@@ -16,6 +16,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import File, expand, is_url, open_binary, reading
+from embershard.worker.data.hashing import is_category
 from embershard.worker.data.preprocess import is_list
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
@@ -185,7 +186,7 @@ class ParquetSource:
             if kind == "text" and is_list(of):
                 declare = f"use data.reader tabular, with features: {name}: {{type: list}}, or name it in data.skip"
                 raise JobError(where=where, reason=f"column {name!r} is a list ({of}): {declare}")
-            if kind == "text" and pa.types.is_floating(of):
+            if kind == "text" and not is_category(of):
                 raise JobError(where=where, reason=f"column {name!r} has {of} values: not categorical")
             if kind == "text" and (pa.types.is_integer(of) or _is_text(of)):
                 typed[name] = values  # as it is: a dictionary's values are hashed once, integers without their texts

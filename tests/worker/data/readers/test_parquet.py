@@ -1,5 +1,6 @@
 import errno
 import os
+from datetime import time
 
 import numpy as np
 import pyarrow as pa
@@ -119,6 +120,11 @@ def test_what_cannot_be_read_is_neither_empty_nor_cut(tmp_path, monkeypatch, cal
         (GLOBAL, {"n": [1, 5, 3]}, r"row group 0: column 'n': id 5 is not below num_ids = 5"),
         (GLOBAL, {"n": ["a", "b", "c"]}, r"row group 0: column 'n' is no id"),
         (Columns(), {"n": [1.5, 2.0, 3.0]}, r"a\.parquet: column 'n' has double values: not categorical"),
+        (
+            Columns(),
+            {"n": [time(12), time(13), None]},
+            r"a\.parquet: column 'n' has time64\[us\] values: not categorical",
+        ),
         (Columns(), {"label": [0, 1, 2]}, r"row group 0: column 'label' has a label that is not 0 or 1"),
         (Columns(numeric=("x",)), {"x": [0, float("inf"), 2]}, "column 'x' has a number that is not finite"),
         (Columns(numeric=("y",)), {}, r"no column 'y' \(there are: label, n\)"),
