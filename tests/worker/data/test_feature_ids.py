@@ -112,4 +112,9 @@ def test_a_value_with_several_texts_has_no_id(value, is_dictionary):
     values = pa.array([value, None])
     with pytest.raises(TypeError):
         es.hash_ids("a", values.dictionary_encode() if is_dictionary else values)
-    assert es.hash_ids("a", pa.array([date(2026, 1, 1)])).tolist() == [es.feature_id("a", "2026-01-01")]
+
+
+def test_a_date_is_its_text():
+    day = date(2026, 1, 31)
+    text = es.feature_id("a", "2026-01-31")
+    assert [*es.hash_ids("a", pa.array([day])).tolist(), es.feature_id("a", day)] == [text, text]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date, datetime
 from functools import cache
 
 import numpy as np
@@ -43,7 +44,7 @@ def feature_ids(keys: npt.NDArray[np.uint64], texts: Sequence[bytes]) -> Ids:
 
 
 def spelled(value: object) -> bytes:
-    """The bytes of a value that are hashed: UTF-8 of the text, of an integer's decimal digits, of true or false."""
+    """The bytes of a value that are hashed: UTF-8 of its text, which docs/ids.md specifies."""
     if value is None:
         return b""
     if isinstance(value, str):
@@ -52,7 +53,9 @@ def spelled(value: object) -> bytes:
         return b"true" if value else b"false"
     if isinstance(value, int | np.integer):
         return str(int(value)).encode()
-    raise TypeError(f"{value!r} is {type(value).__name__}: only texts, integers and None have ids")
+    if isinstance(value, date) and not isinstance(value, datetime):
+        return value.isoformat().encode()
+    raise TypeError(f"{value!r} is {type(value).__name__}: only texts, integers and dates have ids")
 
 
 @cache
