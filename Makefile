@@ -211,6 +211,9 @@ bench-startup: setup  ## from a command to a serving shard, an imported worker, 
 bar-cold: setup  ## the first start from a clean checkout, from a new wheel, and warm: two shards and a worker (5 minutes)
 	$(BIN)/python bench/bar_cold.py $(ARGS)
 
+bench-push-then-pull: setup  ## what it could save to send a push and the next pull together (1 minute)
+	$(BIN)/python bench/push_then_pull.py
+
 bench-wire: setup  ## what a frame costs, and a checksum of its buffers
 	$(BIN)/python bench/wire.py
 
