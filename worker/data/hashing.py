@@ -13,7 +13,7 @@ from numba import types, uint8, uint64
 from embershard.proto.arrays import Ids
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import mix64
-from embershard.worker.data.inputs.feature_ids import feature_key
+from embershard.worker.data.inputs.feature_ids import feature_key, is_category
 
 _FNV_OFFSET, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 # np.frombuffer gives arrays that cannot be written
@@ -35,12 +35,6 @@ def hash_ids(feature: str, values: Sequence[object] | npt.NDArray[np.generic]) -
             f"values of feature {feature!r} are {array.type}: only texts, integers, dates and None have ids"
         )
     return hash_column(feature, array)
-
-
-def is_category(kind: pa.DataType) -> bool:
-    """Whether a value of this type has one text: 1.0 and 1 would be two, and so would a time in two units or zones."""
-    of = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return not pa.types.is_floating(of) and (not pa.types.is_temporal(of) or bool(pa.types.is_date(of)))
 
 
 def hash_column(feature: str, values: pa.Array | pa.ChunkedArray) -> Ids:

@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import date, datetime
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.arrays import Ids, mix64
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _OFFSET, _PRIME, _MASK = 0xCBF29CE484222325, 0x100000001B3, 2**64 - 1
 _SHORT = 64  # bytes of a text up to which all texts are hashed together, byte by byte
@@ -41,6 +45,14 @@ def feature_ids(keys: npt.NDArray[np.uint64], texts: Sequence[bytes]) -> Ids:
         left = left[lengths[left] > place]
         h[left] = (h[left] ^ data[ends[left] - lengths[left] + place]) * np.uint64(_PRIME)
     return (mix64(h ^ keys, 0) >> np.uint64(2)).astype(np.int64)
+
+
+def is_category(kind: pa.DataType) -> bool:
+    """Whether a value of this type has one text: 1.0 and 1 would be two, and so would a time in two units or zones."""
+    from pyarrow import types  # here: to serve ids takes numpy alone
+
+    of = kind.value_type if types.is_dictionary(kind) else kind
+    return not types.is_floating(of) and (not types.is_temporal(of) or bool(types.is_date(of)))
 
 
 def spelled(value: object) -> bytes:

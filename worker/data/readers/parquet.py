@@ -16,7 +16,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import File, expand, is_url, open_binary, reading
-from embershard.worker.data.hashing import is_category
+from embershard.worker.data.inputs.feature_ids import is_category
 from embershard.worker.data.preprocess import is_list
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
