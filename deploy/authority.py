@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -64,13 +65,14 @@ class Authority:
         try:
             key = load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
             certificate = x509.load_pem_x509_certificate((folder / AUTHORITIES).read_bytes())
+            if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+                raise ValueError(f"{AUTHORITY_KEY} is not the elliptic-curve key of {AUTHORITIES}")
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise CannotIssue(
                 path=str(folder),
                 reason=f"no authority can be read there ({reason}); make one with `embershard keys init {folder}`",
             ) from None
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
         return cls(certificate, key)
 
     def save(self, folder: Path) -> None:
@@ -130,6 +132,8 @@ def general_name(text: str) -> x509.GeneralName:
 
     ValueError where it can be none of them.
     """
+    if not text.isascii():
+        raise ValueError(f"{text!r} is not ASCII: write it as it is looked up (a host name as xn--...)")
     if "://" in text:
         return x509.UniformResourceIdentifier(text)
     if "@" in text:
@@ -152,7 +156,8 @@ def pem(part: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_new(folder: Path, files: dict[str, bytes]) -> None:
-    """Write files to a folder, keys for their owner alone. CannotIssue, and nothing is written, where one is there."""
+    """Write files to a folder, keys for their owner alone: all, or none where one is there or fails (CannotIssue)."""
+    made: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in files:
@@ -163,10 +168,13 @@ def write_new(folder: Path, files: dict[str, bytes]) -> None:
         for name, data in files.items():
             mode = 0o600 if name.endswith(".key") else 0o644
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            made.append(folder / name)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
     except OSError as error:
-        raise CannotIssue(path=str(error.filename or folder), reason=error.strerror or str(error)) from None
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise _cannot_write(Path(error.filename or folder), error) from None
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -176,10 +184,22 @@ def replace_file(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as error:
-        raise CannotIssue(path=str(path), reason=error.strerror or str(error)) from None
+        with suppress(OSError):
+            temporary.unlink()
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> CannotIssue:
+    return CannotIssue(
+        path=str(path), reason=f"cannot be written ({error.strerror or error}); correct that, or choose another folder"
+    )
 
 
 def _subject(name: str) -> x509.Name:
+    if not 1 <= len(name.encode()) <= 64:  # X.520's upper bound
+        raise CannotIssue(
+            path=repr(name), reason="a certificate's NAME has 1 to 64 bytes; a longer name of a host goes with --name"
+        )
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 

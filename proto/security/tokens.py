@@ -83,9 +83,10 @@ class TokenFile:
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read, in place of the one before, whole or not at all."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(text)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        with open(descriptor, "w") as file:
+            file.write(text)
         os.replace(draft, path)
     except OSError:
         os.unlink(draft)

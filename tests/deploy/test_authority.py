@@ -1,6 +1,9 @@
 """A certificate authority for labs, and the files that it writes."""
 
+import resource
+import shutil
 import stat
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 from embershard.cli import app as cli
 from embershard.deploy.authority import Authority, CannotIssue, general_name
 from embershard.proto.security.credentials import Credentials, identity_of
+from embershard.proto.security.tokens import write_private
 
 
 def keys(*args):
@@ -68,6 +72,53 @@ def test_what_is_no_name_is_refused(name):
         general_name(name)
 
 
+def test_a_name_that_no_certificate_takes_is_refused(lab):
+    with pytest.raises(ValueError, match="is not ASCII"):
+        general_name("caf\u00e9.example")
+    with pytest.raises(CannotIssue, match="1 to 64 bytes"):
+        keys("issue", "n" * 65, "-a", lab, "--name", "localhost", "--output", lab / "out")
+    assert not (lab / "out").exists()
+
+
+def test_a_key_of_another_authority_signs_nothing(lab, tmp_path):
+    keys("init", tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "ca.key", lab / "ca.key")
+    with pytest.raises(CannotIssue, match="is not the elliptic-curve key of"):
+        keys("issue", "shard-0", "-a", lab)
+
+
+def test_a_full_disk_leaves_no_file(lab, tmp_path):
+    with no_room(), pytest.raises(CannotIssue, match="cannot be written"):
+        keys("init", tmp_path / "other")
+    with no_room(), pytest.raises(OSError, match="File too large"):
+        write_private(tmp_path / "a.token", "secret")
+    keys("issue", "a", "-a", lab)
+    with no_room(), pytest.raises(CannotIssue, match="cannot be written"):
+        keys("revoke", lab / "a", "-a", lab)
+    assert not [path for path in (tmp_path / "other").iterdir()]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lab", "other"]
+    assert sorted(path.name for path in lab.iterdir()) == ["a", "ca.crt", "ca.key"]
+
+
+@contextmanager
+def no_room():
+    """Have every write to a file fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_damaged_revocation_list_is_not_replaced(lab):
+    keys("issue", "a", "-a", lab)
+    (lab / "crl.pem").write_text("damaged")
+    with pytest.raises(CannotIssue, match="no revocation list can be read"):
+        keys("revoke", lab / "a", "-a", lab)
+    assert (lab / "crl.pem").read_text() == "damaged"
+
+
 def test_revoked_certificates_add_up(lab):
     for name in ("a", "b"):
         keys("issue", name, "-a", lab)
@@ -77,8 +128,9 @@ def test_revoked_certificates_add_up(lab):
     assert {entry.serial_number for entry in listed} == serials
 
 
-def test_a_certificate_of_another_authority_is_not_revoked_here(lab, tmp_path):
-    keys("init", tmp_path / "other", "--name", "another")
+@pytest.mark.parametrize("name", ["another", "embershard lab"])
+def test_a_certificate_of_another_authority_is_not_revoked_here(lab, tmp_path, name):
+    keys("init", tmp_path / "other", "--name", name)
     keys("issue", "a", "-a", tmp_path / "other")
     with pytest.raises(CannotIssue):
         keys("revoke", tmp_path / "other" / "a", "-a", lab)

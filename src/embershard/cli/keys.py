@@ -69,19 +69,30 @@ def revoke(
 ) -> None:
     """Revoke certificates: writes crl.pem, to be copied into the folder of every shard and worker."""
     from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
 
     ours, path = Authority.load(authority), authority / REVOKED
-    data = path.read_bytes() if path.exists() else b""
+    data = b""
+    try:
+        data = path.read_bytes()
+        x509.load_pem_x509_crl(data)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        reason = f"no revocation list can be read ({getattr(error, 'strerror', None) or error})"
+        raise CannotIssue(path=str(path), reason=f"{reason}; copy it back from the folder of a shard") from None
     for folder in folders:
         try:
             certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise CannotIssue(path=str(folder / CERTIFICATE), reason=f"no certificate can be read ({reason})") from None
-        if certificate.issuer != ours.certificate.subject:
+        try:
+            certificate.verify_directly_issued_by(ours.certificate)
+        except (InvalidSignature, ValueError, TypeError):
             raise CannotIssue(
                 path=str(folder / CERTIFICATE), reason="another authority has issued it, and can revoke it"
-            )
+            ) from None
         data = ours.revoke(certificate, data)
     replace_file(path, data)
     typer.echo(f"{path}: copy it into the folder of every shard and worker; they use it within 10 s")
