@@ -369,10 +369,9 @@ class Client:
 
     def _resend_pending(self) -> None:
         """Send a push again that got no answer: the clocks that a pull waits for may wait for it."""
-        if self._push_lock.acquire(blocking=False):  # else another thread sends it
+        if not self._pushes.is_empty and self._push_lock.acquire(blocking=False):  # else another thread sends it
             try:
-                if not self._pushes.is_empty:
-                    self._deliver_waiting()
+                self._deliver_waiting()
             finally:
                 self._push_lock.release()
 
@@ -426,12 +425,20 @@ class Client:
                 return self._deliver_waiting()
             if clock < member.first:  # of the time before its lease was lost
                 return Pushed(duplicate=False, applied=0, skipped=0)
-            member.pushed(clock)
-            self._pushes.put(update, placement, to_all=True)
+            try:
+                member.pushed(clock)
+                self._pushes.put(update, placement, to_all=True)
+            except BaseException:  # a Ctrl-C, or a codec of the user: the other workers wait for this clock, too
+                self._pushes.end_clock(clock, placement)
+                member.pushed(clock)
+                raise
             return self._deliver_waiting()
 
     def flush(self) -> None:
-        """Wait until all pushes that were answered are safe on their shards; ShardUnavailable."""
+        """Wait until every push is safe on its shards; one that got no answer is sent again. ShardUnavailable."""
+        if not self._pushes.is_empty:
+            with self._push_lock:
+                self._deliver_waiting()
         self._await_safe(self.connections.shards, self.timeout)
 
     def _await_safe(self, shards: Iterable[int], timeout: timedelta, *, awaits_recovery: bool = True) -> None:
@@ -484,6 +491,12 @@ class Client:
             self._await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
         except EmbershardError as error:
             _log.warning("worker %d ends before its last pushes are known to be safe: %s", self.worker, error)
+        if not self._pushes.is_empty:
+            _log.warning(
+                "worker %d ends before its last push was acknowledged by shards %s, which may have applied it; "
+                "to wait for them, call session.flush() before session.close()",
+                self.worker, ", ".join(map(str, self._pushes.waiting_shards)),
+            )  # fmt: skip
         if self.membership is not None:
             self.membership.leave()
         for connection in self.connections:

@@ -73,12 +73,18 @@ class PushQueue:
         # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
         self._unconfirmed: defaultdict[int, list[Push]] = defaultdict(list)
         self._next_seq: defaultdict[int, int] = defaultdict(lambda: 1)
+        self._ended: defaultdict[int, int] = defaultdict(int)  # shard -> after the last clock that was put whole
         self._refused: EmbershardError | None = None  # that nobody was told of
 
     @property
     def is_empty(self) -> bool:
         """Whether every push was answered."""
-        return not any(self._waiting.values())
+        return not any(tuple(self._waiting.values()))  # in one call: another thread may add a shard
+
+    @property
+    def waiting_shards(self) -> list[int]:
+        """The shards that have not answered a push, ascending."""
+        return sorted(shard for shard, waiting in tuple(self._waiting.items()) if waiting)
 
     def put(self, update: Update, placement: Placement, *, to_all: bool) -> None:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock.
@@ -115,6 +121,13 @@ class PushQueue:
             for number, tables in enumerate(messages, start=1):
                 self._append(shard, update, tables, placement.epoch, last=number == len(messages))
 
+    def end_clock(self, clock: int, placement: Placement) -> None:
+        """End a clock whose `put` was interrupted: a shard that has no last message of it is sent an empty one."""
+        for shard in placement.shards:
+            if self._ended[shard] <= clock:
+                update = Update(gradients=(), clock=clock, weight=0.0)
+                self._append(shard, update, (), placement.epoch, last=True)
+
     def _parts(self, update: Update, chunks: Sequence[Chunk], shard: int) -> list[TableGradients]:
         """What is sent for some rows of some tables; those that weigh nothing go as they are."""
         compressor, parts = self._compressor, list[TableGradients]()
@@ -128,10 +141,9 @@ class PushQueue:
             raise
         return parts
 
-    def next_token(self, shard: int) -> PushToken:
-        """The token of the next push to a shard."""
+    def _next_token(self, shard: int) -> PushToken:
+        """The token of the next push to a shard; whoever queues it counts on."""
         waiting, seq = self._waiting[shard], self._next_seq[shard]
-        self._next_seq[shard] += 1
         first = waiting[0].token.seq if waiting else seq  # pushes leave in order
         return PushToken(self._worker, self._epoch, seq, self._first_incomplete(shard, first))
 
@@ -140,8 +152,9 @@ class PushQueue:
 
     def next_load_token(self, shard: int) -> PushToken:
         """The token of the next load, which is answered, or given up, before the push after it: see `loaded`."""
-        token = self.next_token(shard)
+        token = self._next_token(shard)
         self._kept.load_begins(shard, token.seq)
+        self._next_seq[shard] = token.seq + 1
         return token
 
     def loaded(self, loads: Mapping[int, Load], outcomes: Mapping[int, Outcome]) -> None:
@@ -161,22 +174,27 @@ class PushQueue:
     def _append(
         self, shard: int, update: Update, tables: tuple[TableGradients, ...], placement_epoch: int, *, last: bool
     ) -> None:
-        token, term = self.next_token(shard), self._connections.term(shard)
-        self._waiting[shard].append(
-            Push(
-                token,
-                update.clock,
-                placement_epoch,
-                tables,
-                last=last,
-                weight=update.weight,
-                version=(update.versions or {}).get(shard, 0),
-                difference=update.difference,
-                early=term > 0,
-                term=term,
-                trace=tracing.step_trace,
-            )
+        waiting = self._waiting[shard]
+        token, term = self._next_token(shard), self._connections.term(shard)
+        push = Push(
+            token,
+            update.clock,
+            placement_epoch,
+            tables,
+            last=last,
+            weight=update.weight,
+            version=(update.versions or {}).get(shard, 0),
+            difference=update.difference,
+            early=term > 0,
+            term=term,
+            trace=tracing.step_trace,
         )
+        # A Ctrl-C in between would leave out a number, which the shard would take for an acknowledged push, or end a
+        # clock twice. None comes there: Python handles signals after calls and at jumps back.
+        if last:
+            self._ended[shard] = update.clock + 1
+        self._next_seq[shard] = token.seq + 1
+        waiting.append(push)
 
     def deliver(
         self, call: Callable[[Mapping[int, Push]], Mapping[int, Outcome]], member: Membership | None = None
@@ -241,14 +259,13 @@ class PushQueue:
         """Give back what a shard will not apply, now that it has answered."""
         if not self._kept.is_empty and not (isinstance(outcome, Pushed) and outcome.early):
             self._kept.loads_end(shard, push.token.seq)
-        if gathers and not push.weight:
-            return  # nobody would have applied it
+        counts = push.weight > 0 or not gathers  # what weighs nothing in a clock is applied by nobody
         refused, unconfirmed = isinstance(outcome, EmbershardError), self._unconfirmed[shard]
-        if gathers and not push.last and not refused:
+        if gathers and counts and not push.last and not refused:
             unconfirmed.append(push)
-        dropped = [push] if refused else []
+        dropped = [push] if refused and counts else []
         if push.last:
-            dropped += unconfirmed if refused else []
+            dropped += unconfirmed if refused or not counts else []
             unconfirmed.clear()
         for one in dropped:
             self._compressor.restore_residual(one.tables, shard)

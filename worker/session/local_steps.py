@@ -258,21 +258,27 @@ class LocalSteps:
         alone = member is None or member.terms.staleness == 0
         share = np.float32(1.0 if alone or member is None else 1.0 / member.terms.workers)
         changes: list[tuple[str, Route, Floats]] = []
-        with self._lock:
-            if not self._done:  # a pull has found the lease lost meanwhile
-                return
-            clock = self.clock
-            for name, copies in self._copies.items():
-                ids, differences = copies.end_round()
-                route = make_route(ids, copies.spec.space_key, self._client.placement)
-                if self._client.compressor.packs(name):
-                    route = ascending(route)
-                ordered = np.empty_like(differences)
-                ordered[route.index] = differences * share
-                if len(ids):
-                    changes.append((name, route, ordered))
-            self._done, self._clock = 0, clock + 1
-        self._client.push(changes, clock=clock, difference=True)
+        clock = self.clock
+        try:
+            with self._lock:
+                if not self._done:  # a pull has found the lease lost meanwhile
+                    return
+                clock = self.clock
+                for name, copies in self._copies.items():
+                    ids, differences = copies.end_round()
+                    route = make_route(ids, copies.spec.space_key, self._client.placement)
+                    if self._client.compressor.packs(name):
+                        route = ascending(route)
+                    ordered = np.empty_like(differences)
+                    ordered[route.index] = differences * share
+                    if len(ids):
+                        changes.append((name, route, ordered))
+                self._done, self._clock = 0, clock + 1
+            self._client.push(changes, clock=clock, difference=True)
+        except BaseException:
+            if member is not None and member.next_clock <= clock:
+                self._clock = clock  # a Ctrl-C came before the push: other workers wait for it
+            raise
 
     def refresh(self) -> None:
         """Between two rounds: let the next reads take fresh rows."""

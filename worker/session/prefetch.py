@@ -134,8 +134,8 @@ class Prefetcher(Generic[B]):
         """Have rows pushed by `send`; waits while staleness + 1 pushes are in flight."""
         with self._changed, span("wait"):
             self._changed.wait_for(lambda: len(self._pushes) <= self._staleness)
-            self._pushes.append(_Push(self._finished, send))
             self._touched += touched
+            self._pushes.append(_Push(self._finished, send))
             self._changed.notify_all()
 
     def mark_changed(self, rows: Iterable[Touched]) -> None:

@@ -85,7 +85,7 @@ class Session:
     def clock(self) -> int:
         """Steps until now; a worker that joins a job late, or again, is at the job's."""
         if (member := self.client.membership) is not None:
-            self._clock = max(self._clock, member.first)
+            self._clock = max(self._clock, member.next_clock)  # a step that was interrupted may have pushed
         return self._clock
 
     @property
@@ -327,7 +327,6 @@ class Session:
         member = self.client.membership
         if member is not None and lost_leases not in (None, member.lost_leases):
             return
-        self._clock = clock + 1
         for weights in self.registry.dense:
             weights.expire()
         if self._whole_tables:
@@ -335,10 +334,13 @@ class Session:
         send = partial(self._source.push, gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions)
         with self._waiting():
             if self._prefetcher is None:
+                if member is None:
+                    self._clock = clock + 1  # also where its push is kept, to be sent again
                 send()
             else:
                 sends = partial(self._send, send, self._prefetcher)
                 self._prefetcher.submit(sends, [(table, route) for table, route, _ in gradients])
+        self._clock = clock + 1  # not before: other workers wait for the push of each clock
 
     def _send(self, send: Callable[[], object], prefetcher: Prefetcher[Any]) -> None:
         """Push, and note which other rows it changed: a codec may add rows of its residual."""

@@ -368,9 +368,10 @@ def test_rows_of_a_cache_do_not_outlive_a_lost_lease(make_pair):
     assert seen == [0.0] * 4 + [-1.0] * 4
 
 
-def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job):
+@pytest.fixture
+def unanswered(make_job):
+    """The only worker of a job, with a push of 20 rows that one shard did not answer; it would now."""
     job, session = make_job(terms_of(1, staleness=0))
-    ids = list(range(20))
     session.table(SPEC)
 
     def no_answer(request):
@@ -380,11 +381,28 @@ def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job):
     job.wires[1].before = no_answer
     session.client.timeout = timedelta(seconds=0.1)
     with pytest.raises(ShardUnavailable):
-        step(session, ids)
+        step(session, list(range(20)))
     job.hold(lambda request: None)
     session.client.timeout = timedelta(seconds=PATIENCE)
-    rows = es.Embedding(session.table(SPEC))(torch.tensor(ids))
+    return job, session
+
+
+def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(unanswered):
+    _, session = unanswered
+    rows = es.Embedding(session.table(SPEC))(torch.arange(20))
     assert rows[:, 0].tolist() == [-1.0] * 20  # the push that was kept, once
+
+
+def test_flush_sends_a_push_again_that_got_no_answer(unanswered):
+    job, session = unanswered
+    session.flush()
+    assert [wire.shard.status().members[0].clock for wire in job.wires] == [1, 1]
+
+
+def test_close_says_which_shards_have_not_answered_the_last_push(unanswered, caplog):
+    _, session = unanswered
+    session.close()
+    assert [record.args for record in caplog.records] == [(0, "1")]
 
 
 def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_pair):
