@@ -8,7 +8,7 @@ import pytest
 
 @pytest.mark.long
 def test_what_was_compiled_is_loaded_by_all_that_start():
-    command = [sys.executable, "-m", "embershard.cli", "compile"]
+    command = [sys.executable, "-m", "embershard", "compile"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == "compiled\n"
     code = (

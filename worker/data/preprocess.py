@@ -508,7 +508,7 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
         texts = array if pa.types.is_string(array.type) else array.cast(pa.string())
         texts = pc.fill_null(texts, "") if texts.null_count else texts
     except pa.ArrowException:
-        raise BadFeature(column, f"is {kind}, which is no category") from None
+        raise BadFeature(column, f"is {kind}, and a category is a text or an integer: {_as_category(kind)}") from None
     data = texts.buffers()[2]
     if data is not None and (np.frombuffer(data, np.uint8) == 10).any():
         broken = np.flatnonzero(np.asarray(pc.match_substring(texts, "\n")))
@@ -587,6 +587,19 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
         reason = f"{x[infinite[0]]} is not a finite number; write a missing value in its place"
         raise BadValue(row(int(infinite[0])), column, reason)
     return x
+
+
+def _as_category(kind: pa.DataType) -> str:
+    """What to do with a type of Arrow that is no category."""
+    if pa.types.is_struct(kind):
+        return f"write its fields ({', '.join(field.name for field in kind)}) as columns of their own"
+    if pa.types.is_map(kind):
+        return "write its keys, and its values, as a list each; the values may be the weights of a feature of type list"
+    if is_list(kind):
+        return "write all values of a row as one list"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        return "write it as a text, in hexadecimal digits say"
+    return "write it as one of these"
 
 
 def _is_number(value: object) -> bool:

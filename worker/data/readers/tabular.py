@@ -127,7 +127,7 @@ class LabelColumns:
             labels = self._numbers(name, table.column(name))
             missing = np.flatnonzero(np.isnan(labels))
             if len(missing) and len(self.names) == 1:
-                raise BadValue(int(missing[0]), name, "the label is missing")
+                raise BadValue(int(missing[0]), name, "the label is missing: leave the row out, or write a label")
             if self.range is not None:
                 low, high = self.range
                 wrong = np.flatnonzero((labels < low) | (labels > high))

@@ -158,3 +158,25 @@ def test_a_value_that_arrow_cannot_hold_is_named(tmp_path, first, second):
     (tmp_path / "a.jsonl").write_text('{"label": 1, "user": {"id": 7}}\n')
     with pytest.raises(JobError, match=r"a\.jsonl:1: column 'user': {'id': 7} is an object"):
         section.look(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        (pa.array([{"shop": 1, "town": "x"}] * 4), r"its fields \(shop, town\) as columns"),
+        (pa.array([[("k", 1.0)]] * 4, pa.map_(pa.string(), pa.float64())), "keys, and its values, as a list each"),
+        (pa.array([[[1, 2], [3]]] * 4), "as one list"),
+        (pa.array([b"\x00\xff"] * 4), "as a text"),
+        (pa.array([b"\xff1"] * 4, pa.binary(2)), "as a text"),
+    ],
+    ids=["struct", "map", "lists in lists", "bytes", "bytes of one length"],
+)
+@pytest.mark.parametrize("kind", ["category", "list"])
+def test_a_type_that_is_no_category_is_refused_with_what_to_write(tmp_path, values, remedy, kind):
+    if kind == "list" and not pa.types.is_list(values.type):
+        values = pa.array([[value] for value in values.to_pylist()], pa.list_(values.type))
+    elif kind == "category" and pa.types.is_list(values.type):
+        remedy = "declare it"
+    section = section_of(tmp_path, {"odd": values}, f"{{odd: {{type: {kind}}}}}")
+    with pytest.raises(JobError, match=remedy):
+        samples(section, tmp_path)
