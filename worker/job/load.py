@@ -87,12 +87,13 @@ def _mistake(details: ErrorDetails, source: JobSource) -> Mistake:
         near = difflib.get_close_matches(str(location[-1]), known, 1)
         message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field (known: {', '.join(known)})"
     elif kind == "missing":
-        message = "is missing"
+        field = section.model_fields.get(str(location[-1])) if section is not None else None
+        message = "is missing" if field is None else _missing(get_args(field.annotation))
     elif kind == "union_tag_not_found" and not isinstance(details["input"], dict):
         message = f"is a section of fields, got {details['input']!r}"
     elif kind == "union_tag_not_found":
         location = (*location, context["discriminator"].strip("'").replace("tag()", "name").removesuffix("()"))
-        message = "is missing"
+        message = _missing(_tags_at(location[:-1]))
     elif kind == "union_tag_invalid":
         location = (*location, context["discriminator"].strip("'").replace("tag()", "name").removesuffix("()"))
         known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
@@ -110,6 +111,20 @@ def _mistake(details: ErrorDetails, source: JobSource) -> Mistake:
     else:
         message = f"{message[0].lower()}{message[1:]}, got {details['input']!r}"
     return Mistake(source.where(location), ".".join(map(str, location)), message)
+
+
+def _missing(choices: Sequence[object]) -> str:
+    known = dict.fromkeys(choice for choice in choices if isinstance(choice, str) and choice != CUSTOM)
+    return f"is missing; give one of: {', '.join(known)}" if known else "is missing"
+
+
+def _tags_at(location: Location) -> list[str]:
+    """The names of the sections that may stand somewhere in a job."""
+    choices: list[type[BaseModel]] = [Job]
+    for part in location:
+        fields = [choice.model_fields[str(part)] for choice in choices if str(part) in choice.model_fields]
+        choices = [section for field in fields for section in _sections(field.annotation)]
+    return [tag for choice in choices for tag in _tags(choice)]
 
 
 def _fields(section: type[BaseModel] | None) -> list[str]:

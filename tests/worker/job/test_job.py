@@ -363,13 +363,20 @@ def test_what_is_no_mapping_of_sections_is_refused(folder, text, want):
 
 
 def test_a_missing_section_or_choice_is_named(folder):
-    assert mistakes(
-        folder, "model: {factors: 8}\ndata: 3\ntrain: {batch_size: 1}\nembedding: {optimizer: {lr: 1}}\n"
-    ) == [
+    found = mistakes(folder, "model: {factors: 8}\ndata: 3\ntrain: {batch_size: 1}\nembedding: {optimizer: {lr: 1}}\n")
+    assert [line.partition(";")[0] for line in found] == [
         "job.yaml:1: model.name: is missing",
         "job.yaml:2: data: is a section of fields, got 3",
         "job.yaml:4: embedding.optimizer.name: is missing",
     ]
+    choices = [line.partition("one of: ")[2].split(", ") for line in found]
+    assert {"dlrm", "sasrec"} <= set(choices[0])
+    assert {"sgd", "adagrad"} <= set(choices[2])
+
+
+def test_the_values_of_a_missing_field_are_named(folder):
+    (found,) = mistakes(folder, GOOD, "data={reader: tabular, train: a.csv, split: {valid: .1}}", "features={a: {}}")
+    assert set(found.partition("data.split.by: is missing; give one of: ")[2].split(", ")) == {"random", "user", "time"}
 
 
 def test_a_missing_or_binary_file_is_named(folder):
