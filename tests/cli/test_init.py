@@ -198,9 +198,21 @@ def test_a_file_that_is_not_what_it_seems_is_refused_with_a_remedy(name):
         run(name)
 
 
-def test_a_folder_is_no_missing_file():
+def test_the_job_of_a_folder_trains_on_all_its_files():
     Path("parts").mkdir()
-    with pytest.raises(EmbershardError, match="is a folder: name one of its files"):
+    for part in (1, 2):
+        rows = "".join(f"u{part}{row % 7},{row % 2}\n" for row in range(50))
+        Path(f"parts/{part}.csv").write_text(f"user,label\n{rows}")
+    run("parts")
+    job = load_job(Path("job.yaml"))
+    assert list(job.data.features) == ["user"]
+    assert sum(job.data.fit(Path(), 0).fitted["samples"].values()) == 100
+
+
+def test_a_folder_without_a_file_of_a_known_format_is_refused():
+    Path("parts").mkdir()
+    Path("parts/notes.txt").write_text("no data")
+    with pytest.raises(EmbershardError, match=r"no file in this folder ends with \.parquet"):
         run("parts")
 
 

@@ -17,7 +17,7 @@ import typer
 
 from embershard.proto.errors import EmbershardError
 from embershard.worker.data.files import read_blocks
-from embershard.worker.data.readers.tabular_files import ENDINGS, format_of, json_row
+from embershard.worker.data.readers.tabular_files import ENDINGS, files_of, format_of, format_of_first, json_row
 from embershard.worker.data.text import THOUSANDS, read_header
 from embershard.worker.job.load import load_job
 
@@ -53,7 +53,10 @@ class Look:
 
 def init(
     data: Annotated[
-        Path, typer.Argument(metavar="DATAFILE", help="Parquet, CSV, TSV or lines of JSON; .gz or .zst too.")
+        Path,
+        typer.Argument(
+            metavar="DATA", help="Parquet, CSV, TSV or lines of JSON, .gz or .zst too; or a folder of such."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The job file to write.")] = Path("job.yaml"),
     label: Annotated[
@@ -61,7 +64,7 @@ def init(
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Write over a job file that is there.")] = False,
 ) -> None:
-    """Look at the first rows of a data file, and write a commented job file that trains on it at once."""
+    """Look at the first rows of a data file or folder, and write a commented job file that trains on it at once."""
     if out.exists() and not replace:
         raise CannotInit(path=str(out), reason="is there already; name another file with -o, or give --replace")
     look = look_at(data)
@@ -79,10 +82,12 @@ def init(
 
 
 def look_at(path: Path) -> Look:
-    """Read the first rows of a file. CannotInit says why there are none; JobError where the file cannot be read."""
+    """Read the first rows of a file, or of the first one in a folder.
+
+    CannotInit says why there are none; JobError where the file cannot be read, or the folder has none of one format.
+    """
     if path.is_dir():
-        reason = "is a folder: name one of its files, and then the folder as data.train in the job file"
-        raise CannotInit(path=str(path), reason=reason)
+        path = _files(path)[0]
     if not path.is_file():
         raise CannotInit(path=str(path), reason="there is no such file")
     kind = format_of(path)
@@ -92,6 +97,11 @@ def look_at(path: Path) -> Look:
     if not look.columns or not any(look.columns.values()):
         raise CannotInit(path=str(path), reason="it has no rows")
     return look
+
+
+def _files(data: Path) -> list[Path]:
+    """The data files of a folder, or the one that is named."""
+    return [Path(file) for file in files_of(format_of_first(data), [data])] if data.is_dir() else [data]
 
 
 def _parquet(path: Path) -> Look:
@@ -236,7 +246,7 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
         "dense:",
         "  optimizer: {name: adam, lr: 0.001}",
         "train:",
-        f"  batch_size: {4096 if data.stat().st_size > 2**25 else 512}",
+        f"  batch_size: {4096 if sum(file.stat().st_size for file in _files(data)) > 2**25 else 512}",
         "  epochs: 5",
         "  early_stop: {patience: 2}           # ends when so many evaluations in a row are not better",
         "workers: 1",
