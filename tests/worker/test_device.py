@@ -68,4 +68,4 @@ def test_kept_memory_has_no_page_faults_in_the_next_step():
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
     command = [sys.executable, "-c", STEPS]
     returned, kept = subprocess.run(command, check=True, capture_output=True, timeout=250, env=env).stdout.split()
-    assert 20 * int(kept) < int(returned)
+    assert 10 * int(kept) < int(returned)  # not zero: newer versions of glibc split blocks that are kept

@@ -334,6 +334,7 @@ def test_recomputed_activations_train_to_the_same_weights(make, kind):
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_compiled_model_trains_to_the_same_weights(make, monkeypatch, backend):
     graphs = CompileCounterWithBackend(backend)  # the same graphs as inductor has, in seconds

@@ -1,6 +1,7 @@
 import errno
 import os
 from datetime import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -100,7 +101,7 @@ def test_broken_files_are_named(tmp_path):
         ParquetData({"valid": [tmp_path]})
 
 
-@pytest.mark.parametrize("call", [(os, "stat"), (os, "listdir"), (pq, "ParquetFile")], ids=lambda call: call[1])
+@pytest.mark.parametrize("call", [(os, "stat"), (Path, "iterdir"), (pq, "ParquetFile")], ids=lambda call: call[1])
 def test_what_cannot_be_read_is_neither_empty_nor_cut(tmp_path, monkeypatch, call):
     def denied(*_given, **_options):
         raise PermissionError(errno.EACCES, "Permission denied")
