@@ -142,7 +142,7 @@ class Connection(asyncio.BufferedProtocol):
         self._peer = peer_of(sock)
         if not self._peer.is_admitted:
             self._server.rejected["other_user"] += 1
-            self.drop("a shard's Unix sockets are for its own user and root" * self._server.may_log_refusal())
+            self.drop("a shard's Unix sockets are for its own user and root")
             return
         if self._server.open_connections >= self._server.max_connections:
             self._server.rejected["connections"] += 1
@@ -240,10 +240,14 @@ class Connection(asyncio.BufferedProtocol):
                 self._fail(error)
 
     def drop(self, reason: str) -> None:
-        """End the connection and log the reason."""
+        """End the connection and log the reason, as far as there is room in the log."""
         if reason:
-            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
+            self._log_drop(reason)
         self._transport.abort()
+
+    def _log_drop(self, reason: object) -> None:
+        if self._server.dropped_lines.may_log():
+            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the memory for the next bytes: for a large frame, the array that the tables read."""
@@ -339,7 +343,7 @@ class Connection(asyncio.BufferedProtocol):
         """Whether no further handshake may begin; the connection is dropped then."""
         if tls.is_full():
             self._server.rejected["handshakes"] += 1
-            self.drop(f"{tls.handshakes} other TLS handshakes are under way" * self._server.may_log_refusal())
+            self.drop(f"{tls.handshakes} other TLS handshakes are under way")
         return tls.is_full()
 
     async def _handshake(self) -> None:
@@ -360,7 +364,7 @@ class Connection(asyncio.BufferedProtocol):
     def _end_handshake(self, outer: asyncio.Transport, reason: str) -> None:
         if not self._gone:  # else it was dropped, or it left
             self._server.rejected["tls"] += 1
-            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
+            self._log_drop(reason)
         outer.abort()
         self.connection_lost(None)  # which a failed handshake does not always call
 
@@ -376,11 +380,7 @@ class Connection(asyncio.BufferedProtocol):
         elif is_tls and self._inside is None:
             self._transport.write(_HANDSHAKE_FAILURE)
             self._server.rejected["tls"] += 1
-            if self._server.may_log_refusal():
-                _log.warning(
-                    "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)",
-                    self._peer.address,
-                )
+            self._log_drop("it speaks TLS, and this shard has no certificates (--tls)")
             self._transport.close()
             return
         if target is None:
@@ -400,7 +400,7 @@ class Connection(asyncio.BufferedProtocol):
         self._tls.handshakes -= 1
         if failed:
             self._server.rejected["tls"] += 1
-            if self._server.may_log_refusal():
+            if self._server.dropped_lines.may_log():
                 _log.warning(
                     "the TLS handshake of gRPC with %s failed: one side does not trust the other's certificate, or the "
                     "client speaks no TLS 1.3 (the client's error says which)",
@@ -538,8 +538,7 @@ class Connection(asyncio.BufferedProtocol):
             self._server.rejected["tls"] += 1
         elif not is_refusal:
             self._server.rejected["bad_frame"] += 1
-        if not is_refusal or self._server.may_log_refusal():
-            _log.warning("dropping the connection of %s: %s", self._peer.address, error)
+        self._log_drop(error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
         if is_refusal and not self._transport.is_closing():
             # what it has sent meanwhile is read and dropped: else the system would tell it of a reset, not of the error

@@ -15,6 +15,7 @@ from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import ERROR_KIND, KIND_OF, Greeting, Hello, Load, Pull, Push, Pushed, Rows
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.wire import Feature
+from embershard.ps.monitoring.log_lines import PER_MINUTE
 from harness.hostile_peers import connected, framed, pull, push, with_field
 
 APPLIED = Pushed(duplicate=False, applied=3, skipped=0)
@@ -43,6 +44,14 @@ def test_a_wrong_frame_is_named_under_call_0_and_ends_the_connection(connect, fr
     assert error.fields["what"] == what
     assert peer.was_dropped()
     assert isinstance(other.ask(pull()), Rows)
+
+
+def test_peers_that_send_wrong_frames_over_and_over_do_not_fill_the_log(connect, caplog):
+    for _ in range(3 * PER_MINUTE):
+        peer = connect()
+        peer.send(with_field(framed(push()), 28, bytes(4)))
+        assert peer.was_dropped()
+    assert 1 <= caplog.text.count("dropping the connection") <= 2 * PER_MINUTE  # a minute may end meanwhile
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from embershard.proto.protobuf import dumps
 from embershard.proto.transport.grpc import GrpcTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import OLDEST_VERSION, VERSION
+from embershard.ps.monitoring.log_lines import PER_MINUTE
 from embershard.ps.transport.grpc import ERROR_KEY, ShardService
 from harness.eventually import eventually
 from harness.hostile_peers import push
@@ -110,6 +111,14 @@ def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(here, caplo
     with pytest.raises(InternalError, match=r"IndexError in Pull.*see the shard's log"):
         here.ask(PULL)
     assert "[][1]" in caplog.text
+
+
+def test_a_defect_that_a_client_meets_again_and_again_does_not_fill_the_log(here, caplog):
+    here.service.shard.handle = lambda *_: [][1]
+    for _ in range(3 * PER_MINUTE):
+        with pytest.raises(InternalError):
+            here.ask(PULL)
+    assert 1 <= caplog.text.count("Traceback") <= 2 * PER_MINUTE  # a minute may end meanwhile
 
 
 def test_hello_and_status_do_not_wait_behind_the_queue(here):
