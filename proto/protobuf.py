@@ -152,6 +152,7 @@ _NO_TOKEN = PushToken(worker=0, epoch=0, seq=0, first_incomplete=0)
 
 
 def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
+    _check_arrays("Load", bulk, 2)
     ids, rows = bulk
     return Load(
         p.table,
@@ -193,6 +194,7 @@ def _pack_pull(m: Pull) -> pb.PullRequest:
 def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     ids = IdReader()
     tables = []
+    _check_arrays("Pull", bulk, len(p.tables))
     for part, data in zip(p.tables, bulk, strict=True):
         values, packed = ids.read(data, part.table, part.packed_ids)
         members, counts = _bundle_of(part) if part.members or part.counts else ((), ())
@@ -326,6 +328,7 @@ def _pack_rendezvous(m: Rendezvous) -> pb.RendezvousRequest:
 
 
 def _unpack_rendezvous(p: pb.RendezvousRequest, bulk: Sequence[Buffer]) -> Rendezvous:
+    _check_arrays("Rendezvous", bulk, 1)
     (payload,) = bulk
     return Rendezvous(
         p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.want_payloads, tuple(p.participants)
@@ -401,6 +404,11 @@ def _built(kind: type[M], proto: Protobuf, bulk: Sequence[Buffer]) -> M:
         raise InvalidRequest(reason=str(error)) from None
     assert isinstance(message, kind)
     return message
+
+
+def _check_arrays(name: str, bulk: Sequence[Buffer], want: int) -> None:
+    if len(bulk) != want:
+        raise InvalidRequest(reason=f"a {name} message with {len(bulk)} arrays, not {want}")
 
 
 def _name(kind: type) -> str:

@@ -1,5 +1,6 @@
 """What a shard answers to frames that no client of ours sends: a typed error, or the end of the connection."""
 
+import re
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ from embershard.proto import wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, ShardBusy, UnknownTable, WrongDim
 from embershard.proto.errors import from_wire as error_from
-from embershard.proto.messages import ERROR_KIND, KIND_OF, Greeting, Hello, Load, Pull, Push, Pushed, Rows
+from embershard.proto.messages import ERROR_KIND, KIND_OF, Greeting, Hello, Load, Pull, Push, Pushed, Rendezvous, Rows
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.wire import Feature
 from embershard.ps.monitoring.log_lines import PER_MINUTE
@@ -88,6 +89,20 @@ def test_a_frame_that_is_no_request_is_answered_by_an_error_of_its_call(connect,
     peer.send(b"".join(wire.encode(kind, 7, 60_000, head, buffers, checksum=False)))
     assert isinstance(error_of_call(peer, 7), InvalidRequest)
     assert isinstance(peer.ask(Hello()), Greeting)
+
+
+@pytest.mark.parametrize(
+    ("request_", "buffers", "want"),
+    [
+        (pull(), [], 1),
+        (Load("items", 1, np.arange(3), np.ones((3, 4), np.float32)), [bytes(8)], 2),
+        (Rendezvous(worker=0, epoch=1, name="r", payload=np.zeros(1, np.uint8)), [], 1),
+    ],
+)
+def test_a_frame_with_another_number_of_arrays_is_told_both(connect, request_, buffers, want):
+    peer, head = connect(), head_bytes(request_)
+    peer.send(b"".join(wire.encode(KIND_OF[type(request_)], 7, 60_000, head, buffers, checksum=False)))
+    assert re.search(rf"with {len(buffers)} arrays, not {want}", error_of_call(peer, 7).fields["reason"])
 
 
 def test_a_frame_in_single_bytes_is_understood(connect):
