@@ -13,10 +13,24 @@ from embershard.proto import wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, ShardBusy, UnknownTable, WrongDim
 from embershard.proto.errors import from_wire as error_from
-from embershard.proto.messages import ERROR_KIND, KIND_OF, Greeting, Hello, Load, Pull, Push, Pushed, Rendezvous, Rows
+from embershard.proto.messages import (
+    ERROR_KIND,
+    KIND_OF,
+    GetStatus,
+    Greeting,
+    Hello,
+    Load,
+    Pull,
+    Push,
+    Pushed,
+    Rendezvous,
+    Rows,
+    ShardStatus,
+)
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.wire import Feature
 from embershard.ps.monitoring.log_lines import PER_MINUTE
+from harness.eventually import eventually
 from harness.hostile_peers import connected, framed, pull, push, with_field
 
 APPLIED = Pushed(duplicate=False, applied=3, skipped=0)
@@ -103,6 +117,23 @@ def test_a_frame_with_another_number_of_arrays_is_told_both(connect, request_, b
     peer, head = connect(), head_bytes(request_)
     peer.send(b"".join(wire.encode(KIND_OF[type(request_)], 7, 60_000, head, buffers, checksum=False)))
     assert re.search(rf"with {len(buffers)} arrays, not {want}", error_of_call(peer, 7).fields["reason"])
+
+
+def test_a_peer_that_sends_thousands_of_requests_at_once_does_not_keep_others_waiting(served, connect):
+    many, other = connect(), connect()
+    answer, answered = served.dispatch.status, []
+
+    def slowly():
+        answered.append(time.sleep(0.001))
+        return answer()
+
+    served.dispatch.status = slowly
+    many.send(framed(GetStatus()) * 2000)
+    assert eventually(lambda: answered)
+    assert isinstance(other.ask(Hello()), Greeting)
+    assert len(answered) < 2000
+    for _ in range(2000):
+        assert isinstance(many.reply(), ShardStatus)
 
 
 def test_a_frame_in_single_bytes_is_understood(connect):
