@@ -20,9 +20,10 @@ from embershard.proto import embershard_pb2 as pb
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
 from embershard.proto.codec.ids import decode_ids
 from embershard.proto.codec.name import CodecName
-from embershard.proto.errors import InvalidRequest
+from embershard.proto.errors import InvalidRequest, MessageTooLarge
 from embershard.proto.messages import (
     MAX_MEMBERS,
+    METHODS,
     Declare,
     Load,
     Loaded,
@@ -39,6 +40,7 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
+from embershard.proto.wire import MAX_BUFFERS, MAX_HEAD_BYTES
 
 S = TypeVar("S", bound=np.generic)
 Buffer = bytes | memoryview
@@ -375,9 +377,20 @@ def dumps(message: Message) -> bytes:
 
 
 def loads(kind: type[M], data: bytes) -> M:
-    """Message of serialised bytes, arrays included. InvalidRequest where they are no such message."""
+    """Message of serialised bytes, arrays included. InvalidRequest where they are no such message.
+
+    MessageTooLarge, or InvalidRequest, for a request that no frame could hold: what it says beside its arrays, and the
+    number of these, bound the work that it asks for.
+    """
     proto = _parsed(kind, data)
-    return _built(kind, proto, _drain(proto))
+    bulk = _drain(proto)
+    if kind in METHODS:
+        if len(bulk) > MAX_BUFFERS:
+            raise InvalidRequest(reason=f"a message of {len(bulk)} arrays; send at most {MAX_BUFFERS} per call")
+        # of an array itself, its tag and length are at most 8 bytes, and travel in no head
+        if (head := len(data) - sum(map(len, bulk)) - 8 * len(bulk)) > MAX_HEAD_BYTES:
+            raise MessageTooLarge(got=head, limit=MAX_HEAD_BYTES)
+    return _built(kind, proto, bulk)
 
 
 def _proto_of(message: Message) -> Protobuf:
