@@ -20,9 +20,10 @@ from embershard.proto import embershard_pb2 as pb
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
 from embershard.proto.codec.ids import decode_ids
 from embershard.proto.codec.name import CodecName
-from embershard.proto.errors import InvalidRequest
+from embershard.proto.errors import InvalidRequest, MessageTooLarge
 from embershard.proto.messages import (
     MAX_MEMBERS,
+    METHODS,
     Declare,
     Load,
     Loaded,
@@ -39,6 +40,7 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
+from embershard.proto.wire import MAX_BUFFERS, MAX_HEAD_BYTES
 
 S = TypeVar("S", bound=np.generic)
 Buffer = bytes | memoryview
@@ -152,6 +154,7 @@ _NO_TOKEN = PushToken(worker=0, epoch=0, seq=0, first_incomplete=0)
 
 
 def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
+    _check_arrays("Load", bulk, 2)
     ids, rows = bulk
     return Load(
         p.table,
@@ -193,6 +196,7 @@ def _pack_pull(m: Pull) -> pb.PullRequest:
 def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     ids = IdReader()
     tables = []
+    _check_arrays("Pull", bulk, len(p.tables))
     for part, data in zip(p.tables, bulk, strict=True):
         values, packed = ids.read(data, part.table, part.packed_ids)
         members, counts = _bundle_of(part) if part.members or part.counts else ((), ())
@@ -326,6 +330,7 @@ def _pack_rendezvous(m: Rendezvous) -> pb.RendezvousRequest:
 
 
 def _unpack_rendezvous(p: pb.RendezvousRequest, bulk: Sequence[Buffer]) -> Rendezvous:
+    _check_arrays("Rendezvous", bulk, 1)
     (payload,) = bulk
     return Rendezvous(
         p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.want_payloads, tuple(p.participants)
@@ -372,9 +377,20 @@ def dumps(message: Message) -> bytes:
 
 
 def loads(kind: type[M], data: bytes) -> M:
-    """Message of serialised bytes, arrays included. InvalidRequest where they are no such message."""
+    """Message of serialised bytes, arrays included. InvalidRequest where they are no such message.
+
+    MessageTooLarge, or InvalidRequest, for a request that no frame could hold: what it says beside its arrays, and the
+    number of these, bound the work that it asks for.
+    """
     proto = _parsed(kind, data)
-    return _built(kind, proto, _drain(proto))
+    bulk = _drain(proto)
+    if kind in METHODS:
+        if len(bulk) > MAX_BUFFERS:
+            raise InvalidRequest(reason=f"a message of {len(bulk)} arrays; send at most {MAX_BUFFERS} per call")
+        # of an array itself, its tag and length are at most 8 bytes, and travel in no head
+        if (head := len(data) - sum(map(len, bulk)) - 8 * len(bulk)) > MAX_HEAD_BYTES:
+            raise MessageTooLarge(got=head, limit=MAX_HEAD_BYTES)
+    return _built(kind, proto, bulk)
 
 
 def _proto_of(message: Message) -> Protobuf:
@@ -401,6 +417,11 @@ def _built(kind: type[M], proto: Protobuf, bulk: Sequence[Buffer]) -> M:
         raise InvalidRequest(reason=str(error)) from None
     assert isinstance(message, kind)
     return message
+
+
+def _check_arrays(name: str, bulk: Sequence[Buffer], want: int) -> None:
+    if len(bulk) != want:
+        raise InvalidRequest(reason=f"a {name} message with {len(bulk)} arrays, not {want}")
 
 
 def _name(kind: type) -> str:

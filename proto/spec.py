@@ -14,6 +14,7 @@ from typing import ClassVar, Self, TypeVar
 from embershard.proto.codec.name import CodecName
 
 MAX_DIM = 65_536  # a row of this dim is 256 KiB: far above any embedding, and far below a message's limit
+_MOST = 3.4028234663852886e38  # the largest float32: what a row can start with
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,199}")
 
 
@@ -54,7 +55,7 @@ class Constant(Initializer):
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check("Constant", "value", self.value, True, "finite")
+        _check("Constant", "value", self.value, abs(self.value) <= _MOST, "a finite float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class Uniform(Initializer):
 
     def __post_init__(self) -> None:
         _check("Uniform", "low", self.low, self.low <= self.high, "at most high")
-        _check("Uniform", "high", self.high, True, "finite")
+        _check("Uniform", "low", self.low, abs(self.low) <= _MOST, "a finite float32")
+        _check("Uniform", "high", self.high, abs(self.high) <= _MOST, "a finite float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +81,8 @@ class Normal(Initializer):
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        _check("Normal", "mean", self.mean, True, "finite")
-        _check("Normal", "std", self.std, self.std >= 0, ">= 0")
+        _check("Normal", "mean", self.mean, abs(self.mean) <= _MOST, "a finite float32")
+        _check("Normal", "std", self.std, 0 <= self.std <= _MOST, "a finite float32 >= 0")
 
 
 _INITIALIZERS: dict[str, type[Initializer]] = {c.kind: c for c in (Constant, Uniform, Normal)}
@@ -290,7 +292,8 @@ class TableSpec:
     def __post_init__(self) -> None:
         for what, text in (("name", self.name), ("id_space", self.id_space or self.name)):
             if not _NAME.fullmatch(text):
-                raise ValueError(f"TableSpec: {what} must be letters, digits and _ . - /, got {text!r}")
+                want = "1 to 200 letters, digits and _ . - /, a letter, digit or _ first"
+                raise ValueError(f"TableSpec: {what} must be {want}, got {text!r}")
         if not 1 <= self.dim <= MAX_DIM:
             raise ValueError(f"TableSpec {self.name!r}: dim must be 1..{MAX_DIM}, got {self.dim}")
         if not 0 <= self.seed < 2**63:

@@ -11,6 +11,8 @@ from embershard.ps.coordination.clock import Plain
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.table.tables import Tables
 
+MAX_AHEAD = 2**32  # of a revision; one near 2^64 would leave none for whoever comes next
+
 
 class CompressionSettings:
     """The codecs that were asked for by table, until the job ends, and their revision, which only grows.
@@ -34,7 +36,7 @@ class CompressionSettings:
 
         Without tables all is forgotten, unless a job goes on, whose workers may join late.
         UnknownTable, UnknownCodec; InvalidRequest for what is no codec, or cannot serve its table, and for a revision
-        that somebody else was faster with. The same request again is answered as before.
+        that somebody else was faster with, or that no count leads to. The same request again is answered as before.
         """
         said = dict(self._said) if request.tables or job_goes_on else {}
         for part in request.tables:
@@ -45,6 +47,9 @@ class CompressionSettings:
             if request.revision <= self.revision and not again:
                 reason = f"revision {request.revision} of the compression settings is taken, they are at "
                 raise InvalidRequest(reason=f"{reason}{self.revision}; somebody else switched them just now: try again")
+            if request.revision > self.revision + MAX_AHEAD:
+                reason = f"revision {request.revision} of the compression settings is too far ahead: they are at "
+                raise InvalidRequest(reason=f"{reason}{self.revision}, and the next one is {self.revision + 1}")
             self._said, self.revision, changed = said, request.revision, not again
         return Outcome(Compressed(revision=self.revision, tables=tuple(self._said.values())), changed)
 

@@ -17,6 +17,7 @@ from embershard.proto.messages import METHODS, Declare, GetStatus, Hello, Pull, 
 from embershard.proto.monitoring.tracing import Context, RequestTracer
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
+from embershard.ps.monitoring.log_lines import LinesPerMinute
 from embershard.ps.security.access import AUDITED, Access, Principal, is_audited
 from embershard.ps.security.audit import AuditLog
 from embershard.ps.shard import Shard
@@ -89,6 +90,7 @@ class Dispatch:
         self.tracer: RequestTracer | None = None
         self._answered = 0  # Hello and Status, which the shard does not see
         self._lock = threading.Lock()  # of _answered
+        self._defect_lines = LinesPerMinute(_log, "%d more defects in an earlier minute, without their tracebacks")
 
     def open(self) -> None:
         """Answer all requests: the shard has its state."""
@@ -174,7 +176,7 @@ class Dispatch:
                 return _failed(error)
         done: Future[T] = Future()
         try:
-            done.set_result(_guarded(kind, lambda: incoming.write(self._at_once(incoming.read()))))
+            done.set_result(self._guarded(kind, lambda: incoming.write(self._at_once(incoming.read()))))
         except EmbershardError as error:
             return _failed(error)
         return done
@@ -194,12 +196,12 @@ class Dispatch:
         """What `write` makes of the reply to what `read` gives; the caller holds the tables."""
         tracer = self.tracer
         if tracer is None:
-            return _guarded(
+            return self._guarded(
                 incoming.kind,
                 lambda: incoming.write(self._handle(incoming.read(), incoming.peer, incoming.principal)),
             )
         try:
-            return _guarded(incoming.kind, lambda: self._traced(tracer, incoming))
+            return self._guarded(incoming.kind, lambda: self._traced(tracer, incoming))
         finally:
             tracer.end()  # only now: the log of a defect belongs to the request
 
@@ -259,6 +261,19 @@ class Dispatch:
             if outcome:
                 access.note(principal, peer, request, outcome)
 
+    def _guarded(self, kind: type[Request], answer: Callable[[], T]) -> T:
+        """The answer; what is no error of ours is a defect, which the log describes and the client only learns of."""
+        try:
+            return answer()
+        except EmbershardError:
+            raise
+        except Exception as error:
+            if self._defect_lines.may_log():  # a client may ask for the same again, thousands of times a second
+                _log.exception("a defect while handling %s", kind.__name__)
+            raise InternalError(
+                reason=f"{type(error).__name__} in {kind.__name__}: {error}; see the shard's log"
+            ) from error
+
     def _at_once(self, request: Request) -> Reply:
         with self._lock:
             self._answered += 1
@@ -292,16 +307,3 @@ def _failed(error: EmbershardError) -> Future[T]:
     future: Future[T] = Future()
     future.set_exception(error)
     return future
-
-
-def _guarded(kind: type[Request], answer: Callable[[], T]) -> T:
-    """The answer; what is no error of ours is a defect, which the log describes and the client only learns of."""
-    try:
-        return answer()
-    except EmbershardError:
-        raise
-    except Exception as error:
-        _log.exception("a defect while handling %s", kind.__name__)
-        raise InternalError(
-            reason=f"{type(error).__name__} in {kind.__name__}: {error}; see the shard's log"
-        ) from error

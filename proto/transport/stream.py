@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, cast
@@ -37,6 +38,7 @@ from embershard.proto.wire import (
 if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS
 
+_RELEASE_SECONDS = 0.1  # between two looks whether a connection that nobody has is idle
 CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer than its own deadline
 
 
@@ -103,6 +105,23 @@ class StreamTransport:
         """Cancel the calls in flight and close the connection."""
         self.closed = True
         self._loop.call_soon_threadsafe(self._close)
+
+    def release(self) -> None:
+        """Close the connection as soon as no call is under way: nobody has this transport any more.
+
+        Without it the connection stays, which the loop knows, and which knows this transport.
+        """
+        if runs_here(self._loop) and not self.closed:
+            with suppress(RuntimeError):  # the loop has ended, at the interpreter's end
+                self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        with self.lock:
+            calls = self._unstarted or self._waiting or (self._connection is not None and not self._connection.is_idle)
+        if calls:
+            self._loop.call_later(_RELEASE_SECONDS, self._release)
+        else:
+            self.close()
 
     def _close(self) -> None:
         with self.lock:

@@ -306,6 +306,11 @@ class StreamConnection(SocketProtocol):
         """Whether any thread may send and receive, not the loop's alone."""
         return self._shared is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self._calls
+
     def share(self, poller: Poller) -> None:
         """From here on, have the threads that send and wait move the bytes."""
         if self.lost is None:

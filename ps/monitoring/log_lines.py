@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
+
+PER_MINUTE = 10
 
 
 def log_as_lines(shard: int) -> None:
@@ -24,6 +29,29 @@ class LineFormatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:
         """The traceback, its lines indented and their control characters escaped."""
         return "\n".join(f"    {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+
+
+class LinesPerMinute:
+    """Bounds what peers can have a shard write: ten lines a minute, and how many more there were. For all threads."""
+
+    def __init__(self, log: logging.Logger, more: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`more` is the line about the others, with a %d for their number."""
+        self._log, self._more, self._clock = log, more, clock
+        self._lock = threading.Lock()
+        self._minute, self._asked = 0, 0
+
+    def may_log(self) -> bool:
+        """Whether there is room for one more line in this minute."""
+        minute = int(self._clock() // 60)
+        with self._lock:
+            left_out = 0
+            if minute != self._minute:
+                left_out, self._minute, self._asked = self._asked - PER_MINUTE, minute, 0
+            self._asked += 1
+            room = self._asked <= PER_MINUTE
+        if left_out > 0:
+            self._log.warning(self._more, left_out)
+        return room
 
 
 # C0, DEL, C1, and what else ends a line

@@ -148,12 +148,12 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use: records, index, and what is known of changes."""
+        """Bytes of memory in use: records, index, a row's first state, and what is known of changes."""
         pages, entries = int(self._counters[NUM_PAGES]), int(self._counters[NUM_ENTRIES])
         index = pages * _PAGE_BYTES + entries * 4 + self._store.root.nbytes
         changes = 0 if self.changes is None else self.changes.nbytes
         bits = sum(map(len, self._marks.values()), self._dirty is not None) * _bit_bytes(self.num_slots)
-        return self.num_slots * self._stride * 4 + self._free.nbytes + index + changes + bits
+        return self.num_slots * self._stride * 4 + self._free.nbytes + self._fresh.nbytes + index + changes + bits
 
     def growth(self, new_rows: int) -> int:
         """Bytes that so many new rows take at most, their part of the index included."""

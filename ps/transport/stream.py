@@ -18,6 +18,7 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import ShardBusy
 from embershard.proto.wire import Feature
 from embershard.ps.dispatch import Dispatch
+from embershard.ps.monitoring.log_lines import LinesPerMinute
 from embershard.ps.transport.pipe import PipedServer
 from embershard.ps.transport.shared_memory import SharedMemories
 from embershard.ps.transport.stream_connection import Connection
@@ -31,7 +32,6 @@ SWEEP_SECONDS = 1.0
 MAX_CONNECTIONS = 10_000  # several of each of a thousand workers
 ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES  # of rows that wait to be read
 _RETRY_MS = 100
-_REFUSALS_LOGGED = 10  # in a minute
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class StreamServer:
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports
         self._unsent_bytes = 0  # what these hold of it, or more
-        self._refusals = 0, 0  # the minute, and how many peers were refused in it
+        self.dropped_lines = LinesPerMinute(_log, "%d more connections were refused or dropped in an earlier minute")
         self._pressed = False  # whether somebody was turned away since the last sweep
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
         dispatch.set_activity_probe(self._last_sign)
@@ -117,16 +117,6 @@ class StreamServer:
         """Drop the peers whose certificates were revoked since they came."""
         for connection in list(self.connections):
             connection.check_certificate()
-
-    def may_log_refusal(self) -> bool:
-        """Whether there is room in the log for one more peer that was refused: ten in a minute."""
-        minute = int(time.monotonic() // 60)
-        if minute != self._refusals[0]:
-            if self._refusals[1] > _REFUSALS_LOGGED:
-                _log.warning("%d more peers were refused in that minute", self._refusals[1] - _REFUSALS_LOGGED)
-            self._refusals = minute, 0
-        self._refusals = minute, self._refusals[1] + 1
-        return self._refusals[1] <= _REFUSALS_LOGGED
 
     def _last_sign(self, worker: int, epoch: int) -> float:
         """When bytes of a worker's incarnation arrived last; on the apply thread."""

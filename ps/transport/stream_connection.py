@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
@@ -85,6 +86,8 @@ UNSENT_BYTES = MAX_MESSAGE_BYTES
 AT_ONCE_BYTES = 2**14
 # a TLS record with the alert handshake_failure: what a server says that speaks no TLS
 _HANDSHAKE_FAILURE = bytes([0x15, 3, 1, 0, 2, 2, 40])
+# For so long the frames of one read are answered before other connections have their turn: there may be 4,096.
+TURN_SECONDS = 0.002
 _LAST_WORDS_SECONDS = 1.0  # in which a peer that is refused reads why
 _REFUSED = memoryview(bytearray(2**16))  # where goes what it sends meanwhile
 
@@ -123,6 +126,7 @@ class Connection(asyncio.BufferedProtocol):
         self._checksum = False
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
+        self._waiting: deque[Frame] = deque()  # frames that came in one read and are not answered yet
         self._refused = False  # it was told why, and nothing that it sends counts any more
         self._gone = False
         self._counted: TransportCounters | None = None  # among whose connections it is
@@ -142,7 +146,7 @@ class Connection(asyncio.BufferedProtocol):
         self._peer = peer_of(sock)
         if not self._peer.is_admitted:
             self._server.rejected["other_user"] += 1
-            self.drop("a shard's Unix sockets are for its own user and root" * self._server.may_log_refusal())
+            self.drop("a shard's Unix sockets are for its own user and root")
             return
         if self._server.open_connections >= self._server.max_connections:
             self._server.rejected["connections"] += 1
@@ -172,6 +176,7 @@ class Connection(asyncio.BufferedProtocol):
         self._end()
         self._server.connections.discard(self)
         self._received_frame(self._receiving)
+        self._waiting.clear()  # not begun, as if it had not arrived
         self._reader = None  # which holds this connection: without a collection both would stay, and 128 KiB
 
     def _end(self) -> None:
@@ -206,7 +211,10 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Read requests again: the peer has read its replies."""
         self._full = False
-        self._transport.resume_reading()
+        if self._waiting:
+            self._server.loop.call_soon(self._take_turn)
+        else:
+            self._transport.resume_reading()
 
     def check(self, now: float, wait_timeout: float) -> None:
         """Drop a peer that is silent, or too slow, where it must not be; between calls it may be silent."""
@@ -221,7 +229,9 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(principal.revocation())
             return
         unsent = self.unsent_bytes
-        arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
+        arriving = (
+            self._reader.in_frame and not self._full and not self._waiting
+        )  # what we leave unread is not its fault
         if self._receives.behind(now, arriving, self._received) > wait_timeout:
             self._server.rejected["slow"] += 1
             self.drop(f"its frames come slower than {STALL_RATE >> 10} KiB/s, for {wait_timeout:.0f} s")
@@ -240,10 +250,14 @@ class Connection(asyncio.BufferedProtocol):
                 self._fail(error)
 
     def drop(self, reason: str) -> None:
-        """End the connection and log the reason."""
+        """End the connection and log the reason, as far as there is room in the log."""
         if reason:
-            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
+            self._log_drop(reason)
         self._transport.abort()
+
+    def _log_drop(self, reason: object) -> None:
+        if self._server.dropped_lines.may_log():
+            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the memory for the next bytes: for a large frame, the array that the tables read."""
@@ -264,10 +278,31 @@ class Connection(asyncio.BufferedProtocol):
             self._greet(num_bytes)
             return
         try:
-            for frame in self._reader.received(num_bytes):
-                self._answer(frame)
+            frames = self._reader.received(num_bytes)
         except EmbershardError as error:
             self._fail(error)
+            return
+        if len(frames) == 1 and not self._waiting:  # nearly always
+            self._answer(frames[0])
+        elif frames:
+            is_first = not self._waiting
+            self._waiting += frames
+            if is_first:
+                self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Answer frames that came in one read, for TURN_SECONDS and while the peer reads its replies; then others."""
+        end = time.monotonic() + TURN_SECONDS
+        while self._waiting and not self._full and not self._refused and not self._transport.is_closing():
+            self._answer(self._waiting.popleft())
+            if self._waiting and time.monotonic() > end:
+                self._transport.pause_reading()
+                self._server.loop.call_soon(self._take_turn)
+                return
+        if self._refused or self._transport.is_closing():
+            self._waiting.clear()
+        elif not self._waiting and not self._full:
+            self._transport.resume_reading()
 
     def _greet(self, num_bytes: int) -> None:
         self._filled += num_bytes
@@ -339,7 +374,7 @@ class Connection(asyncio.BufferedProtocol):
         """Whether no further handshake may begin; the connection is dropped then."""
         if tls.is_full():
             self._server.rejected["handshakes"] += 1
-            self.drop(f"{tls.handshakes} other TLS handshakes are under way" * self._server.may_log_refusal())
+            self.drop(f"{tls.handshakes} other TLS handshakes are under way")
         return tls.is_full()
 
     async def _handshake(self) -> None:
@@ -360,7 +395,7 @@ class Connection(asyncio.BufferedProtocol):
     def _end_handshake(self, outer: asyncio.Transport, reason: str) -> None:
         if not self._gone:  # else it was dropped, or it left
             self._server.rejected["tls"] += 1
-            _log.warning("dropping the connection of %s: %s", self._peer.address, reason)
+            self._log_drop(reason)
         outer.abort()
         self.connection_lost(None)  # which a failed handshake does not always call
 
@@ -376,11 +411,7 @@ class Connection(asyncio.BufferedProtocol):
         elif is_tls and self._inside is None:
             self._transport.write(_HANDSHAKE_FAILURE)
             self._server.rejected["tls"] += 1
-            if self._server.may_log_refusal():
-                _log.warning(
-                    "dropping the connection of %s: it speaks TLS, and this shard has no certificates (--tls)",
-                    self._peer.address,
-                )
+            self._log_drop("it speaks TLS, and this shard has no certificates (--tls)")
             self._transport.close()
             return
         if target is None:
@@ -400,7 +431,7 @@ class Connection(asyncio.BufferedProtocol):
         self._tls.handshakes -= 1
         if failed:
             self._server.rejected["tls"] += 1
-            if self._server.may_log_refusal():
+            if self._server.dropped_lines.may_log():
                 _log.warning(
                     "the TLS handshake of gRPC with %s failed: one side does not trust the other's certificate, or the "
                     "client speaks no TLS 1.3 (the client's error says which)",
@@ -538,8 +569,7 @@ class Connection(asyncio.BufferedProtocol):
             self._server.rejected["tls"] += 1
         elif not is_refusal:
             self._server.rejected["bad_frame"] += 1
-        if not is_refusal or self._server.may_log_refusal():
-            _log.warning("dropping the connection of %s: %s", self._peer.address, error)
+        self._log_drop(error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
         if is_refusal and not self._transport.is_closing():
             # what it has sent meanwhile is read and dropped: else the system would tell it of a reset, not of the error

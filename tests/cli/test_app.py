@@ -40,6 +40,14 @@ def test_the_list_of_commands_imports_none_of_them():
     assert said.splitlines()[-1] == "heavy:"
 
 
+@pytest.mark.parametrize("module", ["embershard", "embershard.cli"])
+def test_the_command_line_runs_as_a_module(module):
+    words = [sys.executable, "-m", module, "tokens"]
+    said = subprocess.run(words, text=True, timeout=250, capture_output=True)
+    assert (said.returncode, said.stdout) == (2, "")  # wrong usage: there is no such command
+    assert f"python -m {module}" in said.stderr
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_help_page(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])

@@ -5,6 +5,7 @@ import re
 import string
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,21 @@ def test_the_tree_in_the_docstring_names_every_error_of_the_module():
     assert sorted(re.findall(r"[A-Z]\w+", tree)) == sorted(cls.__name__ for cls in here if cls is not EmbershardError)
     below = re.search(r"InvalidRequest \(([^)]*)\)", tree)[1]
     assert set(re.split(r",\s+", below)) == {cls.__name__ for cls in here if cls.__base__ is errors.InvalidRequest}
+
+
+def test_the_page_says_of_what_errors_a_client_sends_the_same_again():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
+    table = page.partition("| error | what to do |\n|---|---|\n")[2].partition("\n\n")[0]
+    advice = {
+        getattr(errors, name): what
+        for names, what in (line.strip("| ").split(" | ") for line in table.splitlines())
+        for name in re.findall(r"\b[A-Z]\w+", names.partition(";")[0])
+    }
+    of_shards = [cls for cls in every_error() if vars(errors).get(cls.__name__) is cls]
+    again = {cls for cls, what in advice.items() if re.search(r"send it again|see \[Pushes", what)}
+    assert again == {cls for cls in of_shards if cls.retryable}
+    waits = {cls for cls, what in advice.items() if "retry_after_ms" in what}
+    assert waits == {cls for cls in of_shards if issubclass(cls, errors.ShardBusy) and cls.retryable}
 
 
 def test_a_second_error_of_one_name_is_refused():

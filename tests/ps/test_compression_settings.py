@@ -7,6 +7,7 @@ import pytest
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import InvalidRequest, UnknownCodec, UnknownTable
 from embershard.proto.messages import Compress, Compressed, Declare, Leave, Pull, TableCodecs
+from embershard.proto.protobuf import head_bytes
 from embershard.proto.spec import SGD
 from embershard.ps.restore import Contents
 from harness.shards import join, make_shard, table
@@ -70,6 +71,16 @@ def test_of_two_who_switch_at_once_the_second_is_told(shard):
     assert tell(shard, 1, INT8) == tell(shard, 1, INT8)  # its reply was lost
     with pytest.raises(InvalidRequest, match="revision 1 of the compression settings is taken, they are at 1"):
         tell(shard, 1, TableCodecs(table="rows", push="fp16s"))
+
+
+@pytest.mark.parametrize("revision", [2**32 + 2, 2**63, 2**64 - 1])
+def test_a_revision_that_no_count_leads_to_is_refused_and_rows_still_come(shard, revision):
+    tell(shard, 1, INT8)
+    with pytest.raises(InvalidRequest):
+        tell(shard, revision, INT8)
+    shard._install(Contents())  # a revision of its own, which every reply has to hold
+    assert head_bytes(shard.handle(Pull(1, ())))
+    assert tell(shard) == told(2)
 
 
 def test_what_was_said_ends_where_another_job_begins(shard):

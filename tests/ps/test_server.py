@@ -10,7 +10,7 @@ import pytest
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
-from embershard.ps.monitoring.log_lines import LineFormatter
+from embershard.ps.monitoring.log_lines import PER_MINUTE, LineFormatter, LinesPerMinute
 from embershard.ps.options import ServerOptions
 from embershard.ps.transport.address import Address
 
@@ -126,6 +126,19 @@ def test_a_log_record_is_one_line_whatever_a_peer_says():
     assert first == r"shard INFO peer x\x0ashard ERROR all is lost\x0d\x1b[2J\x9b1m\u2028y"
     assert all(line.startswith("    ") for line in rest)
     assert not any(mark in line for line in rest for mark in "\r\x1b\x9b\u2028")
+
+
+def test_ten_lines_a_minute_and_the_number_of_the_others(caplog):
+    now = [120.0]
+    lines = LinesPerMinute(logging.getLogger("l"), "%d more", clock=lambda: now[0])
+    assert sum(lines.may_log() for _ in range(25)) == PER_MINUTE
+    assert caplog.text == ""
+    now[0] = 180.0
+    assert lines.may_log()
+    assert caplog.messages == ["15 more"]
+    now[0] = 240.0
+    assert lines.may_log()
+    assert caplog.messages == ["15 more"]
 
 
 HANGS = """

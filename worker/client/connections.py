@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -123,6 +124,9 @@ class ShardConnections:
         pollers = [getattr(connection.transport, "poller", None) for connection in connections]
         self._poller: Poller | None = pollers[0] if all(pollers) else None  # a thread that waits reads its replies
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
+        for connection in connections:  # a session that nobody has and nobody closed leaves none open
+            if (release := getattr(connection.transport, "release", None)) is not None:
+                weakref.finalize(self, release).atexit = False
 
     def __len__(self) -> int:
         return len(self._connections)

@@ -269,6 +269,42 @@ def test_a_connection_that_has_ended_is_free_without_a_collection(connect, liste
         gc.enable()
 
 
+def test_the_connections_of_a_client_that_nobody_has_and_nobody_closed_end(connect):
+    left = threading.Event()
+
+    def script(talk):
+        talk.answer(GREETING)
+        with suppress(ConnectionError):
+            talk.request()
+        left.set()
+
+    client = Client([connect(script)], timeout=PATIENCE)
+    assert not left.wait(0.2)
+    del client
+    gc.collect()
+    assert left.wait(20)
+
+
+def test_a_transport_that_nobody_has_answers_the_calls_under_way_before_it_closes(connect):
+    go = threading.Event()
+
+    def script(talk):
+        talk.answer(GREETING)
+        call = talk.request()
+        go.wait(20)
+        talk.send(talk.frame(call, GREETING))
+
+    transport = connect(script)
+    assert ask(transport) == GREETING
+    under_way = transport.submit(HELLO, PATIENCE)
+    transport.release()
+    time.sleep(0.3)
+    assert not transport.closed
+    go.set()
+    assert under_way.result() == GREETING
+    assert eventually(lambda: transport.closed)
+
+
 def test_what_is_no_reply_to_its_call_is_an_error_or_dropped_and_the_connection_goes_on(connect):
     def script(talk):
         talk.answer(DECLARED, rows(1))

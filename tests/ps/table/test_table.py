@@ -234,6 +234,12 @@ class TestMemory:
         push(table, np.arange(3))
         assert table.nbytes < 64 << 10
 
+    def test_an_empty_table_of_a_wide_optimizer_counts_the_state_that_it_keeps_for_new_rows(self):
+        narrow, wide = (compiled(dim, spec.Adam(lr=0.1)) for dim in (16, 65_536))
+        assert wide.nbytes - narrow.nbytes == 2 * 4 * (65_536 - 16)
+        with pytest.raises(TableFull):
+            compiled(65_536, spec.Adam(lr=0.1), MemoryBudget(256 << 10))
+
     def test_a_table_that_outgrows_its_addresses_moves_with_all_its_rows(self, monkeypatch):
         monkeypatch.setattr(module, "_FIRST_BYTES", 1 << 16)
         table, dim, count = compiled(16), 16, 0

@@ -1,5 +1,6 @@
 """What a shard answers to frames that no client of ours sends: a typed error, or the end of the connection."""
 
+import re
 import socket
 import struct
 import threading
@@ -12,9 +13,24 @@ from embershard.proto import wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, ShardBusy, UnknownTable, WrongDim
 from embershard.proto.errors import from_wire as error_from
-from embershard.proto.messages import ERROR_KIND, KIND_OF, Greeting, Hello, Load, Pull, Push, Pushed, Rows
+from embershard.proto.messages import (
+    ERROR_KIND,
+    KIND_OF,
+    GetStatus,
+    Greeting,
+    Hello,
+    Load,
+    Pull,
+    Push,
+    Pushed,
+    Rendezvous,
+    Rows,
+    ShardStatus,
+)
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.wire import Feature
+from embershard.ps.monitoring.log_lines import PER_MINUTE
+from harness.eventually import eventually
 from harness.hostile_peers import connected, framed, pull, push, with_field
 
 APPLIED = Pushed(duplicate=False, applied=3, skipped=0)
@@ -43,6 +59,14 @@ def test_a_wrong_frame_is_named_under_call_0_and_ends_the_connection(connect, fr
     assert error.fields["what"] == what
     assert peer.was_dropped()
     assert isinstance(other.ask(pull()), Rows)
+
+
+def test_peers_that_send_wrong_frames_over_and_over_do_not_fill_the_log(connect, caplog):
+    for _ in range(3 * PER_MINUTE):
+        peer = connect()
+        peer.send(with_field(framed(push()), 28, bytes(4)))
+        assert peer.was_dropped()
+    assert 1 <= caplog.text.count("dropping the connection") <= 2 * PER_MINUTE  # a minute may end meanwhile
 
 
 @pytest.mark.parametrize(
@@ -79,6 +103,37 @@ def test_a_frame_that_is_no_request_is_answered_by_an_error_of_its_call(connect,
     peer.send(b"".join(wire.encode(kind, 7, 60_000, head, buffers, checksum=False)))
     assert isinstance(error_of_call(peer, 7), InvalidRequest)
     assert isinstance(peer.ask(Hello()), Greeting)
+
+
+@pytest.mark.parametrize(
+    ("request_", "buffers", "want"),
+    [
+        (pull(), [], 1),
+        (Load("items", 1, np.arange(3), np.ones((3, 4), np.float32)), [bytes(8)], 2),
+        (Rendezvous(worker=0, epoch=1, name="r", payload=np.zeros(1, np.uint8)), [], 1),
+    ],
+)
+def test_a_frame_with_another_number_of_arrays_is_told_both(connect, request_, buffers, want):
+    peer, head = connect(), head_bytes(request_)
+    peer.send(b"".join(wire.encode(KIND_OF[type(request_)], 7, 60_000, head, buffers, checksum=False)))
+    assert re.search(rf"with {len(buffers)} arrays, not {want}", error_of_call(peer, 7).fields["reason"])
+
+
+def test_a_peer_that_sends_thousands_of_requests_at_once_does_not_keep_others_waiting(served, connect):
+    many, other = connect(), connect()
+    answer, answered = served.dispatch.status, []
+
+    def slowly():
+        answered.append(time.sleep(0.001))
+        return answer()
+
+    served.dispatch.status = slowly
+    many.send(framed(GetStatus()) * 2000)
+    assert eventually(lambda: answered)
+    assert isinstance(other.ask(Hello()), Greeting)
+    assert len(answered) < 2000
+    for _ in range(2000):
+        assert isinstance(many.reply(), ShardStatus)
 
 
 def test_a_frame_in_single_bytes_is_understood(connect):

@@ -17,6 +17,8 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     ClockAhead,
     InternalError,
+    InvalidRequest,
+    MessageTooLarge,
     NotAllowed,
     ShuttingDown,
     TableMismatch,
@@ -24,12 +26,26 @@ from embershard.proto.errors import (
     WrongVersion,
 )
 from embershard.proto.errors import from_wire as error_from
-from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, GetStatus, Hello, Load, Loaded, Pull, Pushed
+from embershard.proto.messages import (
+    METHODS,
+    SERVICE,
+    Compress,
+    Declare,
+    Declared,
+    GetStatus,
+    Hello,
+    Load,
+    Loaded,
+    Pull,
+    Pushed,
+    TableCodecs,
+)
 from embershard.proto.messages import TableIds as Ids
 from embershard.proto.protobuf import dumps
 from embershard.proto.transport.grpc import GrpcTransport
 from embershard.proto.transport.transport import Unreachable
-from embershard.proto.wire import OLDEST_VERSION, VERSION
+from embershard.proto.wire import MAX_BUFFERS, OLDEST_VERSION, VERSION
+from embershard.ps.monitoring.log_lines import PER_MINUTE
 from embershard.ps.transport.grpc import ERROR_KEY, ShardService
 from harness.eventually import eventually
 from harness.hostile_peers import push
@@ -105,11 +121,38 @@ def test_bytes_that_are_no_message_are_refused(here):
         assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (Pull(1, (Ids("", ids_of()),) * (MAX_BUFFERS + 1)), InvalidRequest),
+        (Compress(revision=0, tables=[TableCodecs(table="items", push="int8")] * 100_000), MessageTooLarge),
+    ],
+    ids=["tables", "codecs"],
+)
+def test_a_message_that_no_frame_could_hold_is_refused_before_it_makes_work(here, message, error):
+    with pytest.raises(InvalidRequest) as caught:
+        here.ask(message)
+    assert type(caught.value) is error
+
+
+def test_arrays_count_for_nothing_of_what_a_message_says_beside_them(here):
+    many = 200_000  # 1.6 MB
+    assert here.ask(Pull(1, (Ids("items", np.arange(many)),))).tables[0].size == 2 * many
+
+
 def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(here, caplog):
     here.service.shard.handle = lambda *_: [][1]
     with pytest.raises(InternalError, match=r"IndexError in Pull.*see the shard's log"):
         here.ask(PULL)
     assert "[][1]" in caplog.text
+
+
+def test_a_defect_that_a_client_meets_again_and_again_does_not_fill_the_log(here, caplog):
+    here.service.shard.handle = lambda *_: [][1]
+    for _ in range(3 * PER_MINUTE):
+        with pytest.raises(InternalError):
+            here.ask(PULL)
+    assert 1 <= caplog.text.count("Traceback") <= 2 * PER_MINUTE  # a minute may end meanwhile
 
 
 def test_hello_and_status_do_not_wait_behind_the_queue(here):
