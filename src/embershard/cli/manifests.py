@@ -213,5 +213,6 @@ def _give(files: dict[str, str], output: Path | None) -> None:
         for name, text in files.items():
             (output / name).write_text(text)
     except OSError as error:
-        raise CannotWrite(path=str(error.filename or output), reason=error.strerror or str(error)) from None
+        path, reason = error.filename or output, error.strerror or str(error)
+        raise CannotWrite(path=str(path), reason=reason, remedy="choose another folder with --output") from None
     typer.echo(f"{output}: {', '.join(files)}")

@@ -45,7 +45,7 @@ from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.tabular import TabularSection
-from embershard.worker.reporting.log import make_folder
+from embershard.worker.reporting.log import OTHER_OUTPUT, make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
@@ -226,7 +226,7 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))
     except OSError as error:
-        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
     return ["--set", f"data.fitted={json.dumps(str(path.absolute()))}"]
 
 
@@ -234,7 +234,8 @@ def check_disk(folder: Path, cause: Exception) -> None:
     """Raise CannotWrite where the disk of the run's folder is full."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(folder).free < _LEAST_BYTES:
-            raise CannotWrite(path=str(folder), reason="no space is left on its disk") from cause
+            reason = "no space is left on its disk"
+            raise CannotWrite(path=str(folder), reason=reason, remedy=f"make room there, or {OTHER_OUTPUT}") from cause
 
 
 def _resume_command(words: Sequence[str]) -> str:

@@ -264,7 +264,7 @@ def test_a_job_file_that_is_missing_and_a_folder_that_cannot_be_written_are_name
     with pytest.raises(BadDeployment):
         kubernetes(str(tmp_path / "none.yaml"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotWrite):
+    with pytest.raises(CannotWrite, match="--output"):
         run("systemd", "--name", "ads", "--shards", "1", "--output", str(tmp_path / "file"))
 
 
