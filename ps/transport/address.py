@@ -43,7 +43,11 @@ class Address:
             # one literal address of those that a name has
             found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except OSError as error:
-            raise CannotListen(address=text, reason=f"unknown host {name!r} ({error.strerror})") from None
+            reason = (
+                f"unknown host {name!r} ({error.strerror}); name an address of this machine, or 0.0.0.0 for all of "
+            )
+            reason += "them; --advertise names it to clients"
+            raise CannotListen(address=text, reason=reason) from None
         found.sort(key=lambda entry: entry[0] != socket.AF_INET)
         return Address(text, host=str(found[0][4][0]), port=int(port))
 

@@ -37,7 +37,7 @@ def test_an_address_that_is_none_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("no-such-host.invalid:7700", r"unknown host 'no-such-host\.invalid'"),
+        ("no-such-host.invalid:7700", r"unknown host 'no-such-host\.invalid'.*--advertise"),
         ("192.0.2.1:0", "Cannot assign requested address"),
     ],
 )
@@ -126,6 +126,65 @@ def test_a_log_record_is_one_line_whatever_a_peer_says():
     assert first == r"shard INFO peer x\x0ashard ERROR all is lost\x0d\x1b[2J\x9b1m\u2028y"
     assert all(line.startswith("    ") for line in rest)
     assert not any(mark in line for line in rest for mark in "\r\x1b\x9b\u2028")
+
+
+FAILS = """
+import sys, resource
+from pathlib import Path
+from embershard.ps import server
+from embershard.ps.options import ServerOptions
+from embershard.proto.errors import CannotListen
+{before}
+try:
+    server.serve(ServerOptions(shard=0, of=1, listen=sys.argv[1], announce=Path(sys.argv[2])))
+except CannotListen as error:
+    sys.exit(7)
+"""
+FEW_FILES = "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))"
+# what gRPC says where it cannot, and what the system says of the file after it
+NO_GRPC = """
+from embershard.ps.security import hidden_socket
+from embershard.ps.transport import transports
+tempfile, made = hidden_socket.tempfile.mkdtemp, []
+def mkdtemp(prefix, dir):
+    made.append(tempfile(prefix=prefix, dir=sys.argv[2]))
+    Path(made[-1], "grpc").mkdir()
+    return made[-1]
+hidden_socket.tempfile.mkdtemp = mkdtemp
+"""
+
+
+@pytest.mark.parametrize("before", [FEW_FILES, NO_GRPC])
+def test_a_shard_that_cannot_start_says_so_and_leaves_no_file_behind(before, tmp_path):
+    command = [sys.executable, "-c", FAILS.format(before=before), f"unix:{tmp_path}/s", str(tmp_path)]
+    assert subprocess.run(command, timeout=120).returncode == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+RECOVERS = """
+import sys, time
+from pathlib import Path
+from embershard.ps import server
+from embershard.ps.options import ServerOptions
+def recover(*_):
+    print("recovers", flush=True)
+    time.sleep(3600)
+server._recover = recover
+server.serve(ServerOptions(shard=0, of=1, listen=sys.argv[1], announce=Path(sys.argv[2])))
+"""
+
+
+def test_a_shard_that_a_signal_ends_while_it_recovers_leaves_no_file_behind(tmp_path):
+    command = [sys.executable, "-c", RECOVERS, f"unix:{tmp_path}/s", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shard:
+        try:
+            assert "recovers" in shard.stdout.readline()
+            assert len(list(tmp_path.iterdir())) == 2
+            shard.terminate()
+            assert shard.wait(120) == 0
+        finally:
+            shard.kill()
+    assert list(tmp_path.iterdir()) == []
 
 
 HANGS = """
