@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -19,7 +20,7 @@ from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
 from embershard.doctor import machine
-from embershard.proto.errors import CannotWrite, ShardUnavailable, UnknownTable
+from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable, UnknownTable
 from embershard.ps.memory import physical_memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
@@ -100,6 +101,29 @@ def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(run, monkeypat
     monkeypatch.setattr(local_job.LocalJob, "train", fail)
     monkeypatch.setattr(train.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert type(run("train", "job.yaml", "--output", "out").exception) is named
+
+
+@pytest.mark.parametrize("free", [0, 2**30])
+@pytest.mark.parametrize("reads", ["nobody", "a pipe", "a file"])
+def test_a_worker_that_could_not_write_to_stdout_is_no_failed_worker(run, monkeypatch, tmp_path, reads, free):
+    def fail(*_, **__):
+        raise WorkerFailed(worker=0, how="exit code 1", log="worker-0.log", lines="(nothing)")
+
+    monkeypatch.setattr(local_job.LocalJob, "train", fail)
+    monkeypatch.setattr(
+        train.shutil, "disk_usage", lambda place: SimpleNamespace(free=free if isinstance(place, int) else 2**30)
+    )
+    reader, writer = os.pipe()
+    if reads == "nobody":
+        os.close(reader)
+    before, place = os.dup(1), os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT) if reads == "a file" else writer
+    os.dup2(place, 1)
+    try:
+        error = run("train", "job.yaml", "--output", "out").exception
+    finally:
+        os.dup2(before, 1)
+    named = {"nobody": OutputClosed, "a pipe": WorkerFailed, "a file": WorkerFailed if free else CannotWrite}
+    assert type(error) is named[reads]
 
 
 def test_a_figure_that_is_not_defined_is_null(run, monkeypatch):
