@@ -200,6 +200,7 @@ class _Server:
         """Serve until a signal; the exit code."""
         from embershard.ps.transport.announce import advertised, announced
 
+        stop = _Stop(asyncio.get_running_loop())
         options, sockets = self.options, self.address.listen()
         with _ended_while_recovering(), ExitStack() as stack:
             if self.address.path:
@@ -209,7 +210,7 @@ class _Server:
             stack.callback(gate.close)
             bound = advertised(options.advertise, self.address.bound(sockets[0]))
             stack.enter_context(announced(options.announce, self.shard.greeting, bound, options.tls))
-            return await self._serve(sockets, bound, gate.access)
+            return await self._serve(sockets, bound, gate.access, stop)
 
     def _gate(self, main: socket.socket, audit: AuditLog | None) -> Gate:
         options = self.options
@@ -220,7 +221,7 @@ class _Server:
             return Gate.on_loopback(ip, port, options.access, audit, insecure=options.insecure_loopback)
         return Gate.on_network(options.access, audit)  # with certificates, nobody but who has one gets so far
 
-    async def _serve(self, sockets: list[socket.socket], bound: str, access: Access | None) -> int:
+    async def _serve(self, sockets: list[socket.socket], bound: str, access: Access | None, stop: _Stop) -> int:
         from embershard.ps.apply_thread import ApplyThread
         from embershard.ps.dispatch import Dispatch
         from embershard.ps.journal.progress import RecoveryProgress
@@ -228,7 +229,6 @@ class _Server:
         from embershard.ps.transport.transports import Transports
 
         loop = asyncio.get_running_loop()
-        stop = _Stop(loop)
         apply = ApplyThread(max_bytes=self.options.queue_bytes, counters=Counters(self.options.restarts))
         progress = RecoveryProgress()
         dispatch = Dispatch(self.shard, apply, progress, access)
@@ -346,12 +346,13 @@ def _allow_files(options: ServerOptions) -> None:
 
 
 class _Stop:
-    """The first SIGTERM or SIGINT; the second ends the process on the spot."""
+    """The first SIGTERM, SIGHUP (unless nohup has it ignored) or SIGINT; the second ends the process on the spot."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.received: asyncio.Future[int] = loop.create_future()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                loop.add_signal_handler(signum, self._on_signal, signum)
 
     def _on_signal(self, signum: int) -> None:
         if self.received.done():

@@ -54,7 +54,7 @@ class Transports:
         """Listen at the sockets, and answer that the shard does not serve yet, until `open`.
 
         CannotListen where gRPC cannot, or where torch.distributed.rpc is asked for at an address that is not to be had;
-        BadCertificate where gRPC cannot use the certificate. Nothing is left behind then.
+        BadCertificate where gRPC cannot use the certificate. No file is left behind then.
         """
         async with contextlib.AsyncExitStack() as undo:
             started = await cls._start(dispatch, sockets, options, certificates, undo)
@@ -70,7 +70,7 @@ class Transports:
         certificates: CertificateFolder | None,
         undo: contextlib.AsyncExitStack,
     ) -> Transports:
-        """Start all; `undo` ends those that are started where another one fails."""
+        """Start all; where that fails `undo` removes what would outlive this process."""
         rpc = await _start_rpc(dispatch, options) if options.rpc else None
         if rpc is not None:
             undo.push_async_callback(rpc.close)
@@ -81,14 +81,12 @@ class Transports:
         hidden = [undo.enter_context(contextlib.closing(HiddenSocket())) for _ in range(3 if is_tls else 1)]
         piped = PipedServer(hidden[0].path)
         server = make_server(ShardService(dispatch, piped.peers, certificates), healthy, certificates)
-        undo.push_async_callback(server.stop, None)
         _bind(server, hidden[0])
         hidden[0].hide()
         piped.path = hidden[0].path
         servers, tls, following = [server], None, None
         if certificates is not None and is_tls:
             tls, refusing = _tls_port(server, certificates, hidden[1:], piped.peers)
-            undo.push_async_callback(refusing.stop, None)
             servers.append(refusing)
         for one in servers:
             await one.start()

@@ -1,6 +1,7 @@
 """Addresses that a shard may listen at, what it logs, and how it ends."""
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def mkdtemp(prefix, dir):
     made.append(tempfile(prefix=prefix, dir=sys.argv[2]))
     Path(made[-1], "grpc").mkdir()
     return made[-1]
-hidden_socket.tempfile.mkdtemp = mkdtemp
+hidden_socket.tempfile.mkdtemp, hidden_socket._LONGEST_FOLDER = mkdtemp, 1000
 """
 
 
@@ -174,13 +175,14 @@ server.serve(ServerOptions(shard=0, of=1, listen=sys.argv[1], announce=Path(sys.
 """
 
 
-def test_a_shard_that_a_signal_ends_while_it_recovers_leaves_no_file_behind(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_shard_that_a_signal_ends_while_it_recovers_leaves_no_file_behind(tmp_path, number):
     command = [sys.executable, "-c", RECOVERS, f"unix:{tmp_path}/s", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shard:
         try:
             assert "recovers" in shard.stdout.readline()
             assert len(list(tmp_path.iterdir())) == 2
-            shard.terminate()
+            shard.send_signal(number)
             assert shard.wait(120) == 0
         finally:
             shard.kill()
