@@ -24,6 +24,7 @@ from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable,
 from embershard.ps.memory import physical_memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
+from harness.processes import run_command
 
 HELP = """
 import sys
@@ -154,3 +155,10 @@ def test_what_is_no_size_is_refused(text):
 def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(monkeypatch, limit):
     monkeypatch.setattr(machine, "smallest_memory_limit", lambda: limit)
     assert memory_bytes("40%") == int(40 * 0.01 * min(limit or physical_memory(), physical_memory()))
+
+
+@pytest.mark.parametrize(("value", "code"), [("banana", 1), ("", 0), ("ON", 0), ("off", 0)])
+def test_a_variable_with_a_value_that_it_cannot_have_is_refused(value, code):
+    done = run_command("--version", env={**os.environ, "EMBERSHARD_SHARED_MEMORY": value})
+    assert done.returncode == code
+    assert ("EMBERSHARD_SHARED_MEMORY" in done.stderr) is bool(code)
