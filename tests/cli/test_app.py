@@ -162,3 +162,29 @@ def test_a_variable_with_a_value_that_it_cannot_have_is_refused(value, code):
     done = run_command("--version", env={**os.environ, "EMBERSHARD_SHARED_MEMORY": value})
     assert done.returncode == code
     assert ("EMBERSHARD_SHARED_MEMORY" in done.stderr) is bool(code)
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "ascii:strict"])
+def test_a_locale_without_the_characters_of_a_name_ends_no_command(tmp_path, encoding):
+    (tmp_path / "日本.csv").write_text("label,ü\n1,2\n0,3\n1,4\n", encoding="utf-8")
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = run_command("init", "日本.csv", "-o", "日.yaml", cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "日本.csv" in (tmp_path / "日.yaml").read_text(encoding="utf-8")
+    words = ("manifests", "kubernetes", "--name", "a", "--image", "e", "--job", "日.yaml")
+    done = run_command(*words, cwd=tmp_path, env=environment, encoding="utf-8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "日本.csv" in done.stdout
+
+
+def test_a_job_file_is_utf_8_whatever_the_locale_is(tmp_path):
+    (tmp_path / "rows.csv").write_text("läbel,ü\n1,2\n0,3\n1,4\n", encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run_command("init", "rows.csv", "-o", "job.yaml", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "läbel" in (tmp_path / "job.yaml").read_text(encoding="utf-8")
+    os.rename(os.fsencode(tmp_path / "rows.csv"), os.path.join(os.fsencode(tmp_path), "ü.csv".encode()))
+    done = run_command("init", "ü.csv", "-o", "other.yaml", cwd=tmp_path, env=environment)
+    assert done.returncode == 1
+    assert "LC_ALL=C.UTF-8" in done.stderr
+    assert not (tmp_path / "other.yaml").exists()

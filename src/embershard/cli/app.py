@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import io
 import keyword
 import logging
 import os
@@ -105,6 +106,9 @@ def run() -> None:
     """Run the command line; a named error, or a place that cannot be written, ends it with exit code 1."""
     # torch's C++ warnings bring stack frames along, and what they warn of reaches us as an exception
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for stream in (sys.stdout, sys.stderr):  # a locale without the characters of a name must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         _choose_shared_memory(os.environ.get("EMBERSHARD_SHARED_MEMORY", "on"))
         app()
