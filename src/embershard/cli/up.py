@@ -107,3 +107,5 @@ def up(
         while not stop.is_set():
             if failure := local.wait(_WATCH):
                 raise failure
+    if not local.ended_well:
+        raise typer.Exit(1)
