@@ -117,10 +117,20 @@ class Address:
             main.listen(BACKLOG)
         except OSError as error:
             main.close()
-            reason = error.strerror or str(error)
-            if self.port and error.errno == errno.EADDRINUSE:
-                reason = f"port {self.port} is in use; stop the process that has it, or choose another port"
-            raise CannotListen(address=self.text, reason=reason) from None
+            raise CannotListen(address=self.text, reason=self._reason(error)) from None
+
+    def _reason(self, error: OSError) -> str:
+        """Why the address is not to be had, and what to do."""
+        reason = error.strerror or str(error)
+        if self.path:
+            return f"{reason}; name a path in a folder that is there, and that this user may write"
+        if error.errno == errno.EADDRINUSE and self.port:
+            return f"port {self.port} is in use; stop the process that has it, or choose another port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            return f"{reason}; name an address of this machine, or 0.0.0.0 for all of them"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return f"{reason}; choose a port from 1024 on"
+        return reason
 
 
 def _listen_beside(host: str, port: int) -> list[socket.socket]:

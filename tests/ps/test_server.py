@@ -39,7 +39,8 @@ def test_an_address_that_is_none_is_refused(text):
     ("text", "reason"),
     [
         ("no-such-host.invalid:7700", r"unknown host 'no-such-host\.invalid'.*--advertise"),
-        ("192.0.2.1:0", "Cannot assign requested address"),
+        ("192.0.2.1:0", r"Cannot assign requested address; .*0\.0\.0\.0"),
+        ("unix:/nowhere/s", "No such file or directory; .*a folder that is there"),
     ],
 )
 def test_an_address_of_nobody_or_of_another_machine_is_named(text, reason):
