@@ -252,6 +252,7 @@ class LocalShards:
         self._places = list(engine.shards(num_shards))
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
+        self.ended_well = True  # no shard was killed, or dropped what it had accepted, at the end
         self._forward = forward
         ports = [base_port + index if base_port else 0 for index in range(num_shards)]
         # once they serve, where they do: a shard of this machine that is started again has its port
@@ -317,8 +318,16 @@ class LocalShards:
                 process.popen.terminate()
             end = time.monotonic() + STOP_SECONDS
             for process in running:
+                pid = process.popen.pid
                 if not sessions.wait(process.popen, max(0.0, end - time.monotonic())):
-                    self._report(f"pid {process.popen.pid} did not end within {STOP_SECONDS:.0f} s: killed")
+                    self._report(
+                        f"pid {pid} did not end within {STOP_SECONDS:.0f} s, and is killed: what it accepted last may "
+                        "be lost. See its log for what it waited for"
+                    )
+                    self.ended_well = False
+                elif process.address and process.code == 1:
+                    self._report(f"pid {pid} dropped some of what it had accepted; its log says how much")
+                    self.ended_well = False
         finally:  # a second Ctrl-C, too, leaves nothing behind
             for process in running:
                 process.popen.kill()

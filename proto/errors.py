@@ -504,10 +504,10 @@ class WorkersApart(EmbershardError):
 
 
 class CannotWrite(EmbershardError):
-    """A folder or a file that this process may not write."""
+    """A folder or a file that this process may not write; `remedy` names the option of the command that says where."""
 
     status = Status.FAILED_PRECONDITION
-    template = "cannot write to {path}: {reason}; choose another folder with --output"
+    template = "cannot write to {path}: {reason}; {remedy}"
 
 
 class OutputClosed(EmbershardError):

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.monitoring.logs import log_as_json
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
 LAST_SECONDS = 8.0  # after them, for all that is left: less than a supervisor waits before it kills
+_LEAST_FILES = 64  # 25 to serve, and those that are open for a moment: of imports, the log, snapshots
 _LOG_SECONDS = 4.0  # for what is not written yet
 _PARENT_POLL_SECONDS = 0.5
 
@@ -64,7 +65,7 @@ def serve(options: ServerOptions) -> int:
         json_log = log_as_json(sys.stderr, shard=options.shard)
     else:
         log_as_lines(options.shard)
-    _allow_files()
+    _allow_files(options)
     if options.parent_pid:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
@@ -199,15 +200,17 @@ class _Server:
         """Serve until a signal; the exit code."""
         from embershard.ps.transport.announce import advertised, announced
 
+        stop = _Stop(asyncio.get_running_loop())
         options, sockets = self.options, self.address.listen()
-        audit = None if options.audit is None else AuditLog(options.audit / f"shard-{options.shard}" / "audit.jsonl")
-        gate = self._gate(sockets[0], audit)  # before anybody is answered: a client reads the token then
-        bound = advertised(options.advertise, self.address.bound(sockets[0]))
-        try:
-            with announced(options.announce, self.shard.greeting, bound, options.tls):
-                return await self._serve(sockets, bound, gate.access)
-        finally:
-            gate.close()
+        with _ended_while_recovering(), ExitStack() as stack:
+            if self.address.path:
+                stack.callback(Path(self.address.path).unlink, missing_ok=True)
+            log = None if options.audit is None else AuditLog(options.audit / f"shard-{options.shard}" / "audit.jsonl")
+            gate = self._gate(sockets[0], log)  # before anybody is answered: a client reads the token then
+            stack.callback(gate.close)
+            bound = advertised(options.advertise, self.address.bound(sockets[0]))
+            stack.enter_context(announced(options.announce, self.shard.greeting, bound, options.tls))
+            return await self._serve(sockets, bound, gate.access, stop)
 
     def _gate(self, main: socket.socket, audit: AuditLog | None) -> Gate:
         options = self.options
@@ -218,7 +221,7 @@ class _Server:
             return Gate.on_loopback(ip, port, options.access, audit, insecure=options.insecure_loopback)
         return Gate.on_network(options.access, audit)  # with certificates, nobody but who has one gets so far
 
-    async def _serve(self, sockets: list[socket.socket], bound: str, access: Access | None) -> int:
+    async def _serve(self, sockets: list[socket.socket], bound: str, access: Access | None, stop: _Stop) -> int:
         from embershard.ps.apply_thread import ApplyThread
         from embershard.ps.dispatch import Dispatch
         from embershard.ps.journal.progress import RecoveryProgress
@@ -226,7 +229,6 @@ class _Server:
         from embershard.ps.transport.transports import Transports
 
         loop = asyncio.get_running_loop()
-        stop = _Stop(loop)
         apply = ApplyThread(max_bytes=self.options.queue_bytes, counters=Counters(self.options.restarts))
         progress = RecoveryProgress()
         dispatch = Dispatch(self.shard, apply, progress, access)
@@ -241,7 +243,7 @@ class _Server:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not recovery.done():
-                _end_while_recovering(stop.received.result())
+                raise _RecoveryBrokenOff(stop.received.result())
             log = await recovery
         except BaseException:
             await transports.close()
@@ -276,8 +278,6 @@ class _Server:
         if log is not None and done:  # the last answers wait for it
             done = await asyncio.to_thread(log.close, _LOG_SECONDS)
         await transports.close()
-        if self.address.path:
-            Path(self.address.path).unlink(missing_ok=True)
         if not done:
             _log.error(
                 "dropped %d queued bytes: they were not applied within %.0f s of the stop",
@@ -305,11 +305,20 @@ def _monitored(
     )
 
 
-def _end_while_recovering(signum: int) -> NoReturn:
-    """End the process: nothing was accepted, and a recovery that is broken off leaves a log that is as good."""
-    _log.info("%s: the recovery is broken off; the next start begins it again", signal.Signals(signum).name)
-    sys.stdout.flush()
-    os._exit(130 if signum == signal.SIGINT else 0)
+class _RecoveryBrokenOff(Exception):
+    """A signal came while the shard recovered: nothing was accepted, and the log that it leaves is as good."""
+
+
+@contextmanager
+def _ended_while_recovering() -> Iterator[None]:
+    """End the process on the spot where the recovery was broken off: its thread goes on, and would be waited for."""
+    try:
+        yield
+    except _RecoveryBrokenOff as end:
+        signum = end.args[0]
+        _log.info("%s: the recovery is broken off; the next start begins it again", signal.Signals(signum).name)
+        sys.stdout.flush()
+        os._exit(130 if signum == signal.SIGINT else 0)
 
 
 def _settle() -> None:
@@ -318,21 +327,32 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _allow_files() -> None:
-    """Have as many descriptors as the system allows without asking: a connection to gRPC takes three."""
+def _allow_files(options: ServerOptions) -> None:
+    """Have as many descriptors as the system allows without asking: a connection to gRPC takes three.
+
+    CannotListen where they are too few: gRPC would abort the process, and a compiler's error name another cause.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
+        raise CannotListen(
+            address=options.listen,
+            reason=f"this process may open {soft} files, and a shard without workers needs {_LEAST_FILES}; raise the "
+            "limit (ulimit -n 65536, LimitNOFILE= in systemd)",
+        )
 
 
 class _Stop:
-    """The first SIGTERM or SIGINT; the second ends the process on the spot."""
+    """The first SIGTERM, SIGHUP (unless nohup has it ignored) or SIGINT; the second ends the process on the spot."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.received: asyncio.Future[int] = loop.create_future()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                loop.add_signal_handler(signum, self._on_signal, signum)
 
     def _on_signal(self, signum: int) -> None:
         if self.received.done():

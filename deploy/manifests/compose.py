@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, Deployment
+from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, Deployment, check_image
 
 USER = 10001  # of the image, which has the folders below for it
 _STATE, _CHECKPOINTS, _RUN = "/state", "/checkpoints", "/run/embershard"
@@ -22,6 +22,7 @@ def compose_file(
     `job` is the path of the job file, and `keys` the folder of a certificate that covers the name "shards", for all of
     them; without it connections are not encrypted.
     """
+    check_image(image, worker_image or image)
     job, keys = _path(job), _path(keys) if keys else ""
     services: dict[str, Any] = {}
     for shard in range(deployment.shards):

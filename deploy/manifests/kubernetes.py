@@ -9,12 +9,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment
+from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment, check_image
 
 Object = dict[str, Any]
 
 USER = 10001  # of the image
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|Ki)?")
 _STATE, _KEYS, _JOB, _ACCESS, _SCRATCH = "/state", "/keys", "/job", "/access", "/tmp"  # in the container
 _READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
 _WORKERS_MINUTES = 30  # until the last worker has found a node
@@ -54,8 +56,12 @@ def kubernetes_objects(
         raise BadDeployment(what="durability memory", reason=reason)
     if deployment.workers < 1:
         raise BadDeployment(what="workers 0", reason="a job has at least one")
-    if not image:
-        raise BadDeployment(what="image ''", reason="name the image of the shards")
+    check_image(image, worker_image or image)
+    for what, found in (("issuer", issuer), ("data_claim", data_claim), ("service_account", service_account)):
+        if found and not _OBJECT.fullmatch(found):
+            raise BadDeployment(what=f"{what} {found!r}", reason="a name of an object has a-z, 0-9, - and .")
+    if not _QUANTITY.fullmatch(storage):
+        raise BadDeployment(what=f"storage {storage!r}", reason="it is a size, as 20Gi")
     if not _NAMESPACE.fullmatch(namespace):
         raise BadDeployment(what=f"namespace {namespace!r}", reason="a namespace has at most 63 of a-z, 0-9 and -")
     if checkpoints and checkpoints not in deployment.snapshots:  # one below another is no harm
@@ -83,7 +89,9 @@ def _checkpoint_folder(job: str) -> str:
         found = YAML(typ="safe").load(job)
     except YAMLError as error:
         raise BadDeployment(what="job", reason=f"it is no YAML: {str(error).splitlines()[0]}") from None
-    checkpoint = found.get("checkpoint") if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise BadDeployment(what="job", reason="it is no job file: YAML with sections, as `embershard init` writes it")
+    checkpoint = found.get("checkpoint")
     return str(checkpoint.get("folder") or "") if isinstance(checkpoint, dict) else ""
 
 

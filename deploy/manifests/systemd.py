@@ -61,6 +61,9 @@ def systemd_units(
     if keys is None and not _is_loopback(host):
         reason = "it can be reached from other machines: name the certificates of the shards (--tls)"
         raise BadDeployment(what=f"host {host}", reason=reason)
+    for what, word in (("host", host), ("executable", executable), ("--tls", keys), ("--access", access)):
+        if word is not None and not (str(word) and str(word).isprintable()):  # a line's end would begin another setting
+            raise BadDeployment(what=f"{what} {str(word)!r}", reason="it has to be one line of text, and not empty")
     address = f"[{host}]" if ":" in host else host
     shards = range(first, deployment.shards if count is None else first + count)
     target = f"embershard-{deployment.name}.target"

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import IO, Literal
 
 from embershard.proto.monitoring import tracing
 
 LogFormat = Literal["text", "json"]
+
+_log = logging.getLogger(__name__)
 
 
 class JsonFormatter(logging.Formatter):
@@ -42,11 +48,43 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(stream: IO[str], **fields: object) -> JsonFormatter:
-    """Have everything that this process logs go to `stream` as JSON; fields may be added to what is returned."""
-    formatter, handler = JsonFormatter(fields), logging.StreamHandler(stream)
+    """Have everything that this process logs go to `stream` as JSON; fields may be added to what is returned.
+
+    So do Python's warnings, and exceptions that nobody catches, of each thread.
+    """
+    formatter, handler = JsonFormatter(fields), _JsonHandler(stream)
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    sys.unraisablehook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
     return formatter
+
+
+class _JsonHandler(logging.StreamHandler[IO[str]]):
+    """Writes to a stream; one that takes nothing any more is said on stderr, once, and lines are lost from then on."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say why a line could not be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said and sys.stderr is not None and self.stream is not sys.stderr:
+            self._said = True
+            text = f"the log cannot be written: {error.strerror}; this process goes on, and its lines are lost"
+            said = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)
+            with suppress(OSError):
+                sys.stderr.write(self.format(said) + self.terminator)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None, /) -> None:
+    if issubclass(kind, KeyboardInterrupt | SystemExit):
+        return
+    error = kind() if error is None else error
+    _log.error("%s: %s", kind.__name__, error, exc_info=(kind, error, traceback))
 
 
 def logs_json() -> bool:

@@ -84,12 +84,15 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def connect_local(name: str) -> socket.socket | None:
-    """A connection to a Unix socket of this user or of root (anyone may take a free name); None where there is none."""
+    """A connection to a Unix socket of this user; None where there is none.
+
+    Anyone may take a free name, and a shard of root's serves no other user at a Unix socket: both are for TCP.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         sock.connect(name)  # at once, or not at all; uvloop itself does not know abstract names
-        if peer_credentials(sock)[1] in (0, os.getuid()):
+        if peer_credentials(sock)[1] == os.getuid():
             return sock
     except OSError:
         pass

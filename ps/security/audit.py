@@ -57,7 +57,8 @@ class AuditLog:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             cut = _cut_torn_line(self._file)
         except OSError as error:
-            raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+            reason = error.strerror or str(error)
+            raise CannotWrite(path=str(path), reason=reason, remedy="choose another folder with --audit") from None
         self._number, self._last = _end_of(path)
         self._queue: queue.SimpleQueue[Act | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows

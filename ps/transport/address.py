@@ -43,7 +43,11 @@ class Address:
             # one literal address of those that a name has
             found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except OSError as error:
-            raise CannotListen(address=text, reason=f"unknown host {name!r} ({error.strerror})") from None
+            reason = (
+                f"unknown host {name!r} ({error.strerror}); name an address of this machine, or 0.0.0.0 for all of "
+            )
+            reason += "them; --advertise names it to clients"
+            raise CannotListen(address=text, reason=reason) from None
         found.sort(key=lambda entry: entry[0] != socket.AF_INET)
         return Address(text, host=str(found[0][4][0]), port=int(port))
 
@@ -113,10 +117,20 @@ class Address:
             main.listen(BACKLOG)
         except OSError as error:
             main.close()
-            reason = error.strerror or str(error)
-            if self.port and error.errno == errno.EADDRINUSE:
-                reason = f"port {self.port} is in use; stop the process that has it, or choose another port"
-            raise CannotListen(address=self.text, reason=reason) from None
+            raise CannotListen(address=self.text, reason=self._reason(error)) from None
+
+    def _reason(self, error: OSError) -> str:
+        """Why the address is not to be had, and what to do."""
+        reason = error.strerror or str(error)
+        if self.path:
+            return f"{reason}; name a path in a folder that is there, and that this user may write"
+        if error.errno == errno.EADDRINUSE and self.port:
+            return f"port {self.port} is in use; stop the process that has it, or choose another port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            return f"{reason}; name an address of this machine, or 0.0.0.0 for all of them"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return f"{reason}; choose a port from 1024 on"
+        return reason
 
 
 def _listen_beside(host: str, port: int) -> list[socket.socket]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from embershard.proto.errors import BadCertificate, TLSRequired
+from embershard.proto.errors import BadCertificate, CannotListen, TLSRequired
 from embershard.proto.messages import SERVICE
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.options import ServerOptions
@@ -52,22 +53,39 @@ class Transports:
     ) -> Transports:
         """Listen at the sockets, and answer that the shard does not serve yet, until `open`.
 
-        CannotListen where torch.distributed.rpc is asked for at an address that is not to be had, BadCertificate where
-        gRPC cannot use the certificate.
+        CannotListen where gRPC cannot, or where torch.distributed.rpc is asked for at an address that is not to be had;
+        BadCertificate where gRPC cannot use the certificate. No file is left behind then.
         """
+        async with contextlib.AsyncExitStack() as undo:
+            started = await cls._start(dispatch, sockets, options, certificates, undo)
+            undo.pop_all()
+            return started
+
+    @classmethod
+    async def _start(
+        cls,
+        dispatch: Dispatch,
+        sockets: list[socket.socket],
+        options: ServerOptions,
+        certificates: CertificateFolder | None,
+        undo: contextlib.AsyncExitStack,
+    ) -> Transports:
+        """Start all; where that fails `undo` removes what would outlive this process."""
         rpc = await _start_rpc(dispatch, options) if options.rpc else None
+        if rpc is not None:
+            undo.push_async_callback(rpc.close)
         healthy = health.aio.HealthServicer()
         for name in ("", SERVICE):
             await healthy.set(name, HealthCheckResponse.NOT_SERVING)
-        hidden = [HiddenSocket()]
+        is_tls = certificates is not None and sockets[0].family != socket.AF_UNIX
+        hidden = [undo.enter_context(contextlib.closing(HiddenSocket())) for _ in range(3 if is_tls else 1)]
         piped = PipedServer(hidden[0].path)
         server = make_server(ShardService(dispatch, piped.peers, certificates), healthy, certificates)
-        server.add_insecure_port(hidden[0].target)
+        _bind(server, hidden[0])
         hidden[0].hide()
         piped.path = hidden[0].path
         servers, tls, following = [server], None, None
-        if certificates is not None and sockets[0].family != socket.AF_UNIX:
-            hidden += [HiddenSocket(), HiddenSocket()]
+        if certificates is not None and is_tls:
             tls, refusing = _tls_port(server, certificates, hidden[1:], piped.peers)
             servers.append(refusing)
         for one in servers:
@@ -118,8 +136,6 @@ def _tls_port(
     try:
         server.add_secure_port(hidden[0].target, server_credentials(certificates))
     except RuntimeError:  # gRPC has a TLS library of its own, which is stricter, and says why on stderr alone
-        for one in hidden:
-            one.close()
         raise BadCertificate(
             path=str(certificates.tls.path),
             problem="unreadable",
@@ -128,10 +144,21 @@ def _tls_port(
         ) from None
     refusing = grpc.aio.server()
     refusing.add_generic_rpc_handlers((Refuses(TLSRequired()),))
-    refusing.add_insecure_port(hidden[1].target)
+    _bind(refusing, hidden[1])
     for one in hidden:
         one.hide()
     return TLSPort(certificates, PipedServer(hidden[0].path, peers), PipedServer(hidden[1].path)), refusing
+
+
+def _bind(server: grpc.aio.Server, hidden: HiddenSocket) -> None:
+    """Have gRPC listen at a socket that has its name still; CannotListen where it cannot."""
+    try:
+        server.add_insecure_port(hidden.target)
+    except RuntimeError as error:
+        reason = (
+            f"{str(error).partition(';')[0]}. `embershard doctor` checks the limits and the folders of this machine"
+        )
+        raise CannotListen(address="the socket of gRPC", reason=reason) from None
 
 
 async def _listen(stream: StreamServer, sock: socket.socket) -> asyncio.Server:

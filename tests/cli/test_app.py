@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -19,10 +20,11 @@ from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
 from embershard.doctor import machine
-from embershard.proto.errors import CannotWrite, ShardUnavailable, UnknownTable
+from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable, UnknownTable
 from embershard.ps.memory import physical_memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
+from harness.processes import run_command
 
 HELP = """
 import sys
@@ -110,6 +112,29 @@ def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(run, monkeypat
     assert type(run("train", "job.yaml", "--output", "out").exception) is named
 
 
+@pytest.mark.parametrize("free", [0, 2**30])
+@pytest.mark.parametrize("reads", ["nobody", "a pipe", "a file"])
+def test_a_worker_that_could_not_write_to_stdout_is_no_failed_worker(run, monkeypatch, tmp_path, reads, free):
+    def fail(*_, **__):
+        raise WorkerFailed(worker=0, how="exit code 1", log="worker-0.log", lines="(nothing)")
+
+    monkeypatch.setattr(local_job.LocalJob, "train", fail)
+    monkeypatch.setattr(
+        train.shutil, "disk_usage", lambda place: SimpleNamespace(free=free if isinstance(place, int) else 2**30)
+    )
+    reader, writer = os.pipe()
+    if reads == "nobody":
+        os.close(reader)
+    before, place = os.dup(1), os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT) if reads == "a file" else writer
+    os.dup2(place, 1)
+    try:
+        error = run("train", "job.yaml", "--output", "out").exception
+    finally:
+        os.dup2(before, 1)
+    named = {"nobody": OutputClosed, "a pipe": WorkerFailed, "a file": WorkerFailed if free else CannotWrite}
+    assert type(error) is named[reads]
+
+
 def test_a_figure_that_is_not_defined_is_null(run, monkeypatch):
     figures = {"valid": {"auc": math.nan, "logloss": 0.5}}  # of a split with one class alone
     monkeypatch.setattr(evaluate, "TrainedEvaluator", lambda *_, **__: SimpleNamespace(evaluate=lambda: figures))
@@ -138,3 +163,36 @@ def test_what_is_no_size_is_refused(text):
 def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(monkeypatch, limit):
     monkeypatch.setattr(machine, "smallest_memory_limit", lambda: limit)
     assert memory_bytes("40%") == int(40 * 0.01 * min(limit or physical_memory(), physical_memory()))
+
+
+@pytest.mark.parametrize(("value", "code"), [("banana", 1), ("", 0), ("ON", 0), ("off", 0)])
+def test_a_variable_with_a_value_that_it_cannot_have_is_refused(value, code):
+    done = run_command("--version", env={**os.environ, "EMBERSHARD_SHARED_MEMORY": value})
+    assert done.returncode == code
+    assert ("EMBERSHARD_SHARED_MEMORY" in done.stderr) is bool(code)
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "ascii:strict"])
+def test_a_locale_without_the_characters_of_a_name_ends_no_command(tmp_path, encoding):
+    (tmp_path / "日本.csv").write_text("label,ü\n1,2\n0,3\n1,4\n", encoding="utf-8")
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = run_command("init", "日本.csv", "-o", "日.yaml", cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "日本.csv" in (tmp_path / "日.yaml").read_text(encoding="utf-8")
+    words = ("manifests", "kubernetes", "--name", "a", "--image", "e", "--job", "日.yaml")
+    done = run_command(*words, cwd=tmp_path, env=environment, encoding="utf-8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "日本.csv" in done.stdout
+
+
+def test_a_job_file_is_utf_8_whatever_the_locale_is(tmp_path):
+    (tmp_path / "rows.csv").write_text("läbel,ü\n1,2\n0,3\n1,4\n", encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run_command("init", "rows.csv", "-o", "job.yaml", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "läbel" in (tmp_path / "job.yaml").read_text(encoding="utf-8")
+    os.rename(os.fsencode(tmp_path / "rows.csv"), os.path.join(os.fsencode(tmp_path), "ü.csv".encode()))
+    done = run_command("init", "ü.csv", "-o", "other.yaml", cwd=tmp_path, env=environment)
+    assert done.returncode == 1
+    assert "LC_ALL=C.UTF-8" in done.stderr
+    assert not (tmp_path / "other.yaml").exists()

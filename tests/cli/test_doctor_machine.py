@@ -260,6 +260,12 @@ def test_a_containers_shared_memory_is_too_small(monkeypatch, tmp_path):
         finds(machine.shared_memory, NOBODY, level, "64.0 MiB free")
 
 
+def test_shared_memory_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(machine.os, "access", lambda place, mode: False)
+    finds(machine.shared_memory, NOBODY, WARN, "cannot be written")
+
+
 @pytest.mark.parametrize(
     ("script", "cuda", "words"),
     [

@@ -36,8 +36,9 @@ def test_a_token_is_in_a_file_and_its_entry_on_stdout(folder):
 def test_a_token_that_exists_is_not_replaced(folder):
     run(keys, "token", "a", "--role", "read")
     before = (folder / "a.token").read_text()
-    with pytest.raises(CannotWrite):
+    with pytest.raises(CannotWrite) as caught:
         run(keys, "token", "a", "--role", "read")
+    assert "--out" in str(caught.value.fields["remedy"]).split()
     assert (folder / "a.token").read_text() == before
 
 

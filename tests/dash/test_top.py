@@ -1,6 +1,9 @@
 """`embershard top`, in a terminal that is not there."""
 
 import asyncio
+import os
+import signal
+import time
 
 import pytest
 from textual.widgets import DataTable
@@ -61,6 +64,53 @@ def test_it_stands_still_while_it_is_paused(addresses):
             assert app.sample.number > number
 
     asyncio.run(use())
+
+
+def test_its_sampler_ends_before_it_does(addresses):
+    class Slow(Sampler):
+        def sample(self):
+            found = super().sample()
+            self._stop.wait() if self.last.number else None  # a round that the end of the app meets
+            time.sleep(2)
+            return found
+
+    sampler = Slow(addresses)
+    app = TopApp(sampler)
+
+    async def use() -> None:
+        async with app.run_test() as pilot:
+            await shown(app, pilot)
+            await pilot.press("q")
+        assert not sampler._thread.is_alive()
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])
+def test_a_key_ends_it(key):
+    app = TopApp(Sampler([]))
+
+    async def use() -> None:
+        async with app.run_test() as pilot:
+            await pilot.press(key)
+            while app.is_running:
+                await asyncio.sleep(0.02)
+
+    asyncio.run(use())
+
+
+def test_a_signal_ends_it_and_gives_the_terminal_back(addresses):
+    app = TopApp(Sampler(addresses, interval=0.05))
+
+    async def use() -> None:
+        async with app.run_test() as pilot:
+            await shown(app, pilot)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while app.is_running:
+                await asyncio.sleep(0.02)
+
+    asyncio.run(use())
+    assert app.return_code == 128 + signal.SIGTERM
 
 
 def test_a_worker_that_waits_names_whom_it_waits_for():

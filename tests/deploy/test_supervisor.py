@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from embershard.deploy import supervisor
 from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings, _Process
 from embershard.proto import spec
 from embershard.proto.errors import ShardFailed
@@ -106,6 +107,17 @@ def test_a_shard_that_died_is_reported_and_restarted_at_its_address_and_none_is_
             assert words in reports[0]
         pids = (*shards.pids, victim)
         assert alive(pids) == list(shards.pids)
+    assert alive(pids) == []
+
+
+def test_a_shard_that_hangs_at_the_end_is_killed_and_that_is_no_good_end(monkeypatch):
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
+    reports = []
+    with LocalShards(2, report=reports.append) as shards:
+        pids = shards.pids
+        os.kill(pids[1], signal.SIGSTOP)
+    assert not shards.ended_well
+    assert any(str(pids[1]) in line for line in reports)
     assert alive(pids) == []
 
 

@@ -1,6 +1,7 @@
 """Addresses that a shard may listen at, what it logs, and how it ends."""
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -37,8 +38,9 @@ def test_an_address_that_is_none_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("no-such-host.invalid:7700", r"unknown host 'no-such-host\.invalid'"),
-        ("192.0.2.1:0", "Cannot assign requested address"),
+        ("no-such-host.invalid:7700", r"unknown host 'no-such-host\.invalid'.*--advertise"),
+        ("192.0.2.1:0", r"Cannot assign requested address; .*0\.0\.0\.0"),
+        ("unix:/nowhere/s", "No such file or directory; .*a folder that is there"),
     ],
 )
 def test_an_address_of_nobody_or_of_another_machine_is_named(text, reason):
@@ -139,6 +141,66 @@ def test_ten_lines_a_minute_and_the_number_of_the_others(caplog):
     now[0] = 240.0
     assert lines.may_log()
     assert caplog.messages == ["15 more"]
+
+
+FAILS = """
+import sys, resource
+from pathlib import Path
+from embershard.ps import server
+from embershard.ps.options import ServerOptions
+from embershard.proto.errors import CannotListen
+{before}
+try:
+    server.serve(ServerOptions(shard=0, of=1, listen=sys.argv[1], announce=Path(sys.argv[2])))
+except CannotListen as error:
+    sys.exit(7)
+"""
+FEW_FILES = "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))"
+# what gRPC says where it cannot, and what the system says of the file after it
+NO_GRPC = """
+from embershard.ps.security import hidden_socket
+from embershard.ps.transport import transports
+tempfile, made = hidden_socket.tempfile.mkdtemp, []
+def mkdtemp(prefix, dir):
+    made.append(tempfile(prefix=prefix, dir=sys.argv[2]))
+    Path(made[-1], "grpc").mkdir()
+    return made[-1]
+hidden_socket.tempfile.mkdtemp, hidden_socket._LONGEST_FOLDER = mkdtemp, 1000
+"""
+
+
+@pytest.mark.parametrize("before", [FEW_FILES, NO_GRPC])
+def test_a_shard_that_cannot_start_says_so_and_leaves_no_file_behind(before, tmp_path):
+    command = [sys.executable, "-c", FAILS.format(before=before), f"unix:{tmp_path}/s", str(tmp_path)]
+    assert subprocess.run(command, timeout=120).returncode == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+RECOVERS = """
+import sys, time
+from pathlib import Path
+from embershard.ps import server
+from embershard.ps.options import ServerOptions
+def recover(*_):
+    print("recovers", flush=True)
+    time.sleep(3600)
+server._recover = recover
+server.serve(ServerOptions(shard=0, of=1, listen=sys.argv[1], announce=Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_shard_that_a_signal_ends_while_it_recovers_leaves_no_file_behind(tmp_path, number):
+    command = [sys.executable, "-c", RECOVERS, f"unix:{tmp_path}/s", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shard:
+        try:
+            assert "recovers" in shard.stdout.readline()
+            assert len(list(tmp_path.iterdir())) == 2
+            shard.send_signal(number)
+            assert shard.wait(120) == 0
+        finally:
+            shard.kill()
+    assert list(tmp_path.iterdir()) == []
 
 
 HANGS = """

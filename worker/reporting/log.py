@@ -34,14 +34,17 @@ FILE_NAME = "log.jsonl"
 _log = logging.getLogger(__name__)
 
 
+OTHER_OUTPUT = "choose another folder with --output"  # the remedy of each command that writes a run
+
+
 def make_folder(path: Path) -> Path:
-    """The folder, made where there was none. CannotWrite where no file can be made in it."""
+    """The folder of --output, made where there was none. CannotWrite where no file can be made in it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
-        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
 
 
 class JsonLog:
@@ -52,7 +55,7 @@ class JsonLog:
         try:
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
-            raise CannotWrite(path=str(self.path), reason=error.strerror or str(error)) from None
+            raise CannotWrite(path=str(self.path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
 
     def started(self, plan: RunPlan) -> None:
         """One `config` line, or one `takeover`."""

@@ -53,6 +53,12 @@ class CannotExport(EmbershardError):
     template = "cannot write {path}: {reason}"
 
 
+def _not_written(path: Path, error: OSError) -> CannotExport:
+    """What the system says of a place, and what to do."""
+    reason = f"{error.strerror or error}; export to another folder, or correct that. What is there is no whole export"
+    return CannotExport(path=str(path), reason=reason)
+
+
 @dataclass(frozen=True, slots=True)
 class TableFacts:
     """One table of an export."""
@@ -104,7 +110,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
+        raise _not_written(path, error) from None
     remove_file(path / FACTS)  # until all files are there again, the folder is no export
 
 
@@ -113,7 +119,7 @@ def remove_file(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
+        raise _not_written(path, error) from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | TensorStream]) -> None:
@@ -154,7 +160,7 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
                 file.write(part)
         os.replace(new, path)
     except OSError as error:
-        raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
+        raise _not_written(path, error) from None
     finally:
         new.unlink(missing_ok=True)
 

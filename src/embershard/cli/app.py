@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import io
 import keyword
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.monitoring.logs import logs_json
 
 # in the order of the help; each is the function, or the group of commands, of that name in the module of that name
@@ -105,11 +106,11 @@ def run() -> None:
     """Run the command line; a named error, or a place that cannot be written, ends it with exit code 1."""
     # torch's C++ warnings bring stack frames along, and what they warn of reaches us as an exception
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if os.environ.get("EMBERSHARD_SHARED_MEMORY", "on").lower() in ("off", "false", "no", "0"):
-        from embershard.proto.shared_memory import switch_off
-
-        switch_off()
+    for stream in (sys.stdout, sys.stderr):  # a locale without the characters of a name must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
+        _choose_shared_memory(os.environ.get("EMBERSHARD_SHARED_MEMORY", "on"))
         app()
     except EmbershardError as error:
         fail(str(error))
@@ -123,6 +124,22 @@ def run() -> None:
         fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
     finally:
         _end_children()
+
+
+class BadEnvironment(EmbershardError):
+    """An environment variable with a value that it cannot have."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "{variable} is {value!r} in the environment: {remedy}"
+
+
+def _choose_shared_memory(value: str) -> None:
+    if value.lower() in ("off", "false", "no", "0"):
+        from embershard.proto.shared_memory import switch_off
+
+        switch_off()
+    elif value.lower() not in ("", "on", "true", "yes", "1"):
+        raise BadEnvironment(variable="EMBERSHARD_SHARED_MEMORY", value=value, remedy="write on or off, or unset it")
 
 
 def _end_children() -> None:

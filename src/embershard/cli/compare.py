@@ -34,6 +34,7 @@ from embershard.proto.transport.addresses import shard_addresses
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
+from embershard.worker.reporting.log import OTHER_OUTPUT
 
 NEEDED = ("scipy", "jinja2", "matplotlib")
 
@@ -241,7 +242,7 @@ def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, mar
         write_report(results, folder.path)
     except OSError as error:
         path = error.filename or folder.path
-        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
     print_summary(results, Console(highlight=False))
     show.say(f"written: {folder.path / 'report.html'}, report.md, results.json, runs.jsonl")
     failed = [run for run in results.runs if not run.ok]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -69,16 +70,26 @@ def init(
         raise CannotInit(path=str(out), reason="is there already; name another file with -o, or give --replace")
     look = look_at(data)
     text = job_text(data, look, label, out.absolute().parent)
-    before = out.read_text() if out.exists() else None
+    before = out.read_bytes() if out.exists() else None
     try:
-        out.write_text(text)
-        load_job(out).data.look(out.parent)
-    except EmbershardError:
-        out.unlink() if before is None else out.write_text(before)
-        raise
+        _write(out, text, before)
     except OSError as error:
         raise CannotInit(path=str(out), reason=f"cannot be written: {error.strerror}") from None
+    except UnicodeEncodeError:  # the bytes of a name that this locale has no characters for
+        reason = "cannot be written: the data file's name is not text in this locale; set LC_ALL=C.UTF-8"
+        raise CannotInit(path=str(out), reason=reason) from None
     typer.echo(f"{out}: {len(look.columns)} columns of {data}; train with: embershard train {out}")
+
+
+def _write(out: Path, text: str, before: bytes | None) -> None:
+    """Write a job file, and read it; the file of before, or none, is there where that fails."""
+    try:
+        out.write_bytes(text.encode())  # as a job file is read, whatever the locale is
+        load_job(out).data.look(out.parent)
+    except Exception:
+        with contextlib.suppress(OSError):
+            out.unlink(missing_ok=True) if before is None else out.write_bytes(before)
+        raise
 
 
 def look_at(path: Path) -> Look:

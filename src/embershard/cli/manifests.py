@@ -113,7 +113,7 @@ def kubernetes(
         data_claim=data_claim,
         service_account=service_account,
     )
-    typer.echo("---\n".join(map(_yaml, objects)), nl=False)
+    _print("---\n".join(map(_yaml, objects)))
 
 
 @manifests.command("compose")
@@ -144,7 +144,7 @@ def compose(
         worker_memory=worker_memory,
         durability=durability,
     )
-    typer.echo(_yaml(compose_file(deployment, image=image, worker_image=worker_image, job=job, keys=keys)), nl=False)
+    _print(_yaml(compose_file(deployment, image=image, worker_image=worker_image, job=job, keys=keys)))
 
 
 @manifests.command("slurm")
@@ -176,12 +176,17 @@ def slurm(
         executable=executable,
         insecure=insecure,
     )
-    typer.echo(text, nl=False)
+    _print(text)
+
+
+def _print(text: str) -> None:
+    """Print what another program reads: UTF-8, whatever the locale of this one is."""
+    typer.echo(text.encode(errors="surrogateescape"), nl=False)
 
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadDeployment(what=f"--job {path}", reason=getattr(error, "strerror", None) or str(error)) from None
 
@@ -206,12 +211,13 @@ def _represented(representer: Any, text: str) -> Any:
 def _give(files: dict[str, str], output: Path | None) -> None:
     """Write files to a folder, or print them one after another."""
     if output is None:
-        typer.echo("\n".join(f"# {name}\n{text}" for name, text in files.items()), nl=False)
+        _print("\n".join(f"# {name}\n{text}" for name, text in files.items()))
         return
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (output / name).write_text(text)
+            (output / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CannotWrite(path=str(error.filename or output), reason=error.strerror or str(error)) from None
+        path, reason = error.filename or output, error.strerror or str(error)
+        raise CannotWrite(path=str(path), reason=reason, remedy="choose another folder with --output") from None
     typer.echo(f"{output}: {', '.join(files)}")

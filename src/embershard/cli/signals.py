@@ -20,14 +20,20 @@ ParentPidOption = Annotated[
 ]
 
 
+def is_ignored(number: int) -> bool:
+    """Whether whoever started this process has it ignore a signal, as nohup does SIGHUP."""
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind, so that no process is left behind."""
+    """Let SIGTERM and SIGHUP (but for nohup's) unwind, so that no process is left behind."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    asked = [signal.SIGTERM] if is_ignored(signal.SIGHUP) else [signal.SIGTERM, signal.SIGHUP]
+    previous = {number: signal.signal(number, end) for number in asked}
     try:
         yield
     finally:

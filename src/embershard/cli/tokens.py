@@ -11,6 +11,8 @@ from embershard.proto.errors import CannotWrite
 from embershard.proto.security.tokens import new_token, token_digest, write_private
 from embershard.ps.security.access_file import parse_access, read_access_file, shown
 
+_OTHER_FILE = "choose another file with --out"
+
 
 def token(
     name: Annotated[str, typer.Argument(help="Who shows it, for access.yaml, logs and the audit log.")],
@@ -31,11 +33,11 @@ def token(
     parse_access(entry, "the new entry")  # before there is a file
     path = out or Path(f"{name.replace('/', '-')}.token")
     if path.exists():
-        raise CannotWrite(path=str(path), reason="it exists, and may be in use")
+        raise CannotWrite(path=str(path), reason="it exists, and may be in use", remedy=_OTHER_FILE)
     try:
         write_private(path, made + "\n")
     except OSError as error:
-        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=_OTHER_FILE) from None
     typer.echo(f"the token is in {path}; clients show it with --token-file. Its entry for access.yaml:", err=True)
     typer.echo(entry)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+import typer
+
 from embershard.cli.dash import NoPanel, RunOption, WatchedShards, watched
 from embershard.cli.security import TokenFileOption
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
@@ -25,4 +27,6 @@ def top(
 
     addresses = watched(ps, run)
     log = None if run is None else FollowedLog(run)
-    TopApp(Sampler(addresses, log, tls=tls_of(tls, tls_server_name))).run()
+    app = TopApp(Sampler(addresses, log, tls=tls_of(tls, tls_server_name)))
+    app.run()
+    raise typer.Exit(app.return_code or 0)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import select
 import shlex
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +40,7 @@ from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.panel import LocalPanel
 from embershard.deploy.workers import WorkerFailed
-from embershard.proto.errors import CannotWrite, EmbershardError, ShardUnavailable
+from embershard.proto.errors import CannotWrite, EmbershardError, OutputClosed, ShardUnavailable
 from embershard.proto.monitoring.exporter import check_addresses, parse_address
 from embershard.proto.monitoring.logs import log_as_json
 from embershard.proto.transport.addresses import parse_addresses
@@ -45,7 +48,7 @@ from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.tabular import TabularSection
-from embershard.worker.reporting.log import make_folder
+from embershard.worker.reporting.log import OTHER_OUTPUT, make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
@@ -205,6 +208,8 @@ def train(
         stopped = isinstance(error, WorkerFailed | ShardUnavailable)
         if stopped and ps is not None and settings.checkpoint.folder is not None:
             say(f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
+        if isinstance(error, WorkerFailed):
+            check_stdout(error)
         raise
 
 
@@ -226,7 +231,7 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))
     except OSError as error:
-        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
     return ["--set", f"data.fitted={json.dumps(str(path.absolute()))}"]
 
 
@@ -234,7 +239,20 @@ def check_disk(folder: Path, cause: Exception) -> None:
     """Raise CannotWrite where the disk of the run's folder is full."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(folder).free < _LEAST_BYTES:
-            raise CannotWrite(path=str(folder), reason="no space is left on its disk") from cause
+            reason = "no space is left on its disk"
+            raise CannotWrite(path=str(folder), reason=reason, remedy=f"make room there, or {OTHER_OUTPUT}") from cause
+
+
+def check_stdout(cause: Exception) -> None:
+    """Raise OutputClosed where nobody reads stdout any more, CannotWrite where it is a file whose disk is full."""
+    poll = select.poll()
+    poll.register(1, 0)
+    if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        raise OutputClosed from cause
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(1).st_mode) and shutil.disk_usage(1).free < _LEAST_BYTES:
+            reason, remedy = "no space is left on its disk", "make room there, or send it elsewhere"
+            raise CannotWrite(path="the output", reason=reason, remedy=remedy) from cause
 
 
 def _resume_command(words: Sequence[str]) -> str:

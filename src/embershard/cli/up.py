@@ -28,6 +28,7 @@ from embershard.cli.security import (
     checked_snapshots,
 )
 from embershard.cli.shards import DEFAULT_PORT
+from embershard.cli.signals import is_ignored
 from embershard.cli.tls import TLSOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.proto.monitoring.exporter import check_addresses
@@ -75,7 +76,9 @@ def up(
     options += [] if audit is None else ["--audit", str(audit.absolute())]
     options += ["--insecure-loopback"] if insecure_loopback else []
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or not is_ignored(number):
+            signal.signal(number, lambda *_: stop.set())
     settings = ShardSettings(
         imports=imports or (),
         durability=mode,
@@ -104,3 +107,5 @@ def up(
         while not stop.is_set():
             if failure := local.wait(_WATCH):
                 raise failure
+    if not local.ended_well:
+        raise typer.Exit(1)

@@ -83,12 +83,12 @@ class Sampler:
         """Ask these shards from now on."""
         self._next = addresses
 
-    def close(self, *, wait: bool = True) -> None:
-        """End the thread, and the connections."""
+    def close(self) -> None:
+        """End the connections, and with them what the last round asks, and the thread."""
         self._stop.set()
-        if wait and self._thread.ident is not None:
-            self._thread.join(5)
         self._shards.close()
+        if self._thread.ident is not None:
+            self._thread.join(5)
 
     def history(self) -> dict[str, object]:
         """Return what a page that opens now needs: all until the sample of this `number`. Waits for a round."""

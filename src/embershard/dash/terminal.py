@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import ClassVar
 
 from rich.text import Text
@@ -61,6 +64,7 @@ class TopApp(App[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),  # it ends every other command
         Binding("s", "sort", "sort shards by the next column"),
         Binding("enter", "open", "open a shard", priority=True),
         Binding("p", "pause", "pause"),
@@ -88,11 +92,14 @@ class TopApp(App[None]):
         self.query_one("#shards", DataTable).add_columns(*(heading for heading, _, _ in _SHARDS))
         headings = ("worker", "state", "clock", "lease", "samples/s", "step", "where a step goes")
         self.query_one("#workers", DataTable).add_columns(*headings)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):  # which would leave the terminal as no shell wants it
+            loop.add_signal_handler(number, partial(self.exit, return_code=128 + number))
         self._sampler.start(lambda sample: self.call_from_thread(self.show, sample))
 
-    def on_unmount(self) -> None:
-        """End the sampler without waiting: its thread may wait for this one."""
-        self._sampler.close(wait=False)
+    async def on_unmount(self) -> None:
+        """End the sampler while this loop runs: its thread may wait for `show`, and shows nothing after the loop."""
+        await asyncio.to_thread(self._sampler.close)
 
     def show(self, sample: PanelSample) -> None:
         """Redraw the screen with a sample, and add its events to the list."""

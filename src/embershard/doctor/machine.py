@@ -144,6 +144,8 @@ def shared_memory(_: Case) -> Finding | None:
     """/dev/shm, of which a container often has 64 MiB."""
     if not SHARED_MEMORY.is_dir():
         return None
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return warn(f"{SHARED_MEMORY} cannot be written")
     free = shutil.disk_usage(SHARED_MEMORY).free
     return (warn if free < _SMALL_SHARED_MEMORY else ok)(f"{size(free)} free")
 

@@ -247,11 +247,21 @@ def test_a_batch_script_trains_the_job_on_its_nodes():
         ("kubernetes", "--name", "a" * 41, "--image", "e"),
         ("kubernetes", "--name", "ads", "--image", ""),
         ("kubernetes", "--name", "ads", "--image", "e", "--namespace", "My NS"),
+        ("kubernetes", "--name", "ads", "--image", "a b"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--worker-image", "a\nb"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--storage", "10 apples"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--data-claim", "A_b"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--issuer", "a/b"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--service-account", "a\nb"),
         ("slurm", "--name", "ads", "--job", "j", "--executable", "a'b"),
         ("slurm", "--name", "ads", "--job", "j", "--executable", ""),
         ("systemd", "--name", "ads", "--shards", "2", "--first", "2"),
         ("systemd", "--name", "ads", "--shards", "2", "--first", "1", "--count", "2"),
+        ("systemd", "--name", "ads", "--shards", "2", "--executable", "/a\nExecStartPre=/b"),
+        ("systemd", "--name", "ads", "--shards", "2", "--access", "/a\nUser=root"),
+        ("systemd", "--name", "ads", "--shards", "2", "--executable", ""),
         ("compose", "--name", "-ads", "--image", "e"),
+        ("compose", "--name", "ads", "--image", ""),
     ],
 )
 def test_what_no_engine_could_start_is_an_error_that_says_why(words, job):
@@ -263,8 +273,11 @@ def test_what_no_engine_could_start_is_an_error_that_says_why(words, job):
 def test_a_job_file_that_is_missing_and_a_folder_that_cannot_be_written_are_named(tmp_path):
     with pytest.raises(BadDeployment):
         kubernetes(str(tmp_path / "none.yaml"))
+    (tmp_path / "rows.csv").write_text("label,user\n1,2\n")
+    with pytest.raises(BadDeployment):
+        kubernetes(str(tmp_path / "rows.csv"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotWrite):
+    with pytest.raises(CannotWrite, match="--output"):
         run("systemd", "--name", "ads", "--shards", "1", "--output", str(tmp_path / "file"))
 
 

@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from datetime import timedelta
@@ -25,12 +27,15 @@ SOON = timedelta(seconds=20)
 def lines():
     root, before = logging.getLogger(), None
     before = root.handlers[:], root.level
+    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
     stream = io.StringIO()
     formatter = log_as_json(stream, shard=3)
     formatter.fields["instance"] = "ab"
     assert logs_json()
     yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
     root.handlers[:], root.level = before
+    logging.captureWarnings(False)
+    sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
 
 
 def test_an_event_has_its_time_its_level_its_text_and_whose_it_is(lines):
@@ -125,3 +130,44 @@ def test_values_that_json_does_not_know_are_texts():
     record = logging.LogRecord("a", logging.INFO, "", 0, "event", (), None)
     record.fields = {"path": object}
     assert "class" in json.loads(JsonFormatter({}).format(record))["path"]
+
+
+STRAY = """
+import sys, threading, warnings
+from embershard.proto.monitoring.logs import log_as_json
+log_as_json(sys.stdout, shard=3)
+warnings.warn("careful")
+thread = threading.Thread(target=lambda: {}["in a thread"])
+thread.start()
+thread.join()
+class Bad:
+    def __del__(self):
+        raise ValueError("while it was deleted")
+Bad()
+raise LookupError("at the end")
+"""
+
+
+def test_warnings_and_exceptions_that_nobody_catches_are_events():
+    done = subprocess.run([sys.executable, "-c", STRAY], capture_output=True, text=True, timeout=60)
+    warning, *errors = (json.loads(line) for line in done.stdout.splitlines())
+    assert "careful" in warning["event"]
+    assert [line["event"].partition(":")[0] for line in errors] == ["KeyError", "ValueError", "LookupError"]
+    assert all("Traceback" in line["traceback"] for line in errors)
+    assert (done.stderr, done.returncode) == ("", 1)
+
+
+FULL = """
+import logging, sys
+from embershard.proto.monitoring.logs import log_as_json
+log_as_json(open("/dev/full", "w"), shard=3)
+for _ in range(2):
+    logging.getLogger("x").warning("hello")
+"""
+
+
+def test_a_stream_that_takes_no_line_is_said_once():
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60)
+    (line,) = (json.loads(line) for line in done.stderr.splitlines() if "Exception ignored" not in line)
+    assert line["level"] == "error"
+    assert "No space left on device" in line["event"]

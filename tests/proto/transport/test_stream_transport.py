@@ -22,7 +22,7 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import BadFrame, ClientClosed, NotAShard, UnknownTable, WrongDim, WrongVersion, to_wire
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
-from embershard.proto.transport import stream
+from embershard.proto.transport import io_thread, stream
 from embershard.proto.transport.io_thread import connect_local
 from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
@@ -564,6 +564,16 @@ def test_a_unix_socket_of_another_user_is_not_used(scripted, monkeypatch):
     assert connect_local(local_socket("127.0.0.1", port)) is None
     reach(f"127.0.0.1:{port}", scripted(polite, listener=tcp))
     squatted.close()
+
+
+@only_linux
+def test_a_shard_of_root_which_serves_no_other_user_at_its_unix_socket_is_asked_over_tcp(monkeypatch, scripted):
+    tcp, port = tcp_listener()
+    roots = unix_listener(local_socket("127.0.0.1", port))
+    monkeypatch.setattr(io_thread, "peer_credentials", lambda sock: (1, 0))
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    reach(f"127.0.0.1:{port}", scripted(polite, listener=tcp))
+    roots.close()
 
 
 @pytest.mark.parametrize("host", ["10.0.0..1", "no-such-host.invalid"])

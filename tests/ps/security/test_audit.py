@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from embershard.proto.errors import AuditDamaged, NotAllowed, NotAuthenticated, TableMismatch
+from embershard.proto.errors import AuditDamaged, CannotWrite, NotAllowed, NotAuthenticated, TableMismatch
 from embershard.proto.messages import Compress, Declare, Hello, Load, Restore, Snapshot, TableCodecs
 from embershard.proto.security.tokens import new_token, token_digest, write_private
 from embershard.proto.wire import Feature
@@ -111,6 +111,12 @@ def test_a_log_whose_last_line_was_changed_is_not_gone_on_with(path):
     path.write_text(path.read_text().replace('"stop"', '"stap"'))
     with raises(AuditDamaged, path=str(path)):
         AuditLog(path)
+
+
+def test_a_file_that_cannot_be_is_named_with_the_option_that_says_where(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotWrite, match="--audit"):
+        AuditLog(tmp_path / "file" / "audit.jsonl")
 
 
 def test_refusals_are_sampled(path):

@@ -184,7 +184,7 @@ def test_without_a_snapshot_nothing_says_which_rows_were_trained(run, tmp_path):
 @pytest.mark.parametrize("name", ["a.safetensors", "a.json"])
 def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp_path, name):
     (tmp_path / name / "taken").mkdir(parents=True)
-    with pytest.raises(CannotExport, match=rf"cannot write .*/{name}: Is a directory"):
+    with pytest.raises(CannotExport, match=rf"cannot write .*/{name}: Is a directory; export to another folder"):
         write_tensors(tmp_path / name, {"a": torch.ones(2)}) if "tensors" in name else write_bytes(tmp_path / name, b"")
     assert [path.name for path in tmp_path.iterdir()] == [name]
     (tmp_path / "file").write_text("")

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from embershard.compare.results import ArmRun
 from embershard.compare.run.plan import Experiment
 from embershard.proto.errors import CannotWrite, EmbershardError
-from embershard.worker.reporting.log import make_folder
+from embershard.worker.reporting.log import OTHER_OUTPUT, make_folder
 
 EXPERIMENT, RUNS = "experiment.json", "runs.jsonl"
 
@@ -82,7 +82,7 @@ class Folder:
             raise FolderInUse(folder=str(self.path)) from None
         except OSError as error:
             self.close()
-            raise CannotWrite(path=str(self.path), reason=error.strerror or str(error)) from None
+            raise CannotWrite(path=str(self.path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
         except BaseException:
             self.close()
             raise
@@ -107,9 +107,11 @@ class Folder:
             written = os.write(self._file, line)
             os.fsync(self._file)
         except OSError as error:
-            raise CannotWrite(path=str(self.path / RUNS), reason=error.strerror or str(error)) from None
+            reason = error.strerror or str(error)
+            raise CannotWrite(path=str(self.path / RUNS), reason=reason, remedy=OTHER_OUTPUT) from None
         if written != len(line):  # the disk is full: what is there is half a line, which a reader leaves out
-            raise CannotWrite(path=str(self.path / RUNS), reason="only a part of the line was written")
+            reason = "only a part of the line was written"
+            raise CannotWrite(path=str(self.path / RUNS), reason=reason, remedy=OTHER_OUTPUT)
         self.runs[run.key] = run
 
     def _claim(self) -> None:
