@@ -59,10 +59,10 @@ _REGISTRY: dict[str, type[EmbershardError]] = {}
 
 
 class EmbershardError(Exception):
-    """Base of every error of this project.
+    """Base class of every error that embershard raises.
 
     `fields` are the facts (table, dim, ...), `template` turns them into the message, and `shard` names the shard
-    that said so ("shard 1 at 10.0.0.2:7700"); it is empty where no shard was involved.
+    that raised the error ("shard 1 at 10.0.0.2:7700"); it is empty if the error is not from a shard.
     """
 
     status: ClassVar[Status] = Status.INTERNAL
