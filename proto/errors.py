@@ -59,10 +59,10 @@ _REGISTRY: dict[str, type[EmbershardError]] = {}
 
 
 class EmbershardError(Exception):
-    """Base of every error of this project.
+    """Base class of every error that embershard raises.
 
     `fields` are the facts (table, dim, ...), `template` turns them into the message, and `shard` names the shard
-    that said so ("shard 1 at 10.0.0.2:7700"); it is empty where no shard was involved.
+    that raised the error ("shard 1 at 10.0.0.2:7700"); it is empty if the error is not from a shard.
     """
 
     status: ClassVar[Status] = Status.INTERNAL
@@ -128,18 +128,18 @@ class MessageTooLarge(InvalidRequest):
 
 
 class BadFrame(EmbershardError):
-    """Bytes that are no frame of the `stream` transport, or not what the start of a frame said (docs/wire.md)."""
+    """Bytes that are not a frame of the `stream` transport, or contradict the start of the frame (docs/wire.md)."""
 
     status = Status.INVALID_ARGUMENT
-    template = "{what} is {got}, not {want}; the connection is dropped, since where its next frame starts is unknown"
+    template = "{what} is {got}, not {want}; the connection is closed, because the start of the next frame is unknown"
 
 
 class WrongVersion(EmbershardError):
-    """Two sides without a common version of the contract (docs/wire.md)."""
+    """Client and shard have no common version of the protocol (docs/wire.md)."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "it speaks versions {lowest} to {highest} of the contract, this side {own_lowest} to {own_highest}; "
+        "the peer speaks versions {lowest} to {highest} of the protocol, this side {own_lowest} to {own_highest}; "
         "upgrade the older side"
     )
 
@@ -152,34 +152,34 @@ class NotAllowed(EmbershardError):
 
 
 class NotAuthenticated(NotAllowed):
-    """A peer that shows no token, or one that the shard does not know."""
+    """A peer without a token, or with one that the shard does not know."""
 
     status = Status.UNAUTHENTICATED
     template = "{who} is not known to the shard: {why}"
 
 
 class PlaceNotAllowed(NotAllowed):
-    """A place of snapshots that the shard does not read or write (`--snapshots`)."""
+    """A folder or URL in which the shard may not read or write snapshots (`--snapshots`)."""
 
     template = "snapshots at {url!r}: {why}"
 
 
 class BadToken(EmbershardError):
-    """A file of a token that cannot be used: it holds none, or others can read it."""
+    """A token file that cannot be used: it holds no token, or other users can read it."""
 
     status = Status.FAILED_PRECONDITION
     template = "the token in {path} cannot be used: {reason}"
 
 
 class BadAccessFile(EmbershardError):
-    """A file of who may do what (access.yaml) with mistakes: all of them, a line each."""
+    """An access file (access.yaml) with mistakes; the message lists all of them, one per line."""
 
     status = Status.FAILED_PRECONDITION
     template = "{mistakes}"
 
 
 class AuditDamaged(EmbershardError):
-    """An audit log of which a line is not what was written, or does not follow the one before."""
+    """An audit log in which a line was changed, removed or added."""
 
     status = Status.FAILED_PRECONDITION
     template = "{path}, line {line}: {reason}"
@@ -193,14 +193,17 @@ class UnknownTable(EmbershardError):
 
 
 class UnknownRoute(EmbershardError):
-    """A push that names ids which the shard does not hold (any more); a client sends them then."""
+    """A push refers to ids of a pull that the shard no longer keeps; the client then sends the ids."""
 
     status = Status.NOT_FOUND
-    template = "worker {worker} names ids {route} of table {table!r}, which are not kept here; send the ids themselves"
+    template = (
+        "worker {worker} refers to ids {route} of table {table!r}, which this shard no longer keeps; send the ids "
+        "themselves"
+    )
 
 
 class UnknownOptimizer(EmbershardError):
-    """An optimizer that this shard was not started with."""
+    """An optimizer that this shard does not know."""
 
     status = Status.NOT_FOUND
     template = (
@@ -209,7 +212,7 @@ class UnknownOptimizer(EmbershardError):
 
 
 class BadOptimizer(EmbershardError):
-    """A row optimizer, or its module, that does not load or compile, or settings that it has not."""
+    """A row optimizer, or its module, that does not load or compile, or that does not have a given setting."""
 
     status = Status.INVALID_ARGUMENT
     template = "row optimizer {optimizer!r}: {reason}"
@@ -238,8 +241,8 @@ class TableLoading(EmbershardError):
     status = Status.UNAVAILABLE
     retryable = True
     template = (
-        "table {table!r} is being loaded by worker {worker}; if that worker has ended, start it again: it loads the "
-        "table anew"
+        "worker {worker} is still loading the first values of table {table!r}; if that worker has ended, start it "
+        "again, and it repeats the load"
     )
 
 
@@ -247,7 +250,7 @@ class WrongPlacement(EmbershardError):
     """A request routed by another placement than the shard's."""
 
     status = Status.FAILED_PRECONDITION
-    template = "the request was routed by placement epoch {got}, the shard has {want}; connect again"
+    template = "the request was routed by placement epoch {got}, but the shard has {want}; connect again"
 
 
 class StaleWorker(EmbershardError):
@@ -256,14 +259,14 @@ class StaleWorker(EmbershardError):
     status = Status.ABORTED
     template = (
         "worker {worker} (epoch {got}) was replaced by a newer one (epoch {want}); "
-        "its job was started again, or two processes run with the same worker number (epochs are nanoseconds since "
-        "1970: if this one is the newer, correct the clock of its machine). The newer one came{by}: end it if it is "
-        "not yours, or give this one a worker number of its own"
+        "its job was started again, or two processes have the same worker number (epochs are nanoseconds since "
+        "1970: if this process is the newer one, correct the clock of its machine). The newer one connected{by}: end "
+        "it if it is not yours, or give this process another worker number"
     )
 
 
 class ClockAhead(EmbershardError):
-    """A request that waits for other workers, put back at its deadline; the client asks again while they live."""
+    """A request that still waits for other workers at its deadline; the client asks again while they live."""
 
     status = Status.UNAVAILABLE
     retryable = True
@@ -278,19 +281,19 @@ class LeaseLost(EmbershardError):
 
     status = Status.ABORTED
     template = (
-        "worker {worker} was evicted: no request of it arrived within its lease of {lease_ms} ms. What it computed "
-        "since then is not applied. Raise the lease if this worker was only slow."
+        "worker {worker} was evicted: no request of it arrived within its lease of {lease_ms} ms. Gradients that it "
+        "computed since then are not applied. Raise the lease if this worker was only slow."
     )
 
 
 class StaleRun(EmbershardError):
-    """A worker of an earlier run than the one that the shard serves, which cannot take part in it."""
+    """A worker of an earlier run than the one that the shard serves; it cannot join that run."""
 
     status = Status.ABORTED
     template = (
-        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards{by}; end what is "
-        "left of the earlier one. `embershard train` numbers its runs by the time of their start: if this one is the "
-        "later, correct the clock of the machine that started it"
+        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards{by}; end all "
+        "processes of the earlier run. `embershard train` numbers its runs by the time of their start: if this run is "
+        "the later one, correct the clock of the machine that started it"
     )
 
 
@@ -299,8 +302,8 @@ class JobOver(EmbershardError):
 
     status = Status.ABORTED
     template = (
-        "worker {worker} was evicted, and its job is over: when none of its workers was left, a worker that was "
-        "started anew began another job on these shards. Start this worker again, and it takes part in that"
+        "worker {worker} was evicted, and its job is over: when none of its workers was left, a new worker began "
+        "another job on these shards. Restart this worker to join that job"
     )
 
 
@@ -314,14 +317,16 @@ class RendezvousOver(EmbershardError):
     """A rendezvous that was completed so long ago that its shard no longer holds the payloads."""
 
     status = Status.FAILED_PRECONDITION
-    template = "the rendezvous {name!r} of the workers is over; the others went on without this worker"
+    template = "the rendezvous {name!r} of the workers is over; the other workers continued without this one"
 
 
 class ModeMismatch(EmbershardError):
     """A worker that joins a job with other settings than its members."""
 
     status = Status.FAILED_PRECONDITION
-    template = "worker {worker} joins with {what} {got}, the others train with {want}; give all workers the same job"
+    template = (
+        "worker {worker} joins with {what} {got}, but the others train with {want}; give all workers the same job"
+    )
 
 
 class ShardBusy(EmbershardError):
@@ -333,21 +338,21 @@ class ShardBusy(EmbershardError):
 
 
 class QuotaExceeded(ShardBusy):
-    """A request over what its sender may use (`quotas` of access.yaml); the client waits, and sends it again."""
+    """A request over a quota of its sender (`quotas` of access.yaml); the client waits, and sends it again."""
 
     template = (
-        "{who} may use {limit:,} {what}, and this would be {would:,} (quotas of its entry in access.yaml); retry after "
-        "{retry_after_ms} ms"
+        "{who} may use {limit:,} {what}, and this request would use {would:,} (quotas of its entry in access.yaml); "
+        "retry after {retry_after_ms} ms"
     )
 
 
 class TableQuotaExceeded(QuotaExceeded):
-    """A request that would make more of its sender's tables than they may have; nothing of it is done."""
+    """A request that would make its sender's tables larger than their quota; nothing of it is applied."""
 
     retryable = False  # until rows are removed, or the quota is another, it would be refused again
     template = (
-        "{who} may have {limit:,} {what} of this shard, and this would make it {would:,} (quotas of its entry in "
-        "access.yaml); nothing was changed. Raise the quota, or find out why so many ids are new"
+        "{who} may have {limit:,} {what} on this shard, and this request would make it {would:,} (quotas of its entry "
+        "in access.yaml); nothing was changed. Raise the quota, or find out why so many ids are new"
     )
 
 
@@ -356,13 +361,13 @@ class ShardRecovering(ShardBusy):
 
     status = Status.UNAVAILABLE
     template = (
-        "the shard recovers its rows from its log: {done_bytes:,} of about {total_bytes:,} bytes are done, about "
+        "the shard is recovering its rows from its log: {done_bytes:,} of about {total_bytes:,} bytes are done, about "
         "{seconds:.0f} s are left"
     )
 
 
 class ShuttingDown(EmbershardError):
-    """The shard got SIGTERM: it finishes what it accepted and takes nothing new."""
+    """The shard got SIGTERM: it finishes accepted requests and refuses new ones."""
 
     status = Status.UNAVAILABLE
     retryable = True
@@ -381,7 +386,7 @@ class ShardUnavailable(EmbershardError):
     status = Status.UNAVAILABLE
     template = (
         "no answer within {seconds:.1f} s ({reason}); check that it runs "
-        "(`embershard status --ps {address}`) and that this machine reaches it"
+        "(`embershard status --ps {address}`) and that this machine can connect to it"
     )
 
 
@@ -389,7 +394,7 @@ class ClientClosed(EmbershardError):
     """A call of a client, or session, that was closed (raised by the client)."""
 
     status = Status.FAILED_PRECONDITION
-    template = "this session was closed; connect again, or use it inside its `with`"
+    template = "this session is closed; connect again, or use it inside its `with` block"
 
 
 class BadAddress(InvalidRequest):
@@ -402,7 +407,7 @@ class NotAShard(EmbershardError):
     """Something else than an embershard shard answers at an address (raised by the client)."""
 
     status = Status.FAILED_PRECONDITION
-    template = "{address} answers, but not as an embershard shard ({reason}); check the address and port"
+    template = "the program at {address} is not an embershard shard ({reason}); check the address and port"
 
 
 class WrongShards(EmbershardError):
@@ -434,39 +439,41 @@ class MemoryLost(EmbershardError):
 
 
 class LoadLost(MemoryLost):
-    """A table that this worker's number has loaded, and that waits for the end of that load again (client)."""
+    """A table whose first values, loaded by this worker, were lost in a restart of the shard (client)."""
 
     template = (
-        "table {table!r} waits for its first values, which worker {worker}, this one, has loaded: the shard was "
-        "restarted, and the end of the load and all that came after it are lost; restore the last checkpoint "
-        "(embershard train ... --ps ... --resume latest), or start the training again, which loads the table anew"
+        "table {table!r} has lost the first values that this worker ({worker}) had loaded: the shard was restarted, "
+        "and the end of the load and all later changes are lost; restore the last checkpoint (embershard train ... "
+        "--ps ... --resume latest), or start the training again, which repeats the load"
     )
 
 
 class OtherLineage(EmbershardError):
-    """A declaration for shards of a lineage that is not this shard's; the client compares all shards then."""
-
-    status = Status.FAILED_PRECONDITION
-    template = "the worker's shards have lineage {want}, this shard has {got}: its rows do not belong to the others'"
-
-
-class OtherTerm(EmbershardError):
-    """A request for an earlier process of a shard, which was recovered since; the client first sends what it keeps."""
-
-    status = Status.UNAVAILABLE
-    retryable = True
-    template = "the request was meant for term {got} of this shard, whose process was replaced since (term {want})"
-
-
-class RowsLost(EmbershardError):
-    """Shards of which one has lost its rows, so that they are no longer of one job (client)."""
+    """A declaration with another lineage than this shard's; the client then compares all shards."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "{lost} lost the rows that belong to those of {kept}: it was restarted {minutes:.0f} minutes ago, or a restore "
-        "has not ended. A job would train on old and new rows mixed, so it does not start. Restore the last checkpoint "
-        "(embershard train ... --ps ... --resume latest), or a snapshot (embershard restore ... --replace), or restart "
-        "all shards to begin anew"
+        "the worker's shards have lineage {want}, this shard has {got}: its rows are not of the same job or restore"
+    )
+
+
+class OtherTerm(EmbershardError):
+    """A request for an earlier process of a recovered shard; the client first sends the pushes that it keeps."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+    template = "the request is for term {got} of this shard, but its process was replaced meanwhile (term {want})"
+
+
+class RowsLost(EmbershardError):
+    """A shard has lost its rows while others still have theirs (raised by the client)."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "{lost} lost its rows (restarted {minutes:.0f} minutes ago, or by a restore that did not end), but {kept} "
+        "still has rows of the job. A job would train on a mixture of old and new rows, so it does not start. Restore "
+        "the last checkpoint (embershard train ... --ps ... --resume latest), or a snapshot (embershard restore ... "
+        "--replace), or restart all shards to start from nothing"
     )
 
 
@@ -478,19 +485,19 @@ class NonFiniteValue(EmbershardError):
 
 
 class BadLearningRate(EmbershardError):
-    """A schedule that leaves the numbers which a learning rate can be; nothing was pushed with it."""
+    """A schedule returned a learning rate that is negative, NaN or Inf; nothing was pushed with it."""
 
     status = Status.INVALID_ARGUMENT
     template = "the learning rate of group {group!r} became {lr} at step {step}: {why}; correct the schedule"
 
 
 class WorkerLost(EmbershardError):
-    """Another worker of the job that is gone (raised by a worker that waits for it)."""
+    """Another worker of the job was lost (raised by a worker that waits for it)."""
 
     status = Status.UNAVAILABLE
     # of several workers that end, those who say this are not the cause
     words: ClassVar[str] = "lost another worker"
-    template = "worker {worker} of {world_size} " + words + ": {reason}; see what the others say"
+    template = "worker {worker} of {world_size} " + words + ": {reason}; see the messages of the other workers"
 
 
 class WorkersApart(EmbershardError):
@@ -514,7 +521,9 @@ class OutputClosed(EmbershardError):
     """Nobody reads stdout any more."""
 
     status = Status.ABORTED
-    template = "whoever read the output is gone, so the run ends; send the output to a file to keep it running"
+    template = (
+        "the program that read the output has ended, so the run ends; write the output to a file to keep it running"
+    )
 
 
 class JobError(EmbershardError):
@@ -532,21 +541,21 @@ class BadExport(EmbershardError):
 
 
 class CannotServe(EmbershardError):
-    """Something that this export does not have, or this machine has not installed."""
+    """The export lacks a file that was requested, or this machine lacks a package."""
 
     status = Status.FAILED_PRECONDITION
     template = "{what}: {reason}"
 
 
 class BadRows(EmbershardError):
-    """A feature of a request that the model does not know, that is missing, or a value that it cannot be."""
+    """A row to score with an unknown or missing feature, or with a value that the feature cannot have."""
 
     status = Status.INVALID_ARGUMENT
     template = "feature {feature!r}: {reason}"
 
 
 class BadIds(EmbershardError):
-    """Ids or dense features of another shape or type than the model's, or ids that it does not have."""
+    """Ids or dense features to score with a wrong shape or type, or ids that the model does not have."""
 
     status = Status.INVALID_ARGUMENT
     template = "{what}: {reason}"
@@ -560,10 +569,10 @@ class CannotListen(EmbershardError):
 
 
 class NotAnnounced(EmbershardError):
-    """A folder does not say where all shards of a job are."""
+    """A folder of announcements (--announce) lacks the addresses of some shards."""
 
     status = Status.UNAVAILABLE
-    template = "{folder} does not say where the shards are: {reason}; start them with --announce {folder}"
+    template = "{folder} does not have the addresses of all shards: {reason}; start them with --announce {folder}"
 
 
 class AnnouncedTwice(EmbershardError):
@@ -571,8 +580,8 @@ class AnnouncedTwice(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "cannot announce shard {index} of {of} in {folder}: {reason}; give each job a folder of its own, and each of "
-        "its shards an index of its own"
+        "cannot announce shard {index} of {of} in {folder}: {reason}; give each job its own folder, and each of its "
+        "shards its own index"
     )
 
 
@@ -580,7 +589,7 @@ class CannotAnnounce(EmbershardError):
     """A shard cannot write its announcement."""
 
     status = Status.FAILED_PRECONDITION
-    template = "cannot announce the shard in {folder}: {reason}; name a folder that this user may write to"
+    template = "cannot announce the shard in {folder}: {reason}; name a folder in which this user may write"
 
 
 class BadCertificate(EmbershardError):
@@ -609,7 +618,7 @@ class TLSRequired(EmbershardError):
 
     status = Status.UNAUTHENTICATED
     template = (
-        "the shard takes only TLS connections, and this client speaks without; give the client a folder with its "
+        "the shard accepts only TLS connections, and this client does not use TLS; give the client a folder with its "
         "certificate (--tls DIR, EMBERSHARD_TLS, or es.connect(tls=...))"
     )
 
@@ -619,8 +628,8 @@ class TLSNotOffered(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "{address} does not offer TLS ({reason}), and this client has certificates, so that it sends nothing "
-        "unencrypted; start the shard with --tls DIR, or leave out the client's --tls (EMBERSHARD_TLS)"
+        "{address} does not offer TLS ({reason}), and a client with certificates sends nothing unencrypted; start the "
+        "shard with --tls DIR, or leave out the client's --tls (EMBERSHARD_TLS)"
     )
 
 
@@ -632,7 +641,7 @@ class ShardFailed(EmbershardError):
 
 
 class UnknownCodec(EmbershardError):
-    """A values codec that this process was not started with."""
+    """A values codec that this process does not know."""
 
     status = Status.NOT_FOUND
     template = (
@@ -641,28 +650,28 @@ class UnknownCodec(EmbershardError):
 
 
 class BadCodec(EmbershardError):
-    """A user-defined codec, or its module, that does not load, raises, or gives what it should not."""
+    """A user-defined codec, or its module, that does not load, raises, or returns a wrong value."""
 
     status = Status.INVALID_ARGUMENT
     template = "codec {codec!r}: {reason}"
 
 
 class BadModule(EmbershardError):
-    """A user's module that does not load, or that holds nothing to load it for."""
+    """A user's module that does not load, or that defines nothing of what it was loaded for."""
 
     status = Status.INVALID_ARGUMENT
     template = "module {module!r} {reason}"
 
 
 class UserCodeFailed(EmbershardError):
-    """A model, reader, loss, metric or callback of a user that raises, or gives what it should not."""
+    """A model, reader, loss, metric or callback of a user that raises, or returns a wrong value."""
 
     status = Status.INVALID_ARGUMENT
     template = "{what} {reason} ({where})"
 
 
 class DamagedPayload(InvalidRequest):
-    """Bytes that its codec cannot have written; nothing of the message is applied."""
+    """Payload bytes that the codec cannot have written; nothing of the message is applied."""
 
     template = "a payload of codec {codec!r}: {reason}; both sides need the same version of embershard"
 
@@ -670,7 +679,7 @@ class DamagedPayload(InvalidRequest):
 def check_size(codec: str, got: int, shape: tuple[int, ...], want: int) -> None:
     """DamagedPayload unless a payload of (rows, dim) floats has the bytes that its codec writes."""
     if got != want:
-        raise DamagedPayload(codec=codec, reason=f"{got} bytes, where {shape[0]} rows of dim {shape[1]} take {want}")
+        raise DamagedPayload(codec=codec, reason=f"{got} bytes, but {shape[0]} rows of dim {shape[1]} take {want}")
 
 
 class BadSnapshotName(InvalidRequest):
@@ -680,30 +689,30 @@ class BadSnapshotName(InvalidRequest):
 
 
 class SnapshotNotWritten(EmbershardError):
-    """A snapshot that could not be written: no room, no permission, a storage that does not answer."""
+    """A snapshot that could not be written: no space, no permission, a storage that does not answer."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "cannot write {path}: {reason}; make room there, or choose another folder. The snapshots before this one are "
-        "as they were, and the shards go on serving"
+        "cannot write {path}: {reason}; free some space there, or choose another folder. Earlier snapshots are "
+        "unchanged, and the shards continue to serve"
     )
 
 
 class SnapshotRunning(EmbershardError):
-    """A shard that writes another snapshot; the client waits for its end."""
+    """The shard is still writing another snapshot; the client waits for its end."""
 
     status = Status.UNAVAILABLE
     retryable = True
-    template = "the shard still writes snapshot {name!r} ({rows} of {total_rows} rows); wait for it, or cancel it"
+    template = "the shard is still writing snapshot {name!r} ({rows} of {total_rows} rows); wait for it, or cancel it"
 
 
 class SnapshotUnknown(EmbershardError):
-    """A snapshot, or a restore, that a shard knows nothing of (any more)."""
+    """A snapshot, or a restore, that a shard does not know, or no longer knows."""
 
     status = Status.ABORTED
     template = (
-        "the shard does not work on {what} {name!r} any more: another one took its place, or the shard was started "
-        "anew; start it again"
+        "the shard no longer works on {what} {name!r}: another one replaced it, or the shard was restarted; start the "
+        "{what} again"
     )
 
 
@@ -711,7 +720,7 @@ class SnapshotTooLate(EmbershardError):
     """A snapshot at a clock that is closed already."""
 
     status = Status.ABORTED
-    template = "a snapshot at clock {clock} comes too late, {now} are closed; ask for a later clock"
+    template = "a snapshot at clock {clock} comes too late, because {now} clocks are closed; request a later clock"
 
 
 class SnapshotTimeout(EmbershardError):
@@ -722,41 +731,44 @@ class SnapshotTimeout(EmbershardError):
 
 
 class SnapshotExists(EmbershardError):
-    """A name that is taken."""
+    """A snapshot with this name already exists."""
 
     status = Status.FAILED_PRECONDITION
-    template = "{path} holds a snapshot already; give the new one another name"
+    template = "{path} already holds a snapshot; give the new one another name"
 
 
 class SnapshotScattered(EmbershardError):
-    """A shard whose files are not where the others' are."""
+    """A shard wrote its files of a snapshot to a folder that the client does not see."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "shard {index} says that it wrote {path}, and it is not there ({reason}); name a folder that all shards and "
-        "this process share, or a URL of remote storage"
+        "shard {index} reports that it wrote {path}, but this process does not find it ({reason}); name a folder that "
+        "all shards and this process share, or a URL of remote storage"
     )
 
 
 class SnapshotNotFound(EmbershardError):
-    """A place that holds no snapshot."""
+    """A folder or URL without a snapshot."""
 
     status = Status.NOT_FOUND
     template = "{path} holds no snapshot: {reason}"
 
 
 class SnapshotUnreadable(EmbershardError):
-    """A storage that does not let us read."""
+    """A storage that refuses to read a file."""
 
     status = Status.FAILED_PRECONDITION
     template = "cannot read {path}: {reason}"
 
 
 class SnapshotDamaged(EmbershardError):
-    """A file of a snapshot that is not what was written."""
+    """A file of a snapshot that differs from what was written."""
 
     status = Status.FAILED_PRECONDITION
-    template = "{path} is damaged or not ours: {reason}; restore another snapshot (`embershard inspect` lists them)"
+    template = (
+        "{path} is damaged or not an embershard file: {reason}; restore another snapshot (`embershard inspect` lists "
+        "them)"
+    )
 
 
 class SnapshotTooNew(EmbershardError):
@@ -767,29 +779,31 @@ class SnapshotTooNew(EmbershardError):
 
 
 class OtherOptimizer(EmbershardError):
-    """A table whose optimizer keeps something else per row here than where the snapshot was taken."""
+    """A table whose optimizer has another state per row here than in the snapshot."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "{path}: table {table!r} has {got} floats of optimizer state per row, and {optimizer!r} keeps {want} here; "
-        "start the shards with the version of the optimizer that the snapshot was trained with"
+        "{path}: table {table!r} has {got} floats of optimizer state per row, but {optimizer!r} has {want} here; "
+        "start the shards with the version of the optimizer with which the snapshot was trained"
     )
 
 
 class TablesInTheWay(EmbershardError):
-    """A shard that would lose its rows by a restore."""
-
-    status = Status.FAILED_PRECONDITION
-    template = "the shard holds tables already ({tables}); restore into fresh shards, or replace them with --replace"
-
-
-class UpdateFailed(EmbershardError):
-    """The update of a clock that a shard could not apply in full; whoever waits for this clock is told."""
+    """A restore onto a shard that has tables, without `--replace`."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "the update of clock {clock} was not applied in full: {reason}; the shard's rows lack a part of it. Correct "
-        "the cause, and start the job again from its last checkpoint"
+        "the shard already has tables ({tables}); restore onto empty shards, or replace the tables with --replace"
+    )
+
+
+class UpdateFailed(EmbershardError):
+    """The update of a clock that a shard could only apply in part; raised in every worker that waits for the clock."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the update of clock {clock} was only partly applied: {reason}; a part of it is missing in the shard's rows. "
+        "Correct the cause, and start the job again from its last checkpoint"
     )
 
     @property
@@ -804,27 +818,27 @@ class FutureEpoch(InvalidRequest):
     """A run or an epoch, both nanoseconds since 1970, of a time that the shard's clock is far from."""
 
     template = (
-        "the {what} of worker {worker} began at {got}, but the shard's clock says {now}: more than {minutes} minutes "
-        "ahead of it. It is refused, since nothing earlier could take part any more; correct the clock of the worker's "
-        "machine, or of the shard's"
+        "the {what} of worker {worker} began at {got}, more than {minutes} minutes ahead of the shard's clock "
+        "({now}). It is refused, because afterwards no worker with a right clock could join; correct the clock of the "
+        "worker's machine, or of the shard's"
     )
 
 
 class TooManyTables(EmbershardError):
-    """A table more than a shard takes."""
+    """A table beyond the limit of tables per shard."""
 
     status = Status.RESOURCE_EXHAUSTED
-    template = "table {table!r} would be one more than the {limit} that a shard takes; use fewer, larger tables"
+    template = "table {table!r} would exceed the limit of {limit} tables per shard; use fewer, larger tables"
 
 
 class TooManyDeclares(ShardBusy):
-    """More new tables a second than a shard makes; the client waits `retry_after_ms` and asks again."""
+    """More new tables per second than a shard creates; the client waits `retry_after_ms` and asks again."""
 
-    template = "a shard makes at most {per_second} new tables a second; retry after {retry_after_ms} ms"
+    template = "a shard creates at most {per_second} new tables per second; retry after {retry_after_ms} ms"
 
 
 class NoAddressSpace(EmbershardError):
-    """A table for whose rows the system gives no more addresses, or that has all rows that a table can have."""
+    """A table that cannot grow: the system gives no more address space, or it has the maximum number of rows."""
 
     status = Status.RESOURCE_EXHAUSTED
     template = (
@@ -837,20 +851,20 @@ class LogStalled(ShardBusy):
     """A shard's log that cannot be written now; the client waits `retry_after_ms` and sends the same push again."""
 
     template = (
-        "the shard takes no changes: its log cannot be written ({path}: {reason}). Free some space there. What waits "
-        "is written then, pulls are answered meanwhile; retry after {retry_after_ms} ms"
+        "the shard accepts no changes: its log cannot be written ({path}: {reason}). Free some space there; the shard "
+        "then writes the waiting changes. Pulls are answered meanwhile; retry after {retry_after_ms} ms"
     )
 
 
 class LogTooLong(ShardBusy):
-    """A push that would have a recovery read too much; the client waits `retry_after_ms` and sends the same push again.
+    """A push that would make a recovery too long; the client waits `retry_after_ms` and sends the same push again.
 
-    A new base of the log is being written, and the recovery is as short as it should be once that is done.
+    The shard is writing a new base of its log; when it is complete, a recovery is short again.
     """
 
     template = (
-        "the log has {tail_bytes} bytes behind its last base, more than a recovery should read; the next base is being "
-        "written, and large pushes are slowed down until it is there; retry after {retry_after_ms} ms"
+        "the log has {tail_bytes} bytes after its last base, more than a recovery should read; the shard is writing "
+        "the next base, and delays large pushes until it is complete; retry after {retry_after_ms} ms"
     )
 
 
@@ -858,21 +872,23 @@ class LogDamaged(EmbershardError):
     """A shard's log with something unreadable before intact records, or without one of its files."""
 
     status = Status.FAILED_PRECONDITION
-    template = "{path} is damaged at byte {offset}, where LSN {lsn} is due: {reason}. Nothing was changed. {remedy}"
+    template = (
+        "{path} is damaged at byte {offset}, where LSN {lsn} is expected: {reason}. Nothing was changed. {remedy}"
+    )
 
     @property
     def message(self) -> str:
         """Build the error's text; what no LSN can be named for (0) is a manifest or a base."""
-        return super().message.replace(", where LSN 0 is due", "")
+        return super().message.replace(", where LSN 0 is expected", "")
 
 
 class LogDiverged(EmbershardError):
-    """A replayed event of a log that did something else than when it was logged."""
+    """A replayed event of a log gave another result than when it was logged."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "the replay of LSN {lsn} ({kind}) gives {what} {got}, the log says {want}: the code that applies it is "
-        "another. Start the shard with the version of embershard, and all modules (--import), that wrote the log"
+        "the replay of LSN {lsn} ({kind}) gives {what} {got}, but the log has {want}: the code has changed. Start the "
+        "shard with the same version of embershard, and of all modules (--import), that wrote the log"
     )
 
 
@@ -884,10 +900,10 @@ class LogLocked(EmbershardError):
 
 
 class LogMismatch(EmbershardError):
-    """A log of another shard or job, or one that was written with other code of the user's."""
+    """A log of another shard or job, or one that was written with another version of the user's modules."""
 
     status = Status.FAILED_PRECONDITION
-    template = "{path} is of the log of {what} {got}, not {want}; nothing was changed. {remedy}"
+    template = "{path} belongs to the log of {what} {got}, not {want}; nothing was changed. {remedy}"
 
 
 class LogTooNew(EmbershardError):

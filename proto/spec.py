@@ -49,7 +49,7 @@ class Initializer(_Params):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Initializer):
-    """Start every float of a row at `value`."""
+    """Set the first values of a row to `value`."""
 
     kind = "constant"
     value: float = 0.0
@@ -74,7 +74,7 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True, kw_only=True)
 class Normal(Initializer):
-    """Normal with `mean` and `std`, as torch's nn.Embedding by default."""
+    """Draw the first values of a row from a normal distribution; the defaults are those of torch's nn.Embedding."""
 
     kind = "normal"
     mean: float = 0.0
@@ -123,7 +123,7 @@ class Optimizer(_Params):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """w -= lr * g, with momentum and Nesterov as in torch.optim.SGD (dampening 0)."""
+    """SGD: w -= lr * g, with momentum and Nesterov as in torch.optim.SGD (dampening 0)."""
 
     kind = "sgd"
     momentum: float = 0.0
@@ -140,7 +140,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
-    """Duchi et al. 2011, as torch.optim.Adagrad with lr_decay 0."""
+    """Adagrad (Duchi et al. 2011), as torch.optim.Adagrad with lr_decay 0."""
 
     kind = "adagrad"
     eps: float = 1e-10
@@ -164,7 +164,7 @@ class RowWiseAdagrad(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Kingma & Ba 2015 with a step counter per row (the row's own pushes correct its bias)."""
+    """Adam (Kingma & Ba 2015) with a step counter per row: bias correction uses the number of pushes of the row."""
 
     kind = "adam"
     beta1: float = 0.9
@@ -207,7 +207,7 @@ class FTRL(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RMSprop(Optimizer):
-    """Hinton's RMSprop, as torch.optim.RMSprop (not centered)."""
+    """RMSprop (Hinton), as torch.optim.RMSprop (not centered)."""
 
     kind = "rmsprop"
     alpha: float = 0.99
@@ -225,7 +225,7 @@ class RMSprop(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Optimizer):
-    """A user-defined row optimizer, `module:function`, from a module that the shards were started with."""
+    """A user-defined row optimizer, `module:function`, from a module that the shards import (`--import`)."""
 
     kind = "custom"
     function: str
@@ -273,11 +273,11 @@ def _build(cls: type[P], params: Mapping[str, float]) -> P:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """A named set of rows of one dim.
+    """Define a table: a named set of rows of one dim, with its optimizer and initializer.
 
-    `id_space` names what the ids stand for: tables of one id space place an id on the same shard, so that one Route
-    serves them all. Empty means a space of its own. `seed` goes into every row's first values. The codecs are how this
-    worker wants rows and gradients to travel: other workers may want something else.
+    `id_space` names the kind of ids (such as "user"): tables with the same id space place an id on the same shard,
+    so that one Route serves all of them. By default each table has its own. `seed` determines the first values of
+    all rows. The codecs encode the rows and gradients of this worker; other workers may use other ones.
     """
 
     name: str

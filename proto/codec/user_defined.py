@@ -93,13 +93,13 @@ class CustomCodec:
 
 
 def values_codec(*, decode: DecodeFunction, nbytes: SizeFunction) -> Callable[[EncodeFunction], CustomCodec]:
-    """Declare `def f(rows, key)` a values codec, with what reads it and how many bytes it writes.
+    """Make a values codec of `def f(rows, key)`, with its decoder and its number of bytes.
 
-    f: (R, dim) float32 and the key of this call's random numbers (None: round to nearest) to an array of any dtype, or
-    bytes. decode: its bytes (nbytes,) uint8, R and dim to (R, dim) float32. nbytes: R and dim to the exact count of
-    bytes, which tells how much fits into a message and what a damaged one is. R is at least 1, dim is any: elements
-    travel as rows of 64 and a shorter one. A row that is not finite must be read as one. TypeError when a function does
-    not take these arguments.
+    f(rows, key): encodes rows (R, dim) float32 as an array of any dtype, or bytes; key is for this call's random
+    numbers (None: round to nearest). decode(payload, R, dim): decodes (nbytes,) uint8 to (R, dim) float32.
+    nbytes(R, dim): the exact number of bytes, by which messages are split and damaged ones are detected. R is at
+    least 1 and dim is any number, because single elements are sent as rows of 64 and a shorter one. A row that is
+    not finite must be decoded as a row that is not finite. TypeError if a function does not take these arguments.
     """
 
     def declare(function: EncodeFunction) -> CustomCodec:

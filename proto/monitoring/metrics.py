@@ -90,27 +90,27 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_request_duration_seconds",
         type="histogram",
-        help="From the arrival of a request to its reply; waits for other workers and for the log are in it.",
+        help="From the arrival of a request to its reply, including waits for other workers and for the log.",
         source=_LOOP,
         labels=("method", "transport"),
     ),
     Metric(
         name="embershard_shard_requests_total",
         type="counter",
-        help="Requests that were answered: ok, the type of the error, or expired (nobody waited for the reply).",
+        help="Answered requests by outcome: ok, the type of the error, or expired (the caller no longer waited).",
         source=_LOOP,
         labels=("method", "transport", "outcome"),
     ),
     Metric(
         name="embershard_shard_queue_duration_seconds",
         type="histogram",
-        help="From the arrival of a request to the moment when the apply thread began it.",
+        help="From the arrival of a request until the apply thread starts it.",
         source="ShardStatus.queue_seconds",
     ),
     Metric(
         name="embershard_shard_apply_busy_seconds_total",
         type="counter",
-        help="Time that the apply thread, which reads and changes all rows, has worked.",
+        help="Busy time of the apply thread, which reads and changes all rows.",
         source="ShardStatus.apply_busy_seconds",
     ),
     Metric(
@@ -130,28 +130,28 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_connections",
         type="gauge",
-        help="Connections that are open.",
+        help="Open connections.",
         source="TransportStatus.connections",
         labels=("transport",),
     ),
     Metric(
         name="embershard_shard_shared_bytes",
         type="gauge",
-        help="Memory that workers of this machine share with the shard: at most so much, as they touch it.",
+        help="Memory that workers of this machine share with the shard; only touched pages take memory.",
         source="TransportStatus.shared_bytes",
         labels=("transport",),
     ),
     Metric(
         name="embershard_shard_rejected_total",
         type="counter",
-        help="Requests, connections and logins (not_authenticated, not_allowed, tls, other_user) turned away.",
+        help="Rejected requests, connections and logins (not_authenticated, not_allowed, tls, other_user).",
         source="ShardStatus.rejected, by key",
         labels=("reason",),
     ),
     Metric(
         name="embershard_shard_queue_bytes",
         type="gauge",
-        help="Bytes of the requests that were accepted and are not handled yet.",
+        help="Bytes of accepted requests that are not handled yet.",
         source="ShardStatus.queued_bytes",
     ),
     Metric(
@@ -163,7 +163,7 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_memory_used_bytes",
         type="gauge",
-        help="Of the memory budget: rows, index, copies for a snapshot, updates that wait.",
+        help="Used part of the memory budget: rows, index, copies for a snapshot, waiting updates.",
         source="ShardStatus.used_bytes",
     ),
     Metric(
@@ -175,7 +175,7 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_table_rows",
         type="gauge",
-        help="Rows that exist.",
+        help="Number of rows.",
         source="TableStatus.rows",
         labels=("table",),
     ),
@@ -196,27 +196,27 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_table_pushed_rows_total",
         type="counter",
-        help="Gradient rows that were taken.",
+        help="Gradient rows that were accepted.",
         source="TableStatus.pushed_rows",
         labels=("table",),
     ),
     Metric(
         name="embershard_shard_table_skipped_rows_total",
         type="counter",
-        help="Gradient rows that were left out, since they held NaN or Inf.",
+        help="Gradient rows that were skipped, because they had NaN or Inf.",
         source="TableStatus.skipped_rows",
         labels=("table",),
     ),
     Metric(
         name="embershard_shard_duplicate_pushes_total",
         type="counter",
-        help="Pushes and loads that came again and were not applied again. Not by table: a push has several.",
+        help="Repeated pushes and loads, not applied again. Not by table, because a push has several tables.",
         source="ShardStatus.duplicate_pushes",
     ),
     Metric(
         name="embershard_shard_staleness_updates",
         type="histogram",
-        help="Pushes by the updates that their rows had missed; 31 stands for 31 and more.",
+        help="Pushes by staleness, the number of updates that their rows had missed; 31 means 31 and more.",
         source="ShardStatus.staleness_seen",
     ),
     Metric(
@@ -240,7 +240,7 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_update_failed",
         type="gauge",
-        help="1 while an update of this job has failed, else 0.",
+        help="1 if an update of this job has failed, else 0.",
         source="ShardStatus.failed_update, whether there is one",
     ),
     Metric(
@@ -252,7 +252,7 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_certificate_expiry_timestamp_seconds",
         type="gauge",
-        help="When the certificate of new connections ceases to be valid; not there without --tls.",
+        help="When the certificate of new connections expires; missing without --tls.",
         source="tls.crt of --tls, as it is in use",
     ),
     Metric(
@@ -270,25 +270,25 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_recovery_seconds",
         type="gauge",
-        help="What a recovery from the log would take now; while it recovers, what is left of it.",
+        help="Estimated time of a recovery from the log; during a recovery, the remaining time.",
         source="ShardStatus.recovery_seconds",
     ),
     Metric(
         name="embershard_shard_restarts_total",
         type="counter",
-        help="Times that its supervisor has started it again.",
+        help="Restarts of the shard by its supervisor.",
         source="ShardStatus.restarts",
     ),
     Metric(
         name="embershard_shard_uptime_seconds",
         type="gauge",
-        help="Since the process began to serve.",
+        help="Time since the process began to serve.",
         source="ShardStatus.uptime_seconds",
     ),
     Metric(
         name="embershard_shard_ready",
         type="gauge",
-        help="1 where /readyz says yes, else 0.",
+        help="1 if /readyz returns 200, else 0.",
         source="/readyz",
     ),
     Metric(
@@ -305,13 +305,13 @@ WORKER_METRICS = (
     Metric(
         name="embershard_worker_step_duration_seconds",
         type="histogram",
-        help="Training steps; evaluations are not among them.",
+        help="Training steps, without evaluations.",
         source="proto/timing.py",
     ),
     Metric(
         name="embershard_worker_step_part_duration_seconds",
         type="histogram",
-        help="Parts of a step. Those with overlapped=no, in the training thread, are parts of the step's duration.",
+        help="Parts of a step. Those with overlapped=no are in the training thread, and add up to the step's duration.",
         source="proto/timing.py",
         labels=("part", "overlapped"),
     ),
@@ -336,13 +336,13 @@ WORKER_METRICS = (
     Metric(
         name="embershard_worker_samples_per_second",
         type="gauge",
-        help="Of all workers, as this one knows it, in about the last second.",
+        help="Samples per second of all workers, as known to this one, over about the last second.",
         source="`samples_per_second` of a `train` line of log.jsonl",
     ),
     Metric(
         name="embershard_worker_metric",
         type="gauge",
-        help="A figure of the last evaluation.",
+        help="A metric of the last evaluation.",
         source="`figures` of an `eval` line of log.jsonl",
         labels=("name", "split"),
     ),
@@ -363,7 +363,7 @@ WORKER_METRICS = (
     Metric(
         name="embershard_worker_uncompressed_bytes_total",
         type="counter",
-        help="What they would have been as float32 rows and plain ids.",
+        help="Bytes that these messages would have as float32 rows and plain ids.",
         source="worker/client/byte_counts.py",
         labels=("table", "direction", "part"),
     ),
@@ -377,25 +377,25 @@ WORKER_METRICS = (
     Metric(
         name="embershard_worker_skipped_rows_total",
         type="counter",
-        help="Gradient rows that were left out, since they held NaN or Inf.",
+        help="Gradient rows that were skipped, because they had NaN or Inf.",
         source="ClientStats of worker/client/connections.py",
     ),
     Metric(
         name="embershard_worker_lost_leases_total",
         type="counter",
-        help="Times that the other workers went on without this one.",
+        help="Times that this worker was evicted, and the others continued without it.",
         source="ClientStats of worker/client/connections.py",
     ),
     Metric(
         name="embershard_worker_clock",
         type="gauge",
-        help="The clock of this worker: its next step among all workers' steps.",
+        help="The clock of this worker: the number of its next step.",
         source="worker/strategy",
     ),
     Metric(
         name="embershard_worker_certificate_expiry_timestamp_seconds",
         type="gauge",
-        help="When the certificate of new connections ceases to be valid; not there without --tls.",
+        help="When the certificate of new connections expires; missing without --tls.",
         source="tls.crt of --tls, as it is in use",
     ),
 )

@@ -14,12 +14,12 @@ REVOKED = "crl.pem"  # may be missing
 
 @dataclass(frozen=True)
 class TLS:
-    """Mutual TLS 1.3 with the certificates of a folder, for `connect(tls=...)`.
+    """Use mutual TLS 1.3 with the certificates of a folder, for `connect(tls=...)`.
 
-    The folder holds tls.crt (this side's certificate, and those between it and the authority), tls.key, ca.crt (the
-    authorities whose certificates are trusted) and, if there are revoked certificates, crl.pem. They are read again
-    when they change. `server_name` is the name that a shard's certificate must cover, by default the host of its
-    address. A shard looks at the files every `poll_interval`, and ends connections older than `connection_lifetime`.
+    The folder holds tls.crt (this side's certificate and the intermediate certificates), tls.key, ca.crt (the
+    trusted authorities) and, optionally, crl.pem (revocation lists). They are read again when they change.
+    `server_name` is the name that a shard's certificate must cover, by default the host of its address. A shard
+    checks the files for changes every `poll_interval`, and closes connections older than `connection_lifetime`.
     """
 
     folder: str | os.PathLike[str]
@@ -34,5 +34,5 @@ class TLS:
 
     @property
     def path(self) -> Path:
-        """The folder that has the certificates."""
+        """The folder with the certificates."""
         return Path(self.folder)

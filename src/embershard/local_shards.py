@@ -42,10 +42,10 @@ def local(
     timeout: timedelta = DEFAULT_TIMEOUT,
     compression: Compression | None = None,
 ) -> Session:
-    """A session with `shards` fresh shards in this process, for tests, notebooks and what fits one machine.
+    """Start `shards` empty shards in this process and connect to them, for tests, notebooks and small models.
 
-    `imports` names the modules of user-defined row optimizers and codecs ("__main__" for those of a notebook).
-    `compression`: as of `connect`, to try codecs without a network.
+    Returns a Session. `imports` names the modules of user-defined row optimizers and codecs ("__main__" for those
+    of a notebook). `compression` is the same as in `connect`; use it to try codecs without a network.
     """
     client = Client(InProcessShards(shards, imports=imports).transports(), worker=worker, timeout=timeout)
     client.compressor.find = CodecRegistry(imports).find

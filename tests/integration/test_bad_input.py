@@ -124,7 +124,7 @@ def test_a_run_whose_output_nobody_reads_ends_and_says_so(run, shard, tmp_path):
         try:
             assert "1 worker" in process.stdout.readline()
             process.stdout.close()
-            says(process.stderr.read(), "whoever read the output is gone")
+            says(process.stderr.read(), "the program that read the output has ended")
             assert process.wait(60) == 1
         finally:
             process.kill()

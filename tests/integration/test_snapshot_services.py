@@ -110,7 +110,7 @@ def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(sha
         assert "two: 200,000 rows of 1 tables, from 2 shards onto 1" in run("restore", folder, "--ps", where)
         with connect(others) as other:
             assert np.array_equal(rows(other)[1::50], rows(client)[1::50])  # those that nobody pushed since
-        assert "holds tables already (items)" in run("restore", folder, "--ps", where, code=1)
+        assert "already has tables (items)" in run("restore", folder, "--ps", where, code=1)
 
 
 def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_the_next(shards, client, tmp_path):

@@ -378,7 +378,7 @@ class TestRestore:
         ("another table's file", lambda it, folder: it.items(folder, files=it.part.tables[1].files),
          {}, errors.SnapshotDamaged, "'rows' is .*3000, 1.* float32, not .*3000, 3"),
         ("state", lambda it, folder: it.items(folder, num_state=4),
-         {}, errors.OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3"),
+         {}, errors.OtherOptimizer, "'ctr/items' has 4 floats .* but 'adagrad' has 3"),
         ("optimizer", lambda it, folder: it.items(folder, spec=replace(ITEMS, optimizer=MINE)),
          {}, errors.UnknownOptimizer, "no optimizer 'mine:step' here"),
     )  # fmt: skip

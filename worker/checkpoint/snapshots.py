@@ -76,7 +76,7 @@ class SnapshotInfo:
 
 
 def open_snapshot(url: str, name: str = "") -> StoredSnapshot:
-    """The snapshot of this name in a folder; without a name the one that the folder is, or the latest in it.
+    """Open the snapshot `name` of a folder, without shards; by default the folder itself, or the latest snapshot in it.
 
     SnapshotNotFound, SnapshotDamaged, SnapshotTooNew, SnapshotUnreadable.
     """
@@ -124,9 +124,9 @@ def take_snapshot(
     incremental: bool = False,
     wait_timeout: timedelta = WAIT_TIMEOUT,
 ) -> SnapshotInfo:
-    """Take a snapshot of all shards into a folder of `url` and wait until it is whole; see `begin_snapshot`.
+    """Take a snapshot of all shards into a folder of `url`, and wait until it is complete; see `begin_snapshot`.
 
-    It is begun again where a shard is started anew meanwhile, and has its rows from its log.
+    If a shard restarts meanwhile and recovers its rows from its log, the snapshot is started again.
     """
     for left in reversed(range(_TRIES)):
         running = begin_snapshot(
@@ -150,20 +150,21 @@ def begin_snapshot(
     parent_url: str | None = None,
     wait_timeout: timedelta = WAIT_TIMEOUT,
 ) -> RunningSnapshot:
-    """Have all shards take a snapshot into the folder `name` (default: the time) of `url`, a folder or fsspec URL.
+    """Start a snapshot of all shards in the folder `name` (default: the time) of `url`, a folder or fsspec URL.
 
-    With `at_clock` every shard takes it when so many clocks are closed, so that all show the same updates; 0 takes it
-    at once, on each shard for itself. By default it is a clock soon to come where workers train synchronously (for one
-    of these workers: the one after its last push), and 0 otherwise. When this returns, each shard holds the moment, or
-    waits for the clock: what this worker pushes from now on is not in the snapshot.
+    With `at_clock` every shard takes the snapshot when this number of clocks is closed, so that all parts contain
+    the same updates; with 0 each shard takes it at once. The default is a clock in the near future if workers train
+    synchronously (called by one of these workers: the clock after its last push), and 0 otherwise. When this
+    function returns, each shard has frozen its state, or waits for the clock: later pushes of this worker are not
+    in the snapshot. Call `finish()` of the result to complete the snapshot.
 
-    With `incremental` it has only the rows that changed since the latest snapshot of the folder, or the one that is
-    `parent_url`, if that was taken so, too; it is of no use without that one. After eight of these, or where they would
-    take more than half of a full one's bytes in all, it is a full one. A shard that does not know what has changed, as
-    after a restart, writes all of its rows.
+    With `incremental` the snapshot has only the rows that changed since its parent: the latest snapshot of the
+    folder, or `parent_url`, if that was taken with `incremental` too. It is useless without its parent. After eight
+    increments, or if they would together take more than half of the bytes of a full snapshot, the snapshot is a
+    full one. A shard that does not know which rows changed, for example after a restart, writes all of its rows.
 
-    `wait_timeout`: without a row more for so long, it times out. SnapshotExists, SnapshotNotWritten, SnapshotTooLate,
-    RowsLost.
+    If no row is written for `wait_timeout`, SnapshotTimeout. Other errors: SnapshotExists, SnapshotNotWritten,
+    SnapshotTooLate, RowsLost.
     """
     client.flush()
     client.lineage.check()  # before a half would take the place of the latest whole one
@@ -317,10 +318,10 @@ class RunningSnapshot:
 def restore_snapshot(
     client: Client, url: str, name: str = "", *, replace_tables: bool = False, wait_timeout: timedelta = WAIT_TIMEOUT
 ) -> Manifest:
-    """Give all shards the rows and optimizer states of a snapshot; the number of shards may be another one.
+    """Restore the rows and optimizer states of a snapshot onto all shards; the number of shards may differ.
 
-    The shards must be fresh, or `replace_tables` be true: then what they hold is gone. Nothing is changed unless all
-    shards could read all that is theirs. Errors as those of `open_snapshot`, TablesInTheWay, OtherOptimizer.
+    The shards must be empty, unless `replace_tables` is true, which drops their tables. Nothing is changed unless
+    every shard has read its part. Raises the errors of `open_snapshot`, TablesInTheWay, OtherOptimizer.
     """
     manifest = restore_rows(client, url, name, replace_tables=replace_tables, wait_timeout=wait_timeout)
     for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client

@@ -85,12 +85,12 @@ class Directory:
 
 
 class Client:
-    """All shards of one placement.
+    """Client of all shards of a job: pulls and pushes rows by id, without autograd.
 
-    Every call ends by `timeout`, with an error that names the shard; one to a shard that recovers its rows from its
-    log waits up to `recovery_timeout` longer. Calls may come from several threads: pulls run
-    side by side, pushes one after the other. A push that got no answer in time is kept, and sent again, with the same
-    token, before the next one: it is applied once, whatever became of the first try.
+    Every call ends by `timeout`, with an error that names the shard; a call to a shard that is recovering its rows
+    from its log waits up to `recovery_timeout` longer. Several threads may call it: pulls run in parallel, pushes
+    one after the other. A push without an answer in time is kept, and sent again with the same token before the
+    next one, so that it is applied once.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class Client:
         tls: TLS | None = None,
         token: TokenFile | None = None,
     ) -> Client:
-        """A client of the shards at `addresses` (docs/transports.md), in any order.
+        """Connect to the shards at `addresses` (docs/transports.md), in any order.
 
-        Waits until all of them serve, and are announced where they announce themselves in a folder. BadAddress,
-        NotAnnounced, ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
-        in bits per second, has it send and receive no faster, each way; BadAddress where a transport cannot. `tls`
-        says by which certificates; BadCertificate where they cannot be used. `token` is shown to the shards.
+        Waits until all of them serve, and, for "file:DIR", until all have announced their addresses. Raises BadAddress,
+        NotAnnounced, ShardUnavailable, NotAShard or WrongShards. `bandwidth`, in bits per second, limits sending and
+        receiving, each direction separately; BadAddress if a transport cannot do this. `tls` names the certificates;
+        BadCertificate if they cannot be used. `token` is sent to the shards.
         """
         link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
         transports: list[Transport] = []
@@ -261,7 +261,7 @@ class Client:
         )
 
     def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:
-        """Make sure that a table exists on every shard; the shards where this call created it.
+        """Create a table on every shard where it is missing; returns the shards on which this call created it.
 
         With `load` the caller must `load` those shards, to the last message; until then others wait. A `dense` table
         holds the weights of layers, which more codecs serve. TableMismatch where the table exists with other settings,
@@ -318,7 +318,7 @@ class Client:
         versions: Versions | None = None,
         exact: bool = False,
     ) -> list[Floats]:
-        """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the C-ordered arrays to fill.
+        """Pull the rows of every (table, route), (U, dim) float32 in route order; `out` are C-ordered arrays to fill.
 
         In place of a table there may be the members of a bundle. `keep` asks the shards to keep the ids, so that a push
         by the same route need not send them again. A member's pull for `clock` waits until the shards are as far as its

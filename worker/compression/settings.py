@@ -91,14 +91,15 @@ def _both(directions: Mapping[str, Directions]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """Choose how the tables of a session travel; docs/compression.md lists the codecs and says which pays where.
+    """Choose the codecs of a session's tables; docs/compression.md lists them and says when each saves time.
 
-    `push` and `pull` are those of embedding tables, `dense` ({"push": ..., "pull": ...}) those of dense weights, and
-    `tables` those of the tables, of both kinds, whose name a pattern matches: the first one that does. A direction
-    that these leave out is as above.
-    `residual_rows`: rows of a table whose unsent gradients a worker holds back; beyond, the oldest are sent.
-    `warmup_steps`: pushes of dgc at each of the densities 25 %, 6.25 %, 1.56 % and 0.4 %. `momentum` and `clip_norm`
-    (of each table's gradient, at one worker; None: no bound) are dgc's. ValueError names what cannot be.
+    `push` and `pull` are the codecs of embedding tables, `dense` ({"push": ..., "pull": ...}) those of dense
+    weights. `tables` maps patterns to the codecs of the tables (embedding or dense) whose name matches; the first
+    match applies. A direction that is missing there is as set by the other arguments. `residual_rows`: maximum
+    number of rows of a table whose unsent gradients a worker keeps; beyond it, the least recently used are sent.
+    `warmup_steps`: pushes of dgc at each of the densities 25 %, 6.25 %, 1.56 % and 0.4 %. `momentum` and
+    `clip_norm` (for each table's gradient of one worker; None: no limit) apply to dgc. ValueError for settings that
+    contradict each other.
     """
 
     push: str | CodecName = PLAIN

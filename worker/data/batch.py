@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # files are looked at before training without torch, which ta
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples as arrays: ids, dense features, labels and weights. `Samples.of` takes other types, and tensors."""
+    """Samples as arrays: ids, dense features, labels and weights. `Samples.of` converts other types, and tensors."""
 
     ids: npt.NDArray[np.int64]  # (N, C)
     dense: npt.NDArray[np.float32] | None  # (N, D)
@@ -95,10 +95,11 @@ def _numbers(name: str, value: object, dtype: type[np.generic], *dims: int) -> n
 
 
 class RowsDataset:
-    """A pointwise dataset whose splits are in memory: "train", and others to evaluate on.
+    """A dataset in memory: the split "train", and other splits for evaluation.
 
-    `where` names it in errors; `seed` decides the order of each epoch. A reader of a user gets the job's for both.
-    `inputs` says how its ids and dense features are made of columns, so that an export can score rows.
+    `where` is its name in errors; `seed` determines the order of each epoch. The dataset of a user-defined reader
+    gets both from the job. `inputs` describes how ids and dense features are computed from columns, so that an
+    export can score rows.
     """
 
     inputs: RowInputs | None = None
@@ -184,14 +185,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Which features a batch has, and how large the id space of all of them is.
+    """Describe the features of a batch, and the size of their id space.
 
     `num_ids` is the size of the id space 0..num_ids-1 where the vocabulary is known, and None where ids are hashes
     in 0..2**62-1 (a table without a vocabulary).
 
-    Without `fields` each feature is one column of ids, which are unique across features, so that one table can serve
-    all of them. With `fields`, one for each feature in the same order, a feature may have several columns and reads the
-    table that it names among `tables`; ids of two tables count from 0 each, and `num_ids` has no meaning.
+    Without `fields` each feature is one column of ids, which are unique across features, so that one table can hold
+    the rows of all features. With `fields`, one for each feature in the same order, a feature may have several
+    columns and reads the table that it names among `tables`; the ids of each table start at 0, and `num_ids` has no
+    meaning.
     """
 
     features: tuple[str, ...]

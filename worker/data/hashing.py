@@ -22,12 +22,12 @@ _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 
 
 def hash_ids(feature: str, values: Sequence[object] | npt.NDArray[np.generic]) -> Ids:
-    """(N,) ids in 0..2**62-1 of a feature's values, for a table without a vocabulary; those of text files.
+    """Hash a feature's values to (N,) int64 ids in 0..2**62-1, for a table without a vocabulary.
 
-    Values are texts, integers or dates, an integer as its decimal text; None is the empty text: the ids of
-    `feature_id`, which docs/ids.md specifies. The same value of another feature has another id, but for chance: of a
-    million values two are the same with a chance of 1e-7. TypeError for floats: 1.0 and 1 would be two values; and for
-    times, see is_category.
+    Values are texts, integers or dates; an integer is hashed as its decimal text, None as the empty text. The ids
+    are those of `feature_id`, and docs/ids.md specifies them. The same value of another feature has another id,
+    except for hash collisions: among a million values there is a collision with probability 1e-7. TypeError for
+    floats, because 1.0 and 1 would be two values, and for times, see is_category.
     """
     array = pa.array(values)
     if not is_category(array.type):

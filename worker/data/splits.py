@@ -55,16 +55,17 @@ class SplitQueue:
 
 
 class SplitSampler(Sampler[int]):
-    """Numbers of samples, 0..num_samples-1, for a torch DataLoader, dealt out to the workers of a job split by split.
+    """Sampler for a torch DataLoader that assigns the samples 0..num_samples-1 to the workers of a job, split by split.
 
-    Every epoch has another order, the same for all workers, which (seed, epoch) decide: call `set_epoch` before each
-    one, on all of them. Each sample comes once per epoch where no worker is lost. A worker's split counts as finished
-    when its loader asks for more: the batches that a loader reads ahead (`prefetch_factor` times `num_workers` of a
-    DataLoader) are not dealt again if their worker is lost, whole splits are. Without other workers it gives all.
-    An epoch is dealt out once: ValueError where one is iterated a second time, alone too.
+    Every epoch has another order, the same for all workers, determined by (seed, epoch): call `set_epoch` before
+    each epoch, on all workers. Each sample comes once per epoch if no worker is lost. A worker's split counts as
+    finished when its loader asks for the next one: if a worker is lost, its unfinished splits are assigned again,
+    but not the batches that its loader had read ahead (`prefetch_factor` times `num_workers` of a DataLoader). With
+    a single worker it yields all samples. ValueError if an epoch is iterated a second time, also with a single
+    worker.
 
-    ValueError for fewer samples than splits, and for a session that bounds the staleness: there a worker that waits for
-    a split would hold up the clock of the others, who have it.
+    ValueError for fewer samples than splits, and for a session with a bound on staleness, because a worker that
+    waits for a split would block the clock of the workers that still train theirs.
     """
 
     def __init__(self, session: Session, num_samples: int, *, splits: int, seed: int = 0) -> None:

@@ -38,7 +38,7 @@ _ADVICE = "return es.RowsDataset, or derive a class from es.Reader"
 
 
 class Reader:
-    """Base class of a reader that streams: it says which features its samples have, and reads them.
+    """Base class of a user-defined reader that streams samples: subclasses declare their features and define `read`.
 
         class Logs(es.Reader):
             features = ("user", "item")
@@ -50,11 +50,11 @@ class Reader:
             def read(self, split):
                 yield ids, None, labels     # (N, 2) integers, (N, num_dense) numbers or None, (N,) labels; any N
 
-    An id stands for one value of one feature: ids of two features are never the same.
+    Ids must be unique across features: two features never share an id.
 
-    Every worker reads everything and keeps each W-th sample. Where reading costs more than training, override
-    `read_share` and leave out files or blocks of the other workers unread. Training mixes the samples in a buffer of
-    `shuffle_rows` of them (0: none), in an order that the job's seed and the epoch decide.
+    Each of the W workers reads all samples and keeps every W-th one. If reading takes longer than training,
+    override `read_share` so that a worker skips the files or blocks of other workers. Training shuffles the samples
+    in a buffer of `shuffle_rows` samples (0: no shuffling), in an order determined by the job's seed and the epoch.
     """
 
     features: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Reader:
     """How ids and dense features are made of columns, so that an export can score rows."""
 
     def read(self, split: str) -> Iterable[Rows]:
-        """Blocks of samples of "train" or of one of `splits`, from its first one on; an epoch calls it once."""
+        """Yield blocks of samples of "train" or of one of `splits`, from its start; called once per epoch."""
         raise NotImplementedError("a reader needs a method `read(self, split)`, which yields (ids, dense, labels)")
 
     def read_share(self, split: str, rank: int, world_size: int) -> Iterable[Rows]:
@@ -93,7 +93,7 @@ class Reader:
         return "pointwise"
 
     def num_samples(self, split: str) -> int | None:
-        """Samples of a split; None, as here, where only reading tells. Some learning rate schedules need it."""
+        """Return the number of samples of a split, or None if it is not known (default); some schedules need it."""
         return None
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:

@@ -70,12 +70,12 @@ def pairwise_interactions(rows: Tensor) -> Tensor:
 
 
 class FeatureEmbedding(nn.Module):
-    """One vector for each feature of a schema with `fields`: its row, or its list's rows pooled.
+    """Embed the features of a schema with `fields`: one vector per feature, its row or the pooled rows of its list.
 
-    Each table is one nn.Embedding, a submodule; features of one table are looked up together, and padded places not at
-    all, so that no row is pulled or changed for them. Rows of a table with another dim go through a linear map
-    (Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation Systems", 2021).
-    `own_dims=False` gives all tables `dim`, as the weights of a linear model need.
+    Each table is one nn.Embedding, a submodule; features of the same table are looked up together. Padding is not
+    looked up, so that no row is pulled or changed for it. Rows of a table with another dim are projected by a
+    linear layer (Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
+    Systems", 2021). With `own_dims=False` all tables have `dim`, as the weights of a linear model need.
     """
 
     def __init__(self, schema: Schema, dim: int, device: Device = None, *, own_dims: bool = True) -> None:
@@ -108,7 +108,7 @@ class FeatureEmbedding(nn.Module):
         return {name: _valid_ids(ids, fields)[0] for name, fields in self._columns.items()}
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
-        """Vectors (B, F, dim) of the features that are no sequences, in order; an empty list gives zeros."""
+        """Return the vectors (B, F, dim) of all features except sequences, in order; an empty list gives zeros."""
         return self.lookup(ids).pooled(dense)
 
     def sequence(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)  # remote ones, too
 
 
 def checkpoint_activations(model: nn.Module) -> int:
-    """Have the outermost nn.Sequential parts without embeddings keep their input alone; how many there are.
+    """Checkpoint activations of the outermost nn.Sequential parts without embeddings; returns their number.
 
-    Their forward runs a second time in backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"),
-    with the same dropout. Embeddings are left alone, so that no row is pulled twice, and so are the running statistics
-    of batch norm, which the second forward does not move.
+    They keep only their input, and their forward runs a second time in backward (Chen et al. 2016, "Training Deep
+    Nets with Sublinear Memory Cost"), with the same dropout. No row is pulled twice, because embeddings are
+    excluded, and the second forward does not update the running statistics of batch norm.
     """
     towers = list(_towers(model))
     for tower in towers:

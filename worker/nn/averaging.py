@@ -19,10 +19,10 @@ Share = Callable[[Sequence[Tensor]], None]
 
 
 class WeightAverage:
-    """The exponential moving average of parameters, average = decay * average + (1 - decay) * weights per step.
+    """Keep the exponential moving average of parameters: average = decay * average + (1 - decay) * weights per step.
 
-    It begins with the weights after the first step. `read` brings parameters up to date that live on shards: a worker
-    sees what a step made of them in the next forward, and they are taken in there. Table rows are not averaged.
+    It starts with the weights after the first step. `read` pulls parameters that are on shards: a worker sees the
+    result of a step only in the next forward, and averages it there. Rows of embedding tables are not averaged.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class WeightAverage:
         self.values: list[Tensor] = []
 
     def stepped(self) -> None:
-        """The weights have changed; what they are now is taken in by the next `observe`."""
+        """Note that the weights have changed; the next `observe` adds them to the average."""
         self._pending = True
 
     def observe(self) -> None:
-        """Take the parameters in, once per step; they must be up to date."""
+        """Add the parameters to the average, once per step; they must be up to date."""
         if not self._pending:
             return
         if not self.values:
@@ -52,9 +52,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self, share: Share | None = None) -> Iterator[None]:
-        """The parameters hold the average, and their own values again afterwards.
+        """Context manager in which the parameters have the averaged values; afterwards they have their own again.
 
-        `share` gives all workers the values of one, so that they evaluate one model.
+        `share` copies the values of one worker to all workers, so that they evaluate the same model.
         """
         if self._read is not None:
             self._read()
@@ -70,7 +70,7 @@ class WeightAverage:
             self._put(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, of all steps that were taken in."""
+        """Return the average as a state_dict."""
         return {"steps": self.steps, "pending": self._pending, "values": list(self.values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,10 +15,10 @@ from embershard.worker.nn.activations import TABLES
 
 
 def compile_dense(model: nn.Module) -> None:
-    """Have torch.compile compile the forward of a wrapped model, in place; that takes place at the first batches.
+    """Compile the dense part of a wrapped model with torch.compile, in place; it compiles at the first batches.
 
-    Embeddings are called as they are: they read rows, and keep their gradients; torch.compile(model) cannot trace that.
-    JobError where this machine has no compiler for the device that the model is on.
+    Embeddings stay uncompiled, because torch.compile cannot trace the pull of rows. JobError if this machine has no
+    compiler for the device of the model.
     """
     missing = _missing(next(chain(model.parameters(), model.buffers())).device)
     if missing is not None:

@@ -218,7 +218,7 @@ class _RemoteRows(nn.Module):
 
 
 class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
-    """nn.Embedding over a remote table; `num_embeddings` None takes any 64-bit id."""
+    """nn.Embedding whose rows are on the shards; with `num_embeddings` None it takes any 64-bit id."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class _RowLookup(torch.autograd.Function):
 
 
 class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
-    """nn.EmbeddingBag over a remote table; `num_embeddings` None takes any 64-bit id."""
+    """nn.EmbeddingBag whose rows are on the shards; with `num_embeddings` None it takes any 64-bit id."""
 
     def __init__(
         self,

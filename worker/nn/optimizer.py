@@ -16,20 +16,21 @@ from embershard.worker.session.session import Session
 
 
 class ShardOptimizer(torch.optim.Optimizer):
-    """The optimizers of a session's tables, as one of torch's.
+    """A torch optimizer that pushes gradients to the shards, for code that expects a torch.optim.Optimizer.
 
-    There is a group for the embeddings (one for each optimizer, if they have several) and one for each table of dense
-    weights; a group's "tables" are the names of its tables. Its "lr", which any scheduler of torch may change, divided
-    by that of the row optimizer, is the factor of the tables' learning rate in the next push. The gradients of its
-    "params" may be changed in place between backward and `step`: dense ones and, on a stand-in for each table, those of
-    the rows, equal ids summed.
+    The shards apply the row optimizers. There is a group for the embeddings (one per optimizer, if they have
+    several) and one for each table of dense weights; a group's "tables" are the names of its tables. Torch
+    schedulers may change a group's "lr": the next push sends it, divided by the lr of the row optimizer, as the
+    factor of the tables' learning rate. The gradients of its "params" may be changed in place between backward and
+    `step`: dense gradients and, on one placeholder parameter per table, those of the rows, summed over equal ids.
 
-    `weight` is what the next step counts among those of a synchronous job's workers: the samples of its mean.
+    `weight` is the weight of the next step among the workers of a synchronous job: the number of samples of its
+    mean.
 
-    A step that torch.amp.GradScaler leaves out is a step without a push: the clock moves on. Rows, weights and
-    optimizer states are on the shards: `state_dict` holds the learning rates alone.
+    If torch.amp.GradScaler skips a step, nothing is pushed, but the clock advances. Rows, weights and optimizer
+    states are on the shards: `state_dict` has only the learning rates.
 
-    Make it once the model is wrapped. ValueError for a session without tables.
+    Create it after `wrap`. ValueError for a session without tables.
     """
 
     # GradScaler then calls `step` in any case and says what it found, so that the clock can move on
@@ -58,7 +59,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": groups[0]["lr"]})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the groups are those of the tables."""
+        """Raise an error: the groups are determined by the tables."""
         if len(self.param_groups) == len(self._full_rates):
             raise TypeError("a table has its optimizer from the start: pass wrap(optimizer={pattern: optimizer, ...})")
         self.param_groups.append(param_group)
@@ -70,9 +71,9 @@ class ShardOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Push the gradients, as `Session.step` does, each group's with its learning rate.
+        """Push the gradients like `Session.step`, those of each group with its learning rate.
 
-        BadLearningRate, before anything is pushed, where a rate is negative, NaN or Inf.
+        BadLearningRate, before anything is pushed, if a learning rate is negative, NaN or Inf.
         """
         loss = None
         if closure is not None:
@@ -91,7 +92,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         return loss
 
     def skip(self) -> None:
-        """A step without a push: gradients are dropped, and the clock moves on."""
+        """Make a step without a push: gradients are dropped, and the clock advances."""
         self.skipped_steps += 1
         self.session.skip()
 
@@ -105,7 +106,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         return {"state": {}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over learning rates. ValueError where they are those of other tables."""
+        """Load learning rates. ValueError if they belong to other tables."""
         given = state_dict["param_groups"]
         if [group["tables"] for group in given] != [group["tables"] for group in self.param_groups]:
             raise ValueError("these are the learning rates of other tables: the state is that of another model")

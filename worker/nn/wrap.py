@@ -72,37 +72,39 @@ def wrap(
     whole_limit: int = WHOLE_LIMIT,
     beyond_limit: Literal["error", "batch_rows"] = "error",
 ) -> nn.Module:
-    """Move a model's weights to the shards; the same model, to be trained with `session.step()`.
+    """Move a model's weights to the shards, and return the same model, to be trained with `session.step()`.
 
-    Values move too, from the worker that creates the tables; the other workers take them from there. A table on the
-    `meta` device is never materialised: its rows come from `initializer` (default: Normal(0, 1), as torch) and `seed`.
-    `dense_optimizer` defaults to `optimizer`, or to Adagrad for RowWiseAdagrad; its clip_norm bounds a block of 1024
-    floats. Each of the three may be a mapping by pattern, {"user_*": es.Adam(lr=1e-3), "*": es.SGD(lr=0.1)} say: the
-    first counts that matches the name of an embedding or a dense parameter, or that of a module it lies in. `id_space`
-    gives modules (by name) a common id space, so that one route serves them all; it defaults to the model's
-    `embedding_id_spaces`. `prefix` goes before the names of tables, for several models on the same shards.
+    Every nn.Embedding and nn.EmbeddingBag becomes a table, all other parameters rows of a dense table. The worker
+    that creates the tables loads its values onto the shards, and the other workers use these. A table on the `meta`
+    device is never materialised: `initializer` (default: Normal(0, 1), as in torch) and `seed` determine the first
+    values of its rows. `dense_optimizer` defaults to `optimizer`, or to Adagrad for RowWiseAdagrad; its clip_norm
+    applies to blocks of 1024 floats. `optimizer`, `dense_optimizer` and `initializer` may each be a mapping by
+    pattern, for example {"user_*": es.Adam(lr=1e-3), "*": es.SGD(lr=0.1)}: the first pattern applies that matches
+    the name of an embedding or a dense parameter, or of a module that contains it. `id_space` gives modules (by
+    name) a common id space, so that one route serves all of them; it defaults to the model's `embedding_id_spaces`.
+    `prefix` is put before the names of tables, for several models on the same shards.
 
-    With `dense` "ddp" or "fsdp" only the embeddings move, and the other parameters stay with torch: give the result to
-    DistributedDataParallel (or its parts to fully_shard), make an optimizer of torch for its parameters, and step both,
-    `optimizer.step(); session.step()`. Gradients are the mean over the workers then, of whatever batch each of them
-    has, so push with the same weight everywhere.
+    With `dense` "ddp" or "fsdp" only the embeddings move, and the other parameters stay with torch: pass the result
+    to DistributedDataParallel (or its parts to fully_shard), create a torch optimizer for its parameters, and step
+    both, `optimizer.step(); session.step()`. Gradients are then the mean over the workers, whatever the sizes of
+    their batches, so push with the same weight on all workers.
 
-    Parameters stay what they are for the model and the loop: whoever uses one, in forward or not, computes with the
-    shards' values. The weight of an embedding is read by rows (`F.embedding(ids, emb.weight)`, `emb.weight[ids]`), and
-    as a whole by everything else (a layer tied to it, `F.linear(h, emb.weight)`, a sum over `model.parameters()`,
-    `state_dict`), up to `whole_limit` bytes. Beyond it such a use is an error or, with `beyond_limit` "batch_rows", it
-    gets the rows that this step has looked up, (U, dim): a regulariser over all parameters, added after the forward, is
-    then one over the batch's rows. A change in place, which the next pull would undo, is an error: ParameterChanged; so
-    is a step of torch's optimizer.
+    Model and loop can use parameters as before: any use, in forward or elsewhere, computes with the shards' values.
+    The weight of an embedding is read by rows (`F.embedding(ids, emb.weight)`, `emb.weight[ids]`), and as a whole
+    by all other uses (a tied layer, `F.linear(h, emb.weight)`, a sum over `model.parameters()`, `state_dict`), up
+    to `whole_limit` bytes. For a larger table such a use is an error or, with `beyond_limit` "batch_rows", it gets
+    the rows that this step has looked up, (U, dim): a regulariser over all parameters, added after the forward,
+    then covers the batch's rows. A change in place raises ParameterChanged, because the next pull would undo it; so
+    does a step of torch's optimizer.
 
-    A subclass of nn.Embedding with a forward of its own is trained as a dense parameter. Frozen tables are pulled and
-    never pushed; frozen dense parameters are loaded once, so that all workers agree, and are trained when they are
-    unfrozen.
+    A subclass of nn.Embedding with its own forward is trained as a dense parameter. Frozen tables are pulled and
+    never pushed; frozen dense parameters are loaded once, so that all workers have the same values, and are trained
+    when they are unfrozen.
 
-    ValueError where the model cannot be wrapped: wrapped before, tied to a table that may not be read as a whole, with
-    a tensor in the memory of a parameter (self.w = emb.weight.data), parameters that are not float32, not initialised,
-    or on the meta device without being a table. OtherParameters where the shards hold other dense weights;
-    TableTooLarge where a use would read a larger table as a whole.
+    ValueError if the model cannot be wrapped: it is already wrapped, is tied to a table that cannot be read as a
+    whole, has a tensor that shares the memory of a parameter (self.w = emb.weight.data), or has parameters that are
+    not float32, not initialised, or on the meta device without being a table. OtherParameters if the shards hold
+    other dense weights; TableTooLarge if a use would read a table beyond the limit as a whole.
     """
     if hasattr(model, _MARK):
         raise ValueError("this model is wrapped already")

@@ -39,22 +39,24 @@ def connect(
     tls: TLS | None = None,
     token_file: str | os.PathLike[str] | None = None,
 ) -> Session:
-    """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order, or at "file:DIR".
+    """Connect to the shards at `addresses` ("host:port,host:port" or a list), in any order, or at "file:DIR".
 
-    Waits for shards that start later; every later call, too, ends by `timeout`. A shard that recovers its
-    rows from its log is waited for up to `recovery_timeout`. BadAddress where an address cannot be one.
+    Returns a Session. Waits up to `timeout` until all shards answer; every later call ends by `timeout` too. A call
+    to a shard that is recovering its rows from its log waits up to `recovery_timeout`. BadAddress for a malformed
+    address.
 
-    With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
-    that membership.Terms describes, the same for all workers; ModeMismatch where they differ, StaleRun where its `run`
-    is. So it does where the job is `elastic`: it begins with `workers`, and others may join it later. With
-    `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
-    `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
-    `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
-    With `tls`, nothing is sent over TCP that is not encrypted; BadCertificate where its files cannot be used.
+    With several `workers`, or a `staleness`, this worker (number `worker`) joins the clock of the job. Give all
+    workers the same values of these arguments (membership.Terms describes them); ModeMismatch if `staleness`,
+    `staleness_aware_lr` or, at the start, `workers` differ; StaleRun if a later `run` has begun. An `elastic` job
+    begins with `workers`, and others may join later. With `local_steps` the worker trains that number of steps on
+    its own copies of the rows, and then pushes the change (local_steps.py). `bandwidth`, such as "100mbit",
+    emulates a slower link to the shards (bandwidth.py); ValueError if it is malformed. `compression` sets the
+    codecs of tables; `imports` names modules of user-defined codecs, BadModule or BadCodec if one fails. With
+    `tls`, nothing is sent unencrypted over TCP; BadCertificate if its files cannot be used.
 
-    `token_file` holds the token to show to the shards: its first line, readable by nobody else (BadToken). On this
-    machine the user's own shards need none. NotAuthenticated where a shard does not know it, NotAllowed where its role
-    does not suffice.
+    `token_file` names a file with the token for the shards in its first line; other users must not be able to read
+    it (BadToken). Your own shards on this machine need no token. NotAuthenticated if a shard does not know the
+    token, NotAllowed if its role is not sufficient.
     """
     terms = Terms(
         workers=workers,

@@ -48,13 +48,14 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """A worker's connection to the shards, and its clock.
+    """A worker's connection to the shards: it pulls rows for the model, pushes gradients, and counts steps.
 
-    One thread trains with a session: forward, backward, `step()`. With `zero_grad()` and `step()` it stands where a
-    training loop expects an optimizer. `lr_scale` multiplies the learning rate of every following push.
+    One thread trains with a session: forward, backward, `step()`. Because it has `zero_grad()` and `step()`, a
+    training loop can use it in place of an optimizer. `lr_scale` multiplies the learning rate of every following
+    push.
 
-    Inside `for batch in session.prefetch(loader):` rows are pulled before they are needed and pushes are on their way
-    while the loop goes on; everywhere else a forward waits for its rows, and a step for its push.
+    Inside `for batch in session.prefetch(loader):` rows are pulled in advance and pushes are sent in the
+    background; everywhere else a forward waits for its rows, and a step for its push.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class Session:
 
     @property
     def clock(self) -> int:
-        """Steps until now; a worker that joins a job late, or again, is at the job's."""
+        """The number of steps so far; a worker that joins late, or again, starts at the clock of the job."""
         if (member := self.client.membership) is not None:
             self._clock = max(self._clock, member.next_clock)  # a step that was interrupted may have pushed
         return self._clock
 
     @property
     def membership(self) -> Membership | None:
-        """This worker's place among the others; None for one that trains for itself."""
+        """This worker's membership in the job; None for a single worker."""
         return self.client.membership
 
     @property
@@ -133,7 +134,7 @@ class Session:
         return stats
 
     def staleness_seen(self) -> tuple[int, ...]:
-        """Pushes to all shards by the updates that their rows had missed: 0, 1, ...; the last number: so many or more.
+        """Count pushes by staleness (updates that their rows had missed): 0, 1, ...; the last entry counts all above.
 
         Those whose rows' version is not known, as with a cache, are not among them.
         """
@@ -141,7 +142,7 @@ class Session:
 
     @property
     def has_local_steps(self) -> bool:
-        """Whether steps change copies of this worker first."""
+        """Whether steps first change this worker's own copies of the rows (`local_steps`)."""
         return self.local_steps is not None
 
     def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
@@ -166,7 +167,7 @@ class Session:
     def compress(
         self, tables: str, *, push: str | CodecName | None = None, pull: str | CodecName | None = None
     ) -> list[str]:
-        """Have tables travel so from the next push and pull on; their names.
+        """Set the codecs of tables from the next push and pull on; returns the names of these tables.
 
         `tables` is a name, a pattern, or "dense" for all dense weights. A codec is one of docs/compression.md, such as
         "int8" or "topk:0.01+fp16s"; a direction that is not named stays as it is. A residual goes with
@@ -239,13 +240,13 @@ class Session:
         self._prefetched.forward = {}
 
     def pull(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> LookupResults:
-        """Rows and dense weights as shards keep them now, after every push before, in one request per shard."""
+        """Pull rows and dense weights as shards have them now, after all earlier pushes, in one request per shard."""
         with self._past_codecs(dense):
             return self._pull(lookups, dense)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Inside, forwards read rows and dense weights as the shards keep them, past the tables' pull codecs.
+        """Context manager in which forwards read rows and dense weights as float32, without the tables' pull codecs.
 
         For evaluations: what training reads before and after keeps its bits.
         """
@@ -253,7 +254,7 @@ class Session:
             yield
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
-        """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
+        """Assign rows, after all earlier pushes; rows of the table that were pulled in advance are invalidated."""
         self.settle()
         if keep_state and self._lost_leases not in (None, self.client.lost_leases):
             return  # what was read before is changed here, and will not be pushed either
@@ -284,10 +285,10 @@ class Session:
 
     @untraced
     def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
-        """Push what backward left, to all shards at once, and advance the clock; `stats` counts the rows.
+        """Push the gradients since the last step to all shards, and advance the clock; `stats` counts the rows.
 
-        `lr_scales` multiplies the learning rate of each table that it names, on top of `lr_scale`. `weight` is what
-        these gradients count among those of the workers of a synchronous job: the number of samples of their mean.
+        `lr_scales` multiplies the learning rate of each table that it names, on top of `lr_scale`. `weight` is the
+        weight of these gradients among those of a synchronous job's workers: the number of samples of their mean.
 
         Gradients are cleared, so that no zero_grad is needed. It waits for the shards; inside `prefetch` it does not,
         unless too many pushes are on their way. There it first raises the error of an earlier push, if there was one,
@@ -390,10 +391,10 @@ class Session:
         staleness: int | None = None,
         inputs: Inputs[B] | None = None,
     ) -> Iterator[B]:
-        """The loader's batches, each with its rows and the dense weights pulled ahead, while pushes are on their way.
+        """Iterate over the loader's batches: pulls their rows and dense weights in advance, pushes in the background.
 
-        A batch shows this worker's pushes of all batches before it but the last `staleness` ones; with 0 the weights
-        have the same bits as without prefetch. It defaults to the bound that `connect` was given, without one to 0. At
+        The rows of a batch include this worker's pushes of all earlier batches except the last `staleness` ones; with 0
+        the weights have the same bits as without prefetch. It defaults to the `staleness` of `connect`, or to 0. At
         most staleness + 1 pushes are in flight. The loader, and what says which ids a batch reads, run in a thread of
         their own, some batches ahead: `inputs(batch)` gives the ids by embedding module (of several models: by table),
         and defaults to the model's `embedding_inputs`, called with the batch, or with the parts of a batch that is a
@@ -469,7 +470,7 @@ class Session:
                 self._failure = None
 
     def flush(self) -> None:
-        """Wait until every push is safe on its shards; raises the error of one that is not. Local steps end a round."""
+        """Wait until every push is safe on its shards; raises the error of a failed push. Ends a local round."""
         self.settle()
         with self._waiting():
             if self.local_steps is not None:
@@ -483,7 +484,7 @@ class Session:
             weights.clear()
 
     def skip(self) -> None:
-        """A step that changes nothing: the gradients are dropped, the clock moves on for everybody."""
+        """Make a step without a push: the gradients are dropped, and the clock advances."""
         self.zero_grad()
         self.step(weight=0.0)
 
@@ -497,7 +498,7 @@ class Session:
             self._pull((), stale)
 
     def refresh(self) -> None:
-        """Read everything anew at the next forward, for instance to evaluate what other workers pushed.
+        """Pull all rows and dense weights again at the next forward, for instance to evaluate other workers' pushes.
 
         Inside `prefetch`, batches that were pulled ahead already keep their rows.
         """
@@ -514,7 +515,7 @@ class Session:
             table.forget()
 
     def reset_read_versions(self) -> None:
-        """Have the next step be as old as what is read from here on, as after an evaluation between two steps."""
+        """Compute the staleness of the next step only from later reads; call it after an evaluation."""
         self._versions, self._lost_leases = {}, None
 
     @contextmanager
@@ -551,9 +552,9 @@ class Session:
             self._waited_for_workers += min(seconds - data, client.workers_wait_seconds - held)
 
     def close(self) -> None:
-        """Wait for what is in flight and close the connections; gradients that were not pushed are dropped.
+        """Wait for requests in flight and close the connections; gradients that were not pushed are dropped.
 
-        So are residuals: the log says how many rows of which table.
+        Residuals are dropped too: the log says how many rows of which table.
         """
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)

@@ -42,13 +42,14 @@ Score = Callable[[Tensor, Tensor | None], Floats]  # ids (N, C), dense (N, D) ->
 
 
 def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = False) -> ExportedModel:
-    """The model of an export (`embershard export`), ready to score; its tables are read from the disk as needed.
+    """Load the model of an export (`embershard export`) to score rows, without shards; its tables are memory-mapped.
 
-    `dense`: what computes the part behind the tables: torch, ONNX (of `export --onnx`, by onnxruntime) or torch with
-    int8 layers (of `export --int8`). `verify` compares the digest of every file, and so reads all of them. The folder
-    is all that it needs, and, for a model of a user, its module.
+    `dense` selects how the dense part is computed: by torch, by onnxruntime (from `export --onnx`), or by torch
+    with int8 layers (from `export --int8`). `verify` reads every file and compares its digest. You need only the
+    folder and, for a model of your own, its module.
 
-    BadExport names a file that is missing, damaged, or of another version; CannotServe says what is not installed.
+    BadExport names a file that is missing, damaged, or of another version; CannotServe names what is missing in the
+    export or not installed.
     """
     path = Path(folder)
     if dense not in get_args(Dense):

@@ -17,8 +17,8 @@ _NVIDIA_SMI_SECONDS = 2.5
 @check(
     "threads",
     asks="whether the threads of all workers here fit the cores",
-    remedy="set OMP_NUM_THREADS (or train.threads) to cores / workers, less what shards and loaders need: threads "
-    "beyond the cores wait for each other",
+    remedy="set OMP_NUM_THREADS (or train.threads) to cores / workers, less what shards and loaders need: more threads "
+    "than cores wait for each other",
 )
 def threads(case: Case) -> Finding | None:
     """torch's threads x workers on this machine, against the cores that it may use: a container's may be fewer."""
@@ -88,7 +88,7 @@ def bf16(case: Case) -> Finding | None:
 
 @check(
     "matrix products",
-    asks="whether the faster of MKL and oneDNN multiplies on this CPU",
+    asks="whether matrix products use the faster of MKL and oneDNN on this CPU",
     remedy="set train.linear to auto or onednn",
 )
 def matrix_products(case: Case) -> Finding | None:

@@ -18,8 +18,8 @@ _NO_SPACE = 2**26
 
 @check(
     "job file",
-    asks="whether the job has mistakes, contradictions, or data files that are not there",
-    remedy="correct what is named, line by line; --data names the folder of the data",
+    asks="whether the job has mistakes, contradictions, or missing data files",
+    remedy="correct the lines in the message; --data names the folder of the data",
 )
 def job_file(case: Case) -> Finding | None:
     """Check that load_job accepts the file."""
@@ -31,7 +31,7 @@ def job_file(case: Case) -> Finding | None:
 @check(
     "job data",
     asks="whether the job's code and data work: its reader and model are tried on the first samples of every split",
-    remedy="correct what is named, in the file and line; `embershard train` would name the same",
+    remedy="correct the file and line in the message; `embershard train` would report the same",
 )
 def job_data(case: Case) -> Finding | None:
     """Check that the job's reader and model work on the first samples, as `embershard train` does before it starts."""
@@ -42,7 +42,7 @@ def job_data(case: Case) -> Finding | None:
 
 @check(
     "run folder",
-    asks="whether the run's folder can be written, and has space for logs",
+    asks="whether the run's folder is writable, and has space for logs",
     remedy="choose another folder with --output, or make space",
 )
 def run_folder(case: Case) -> Finding:
@@ -53,7 +53,7 @@ def run_folder(case: Case) -> Finding:
 
 @check(
     "checkpoint folder",
-    asks="whether the job's checkpoint folder can be written, and has space for as many as are kept",
+    asks="whether the job's checkpoint folder is writable, and has space for the checkpoints that are kept",
     remedy="choose a folder that all workers and shards see and can write, lower checkpoint.keep, or make space",
 )
 def checkpoint_folder(case: Case) -> Finding | None:
@@ -77,8 +77,8 @@ def checkpoint_folder(case: Case) -> Finding | None:
 
 @check(
     "temporary folder",
-    asks="whether the temporary folder can be written: shards put their private sockets there",
-    remedy="set TMPDIR to a folder that can be written, or make space",
+    asks="whether the temporary folder is writable: shards put their private sockets there",
+    remedy="set TMPDIR to a writable folder, or make space",
 )
 def temporary_folder(_: Case) -> Finding:
     """Check the folder that tempfile would use."""

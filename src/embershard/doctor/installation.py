@@ -19,8 +19,8 @@ _IMPORT_SECONDS = 60.0  # torch from a cold disk; numba's compilation
 
 @check(
     "python",
-    asks="whether this Python is one that embershard needs and is tested with",
-    remedy="make a virtual environment with one of the Python versions that are named",
+    asks="whether embershard supports this version of Python and is tested with it",
+    remedy="create a virtual environment with one of the Python versions in the message",
 )
 def python(_: Case) -> Finding:
     """Python's version against the package's own words."""
@@ -48,7 +48,7 @@ def has_torch() -> bool:
 @check(
     "packages",
     asks="whether every package that embershard needs is there, in a version that it works with",
-    remedy="pip install --upgrade embershard (in this environment), which brings them",
+    remedy="pip install --upgrade embershard (in this environment), which installs them",
 )
 def packages(_: Case) -> Finding:
     """Installed versions against the package's own requirements, with those of training where torch is there."""
@@ -90,7 +90,7 @@ def torch(case: Case) -> Finding:
 
 @check(
     "uvloop",
-    asks="whether the event loop that moves the bytes can be imported",
+    asks="whether the event loop of the transports can be imported",
     remedy="pip install uvloop; it has no build for Windows: use WSL 2 there",
 )
 def uvloop(_: Case) -> Finding:
@@ -104,8 +104,8 @@ def uvloop(_: Case) -> Finding:
 
 @check(
     "compiled kernels",
-    asks="whether the compiled kernels are kept on disk, so that a second start compiles nothing",
-    remedy="set NUMBA_CACHE_DIR to a folder that can be written, for shards and workers",
+    asks="whether the compiled kernels are cached on disk, so that a second start compiles nothing",
+    remedy="set NUMBA_CACHE_DIR to a writable folder, for shards and workers",
     seconds=_IMPORT_SECONDS,
 )
 def kernels(_: Case) -> Finding:

@@ -14,8 +14,8 @@ _SILENT_SHARE = 0.5  # of a lease: workers renew theirs four times in it
 
 @check(
     "clock",
-    asks="whether the shards are at the same clock, and whether it moves",
-    remedy="see `waited for`; where one shard stays behind, see `load`, and its log",
+    asks="whether the shards are at the same clock, and whether it advances",
+    remedy="see `waited for`; if one shard is behind, see `load`, and its log",
 )
 def clock(case: Case) -> Finding | None:
     """The first clock that is not closed, on every shard, at two looks."""
@@ -35,7 +35,8 @@ def clock(case: Case) -> Finding | None:
 @check(
     "members",
     asks="whether every shard knows the same workers, as many as the job has",
-    remedy="start the missing workers: nothing closes before all have joined once; see the log of one that has gone",
+    remedy="start the missing workers: no clock closes before all have joined once; for a worker that left, see its "
+    "log",
 )
 def members(case: Case) -> Finding | None:
     """Workers that hold a lease."""
@@ -55,7 +56,7 @@ def members(case: Case) -> Finding | None:
     "waited for",
     asks="which worker the others wait for",
     remedy="look at that worker's machine (load, data, thermal limits, network); a staleness bound lets the others "
-    "go on for a while, `off` for good; one that died is dropped at the end of its lease",
+    "continue for some steps, `off` without limit; a dead worker is evicted at the end of its lease",
 )
 def waited_for(case: Case) -> Finding | None:
     """Workers that have not pushed the clock which the others have, at both looks."""
@@ -121,7 +122,7 @@ def staleness_seen(case: Case) -> Finding | None:
 @check(
     "job and workers",
     asks="whether the job's staleness is the one that the running shards serve",
-    remedy="give all workers the same job file; a job with other settings needs shards of its own",
+    remedy="give all workers the same job file; a job with other settings needs its own shards",
 )
 def job_and_workers(case: Case) -> Finding | None:
     """The job file against what runs."""

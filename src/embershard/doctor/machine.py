@@ -29,9 +29,9 @@ _SMALL_SHARED_MEMORY = 2**28
 
 @check(
     "system time",
-    asks="whether the system's clock can be right: workers number their incarnations by it",
-    remedy="set the clock (timedatectl set-ntp true): a worker that starts again with an earlier time is taken for "
-    "an old one, and refused",
+    asks="whether the system's clock is plausible: a restarted worker takes its number from it",
+    remedy="set the clock (timedatectl set-ntp true): a worker that restarts with an earlier time is refused as an old "
+    "one",
 )
 def system_time(_: Case) -> Finding:
     """Now, against the age of what is installed."""
@@ -61,8 +61,8 @@ def open_files(case: Case) -> Finding:
 
 @check(
     "memory",
-    asks="whether memory is free, beside the tables of the shards on this machine",
-    remedy="start the shards on more machines, or end what else uses the memory",
+    asks="whether memory is free, in addition to the tables of the shards on this machine",
+    remedy="start the shards on more machines, or end other programs that use the memory",
 )
 def memory(case: Case) -> Finding:
     """Free memory against what the tables here hold: they grow, and a snapshot is written beside them."""
@@ -124,7 +124,7 @@ def huge_pages(_: Case) -> Finding | None:
 
 @check(
     "swap",
-    asks="whether rows may have been swapped out: one that is on disk takes a thousand times as long",
+    asks="whether rows may have been swapped out: reading a row from disk takes a thousand times as long",
     remedy="free memory, then `swapoff -a && swapon -a`, or run shards where swap is off",
 )
 def swap(_: Case) -> Finding:

@@ -20,7 +20,7 @@ _SLOW_CALL_SECONDS = 0.002
 _SAVES = 1.02  # times fewer bytes: less is not the work of a codec
 _MUCH_RESIDUAL = 0.1  # of the pushed bytes
 
-_MODEL = "this is the model: more train.threads, train.linear onednn, mixed precision (bf16), a GPU, more workers"
+_MODEL = "the model computes: more train.threads, train.linear onednn, mixed precision (bf16), a GPU, more workers"
 
 _TROUBLES = {  # fields of a result that are 0 where all went well
     "skipped_rows": "gradient rows held NaN or Inf",
@@ -42,10 +42,10 @@ PARTS = {
     "send": "a smaller dim, embedding.cache, a faster link; Unix sockets where shards and workers share a machine",
     "receive": "a smaller dim, embedding.cache, a faster link; Unix sockets where shards and workers share a machine",
     "pull": "fewer tables: give features one table, or one id space (as the CTR readers do)",
-    "push": "prefetch (train.prefetch), so that pushes leave behind the step; fewer tables",
+    "push": "prefetch (train.prefetch), so that pushes are sent in the background; fewer tables",
     "forward": _MODEL,
     "backward": _MODEL,
-    "other": "look at trace.json (ui.perfetto.dev) for what lies between the parts: hooks, logging, metrics",
+    "other": "look in trace.json (ui.perfetto.dev) for work between the parts: hooks, logging, metrics",
 }
 _COMPUTATION = ("forward", "backward")
 _WAITS = {"shards": "wait_shards", "other workers": "wait_workers", "data": "wait_data"}  # fields of a result
@@ -54,8 +54,8 @@ _WAITS = {"shards": "wait_shards", "other workers": "wait_workers", "data": "wai
 @check(
     "run",
     asks="whether the run ended well",
-    remedy="see the last lines of worker-*.log in the run's folder, and the message that ended it; `gradients` and "
-    "`leases` say what helps",
+    remedy="see the last lines of worker-*.log in the run's folder, and the error message; `gradients` and `leases` "
+    "say what helps",
 )
 def ended(case: Case) -> Finding | None:
     """Check how the run's log ends."""
@@ -75,7 +75,7 @@ def ended(case: Case) -> Finding | None:
 @check(
     "step",
     asks="which part of a training step takes the most time",
-    remedy="run once with --profile, then do what stands beside the part that is named (below)",
+    remedy="run once with --profile, then follow the advice for the slowest part (below)",
 )
 def step(case: Case) -> Finding | None:
     """Check which part of a step takes longest, by profile.json."""
@@ -101,8 +101,8 @@ def step(case: Case) -> Finding | None:
 @check(
     "even steps",
     asks="whether some steps take far longer than most",
-    remedy="look for what else uses these cores, for swap, and for a worker or shard that stalls; evaluations do not "
-    "count",
+    remedy="look for other programs on these cores, for swap, and for a worker or shard that stalls; evaluations do "
+    "not count",
 )
 def even_steps(case: Case) -> Finding | None:
     """Compare the p99 of a step's time with its median."""
@@ -117,7 +117,7 @@ def even_steps(case: Case) -> Finding | None:
 @check(
     "waiting",
     asks="what share of the training time the workers wait, and why",
-    remedy="do what stands beside the reason; without one, name the running shards beside --run to see more",
+    remedy="follow the advice for the reason; if there is none, add --ps with the running shards to --run",
 )
 def waiting(case: Case) -> Finding | None:
     """The log's wait_share, and what speaks for which reason."""
@@ -142,9 +142,8 @@ def waiting(case: Case) -> Finding | None:
 
 @check(
     "speed over time",
-    asks="whether training slowed down on its way",
-    remedy="see `memory`, `swap` and `load`: tables that grow, a shard that fills up, a machine that something else "
-    "uses",
+    asks="whether training became slower over time",
+    remedy="see `memory`, `swap` and `load`: growing tables, a shard that fills up, other programs on the machine",
 )
 def speed_over_time(case: Case) -> Finding | None:
     """The last quarter of the intervals against the first, without the very first one."""
@@ -178,8 +177,8 @@ def evaluation(case: Case) -> Finding | None:
 @check(
     "cache",
     asks="whether the cache of hot rows finds rows",
-    remedy="raise embedding.cache.rows or embedding.cache.staleness, or leave the cache out: ids without skew gain "
-    "nothing",
+    remedy="raise embedding.cache.rows or embedding.cache.staleness, or remove the cache: it is useless if ids are not "
+    "skewed",
 )
 def cache(case: Case) -> Finding | None:
     """The share of looked-up rows that the worker had."""
@@ -194,8 +193,8 @@ def cache(case: Case) -> Finding | None:
 @check(
     "compression",
     asks="how many bytes the codecs saved, and whether the residuals had room",
-    remedy="raise compression.residual_rows: rows that find no room are sent whole; a codec that sends more bytes than "
-    "float32 needs a smaller ratio, or is better left out",
+    remedy="raise compression.residual_rows: rows without room are sent whole; if a codec sends more bytes than "
+    "float32, lower its ratio or remove it",
 )
 def compression(case: Case) -> Finding | None:
     """The result's bytes of a step, by direction and part."""

@@ -22,7 +22,7 @@ _GREET_TIMEOUT = timedelta(seconds=2)
 
 @check(
     "addresses",
-    asks="whether the text can be the addresses of shards, each named once",
+    asks="whether the addresses are well-formed, and each is named once",
     remedy="write host:port,host:port with a port of 1..65535, or unix:/path, or file:DIR; docs/transports.md",
 )
 def addresses(case: Case) -> Finding | None:
@@ -34,7 +34,7 @@ def addresses(case: Case) -> Finding | None:
 
 @check(
     "names",
-    asks="whether the shards' host names have addresses here",
+    asks="whether the shards' host names can be resolved here",
     remedy="check the spelling, DNS and /etc/hosts, or write the IP address",
 )
 def names(case: Case) -> Finding | None:
@@ -44,7 +44,7 @@ def names(case: Case) -> Finding | None:
 
 @check(
     "ports",
-    asks="whether each shard's port takes a connection",
+    asks="whether each shard's port accepts a connection",
     remedy="start the shard (embershard ps --listen, or up); from another machine it listens there only with "
     "--insecure; open the port in the firewall",
 )
@@ -57,7 +57,7 @@ def ports(case: Case) -> Finding | None:
 @check(
     "stream",
     asks="whether an embershard shard answers there on the stream transport, the default",
-    remedy="name the shards' ports, not those of something else; where a shard is stopped or hangs, see its log",
+    remedy="name the shards' ports, not those of another program; if a shard is stopped or hangs, see its log",
 )
 def stream(case: Case) -> Finding | None:
     """A Hello over the stream transport."""
@@ -67,7 +67,7 @@ def stream(case: Case) -> Finding | None:
 @check(
     "gRPC",
     asks="whether the shard answers there on gRPC too: health checks and clients in other languages",
-    remedy="see the shard's log; a proxy between has to pass HTTP/2",
+    remedy="see the shard's log; a proxy in between must support HTTP/2",
 )
 def grpc(case: Case) -> Finding | None:
     """Check that every shard answers over gRPC."""
@@ -76,7 +76,7 @@ def grpc(case: Case) -> Finding | None:
 
 @check(
     "access",
-    asks="whether each shard asks who comes, so that not everybody who reaches it can read and change the model",
+    asks="whether each shard has access control, so that not everybody who can connect can read and change the model",
     remedy="start it with --access access.yaml, and on loopback without --insecure-loopback; docs/security.md",
 )
 def access(case: Case) -> Finding | None:
@@ -90,7 +90,7 @@ def access(case: Case) -> Finding | None:
 
 @check(
     "latency",
-    asks="how long a small call takes: a step waits for at least one, unless it prefetches",
+    asks="how long a small call takes: without prefetch, a step waits for at least one",
     remedy="put workers near the shards (same rack, same zone), prefetch with a staleness of 1 or more, use larger "
     "batches",
 )
@@ -137,7 +137,7 @@ def versions(case: Case) -> Finding | None:
 
 @check(
     "placement",
-    asks="whether the addresses are all the shards of one placement, each once, of one epoch",
+    asks="whether the addresses name every shard of one placement and one epoch, each once",
     remedy="name every shard of one job, each once; start all with the same --of and each with its own --shard",
 )
 def placement(case: Case) -> Finding | None:
@@ -162,8 +162,8 @@ def placement(case: Case) -> Finding | None:
 
 @check(
     "instances",
-    asks="whether every address leads to a process of its own, the same one over every transport",
-    remedy="name each shard by one address; let one process only listen on a port",
+    asks="whether every address leads to a different process, and to the same one over every transport",
+    remedy="name each shard by one address; let only one process listen on a port",
 )
 def instances(case: Case) -> Finding | None:
     """The random names that shards take when they start."""
@@ -179,7 +179,7 @@ def instances(case: Case) -> Finding | None:
 
 @check(
     "tables",
-    asks="whether every shard has the same tables, none of them still waiting for its first values",
+    asks="whether every shard has the same tables, and all tables have their first values",
     remedy="if the worker that loads a table died, start shards and workers again",
 )
 def tables(case: Case) -> Finding | None:
@@ -201,8 +201,8 @@ def tables(case: Case) -> Finding | None:
 
 @check(
     "load",
-    asks="whether requests wait at a shard, which has one thread for its tables",
-    remedy="start more shards, on cores of their own; one that is much fuller than the others holds a hot table",
+    asks="whether requests queue at a shard, which has one thread for its tables",
+    remedy="start more shards, each on its own core; a shard that is much busier than the others has a hot table",
 )
 def load(case: Case) -> Finding | None:
     """Bytes that wait at both looks; those that wait for other workers are no load."""
@@ -216,8 +216,8 @@ def load(case: Case) -> Finding | None:
 
 @check(
     "gradients",
-    asks="whether gradients with NaN or Inf arrived: their rows are left out",
-    remedy="lower the learning rate, warm it up or clip gradients; look at the data for values without bounds",
+    asks="whether gradients with NaN or Inf arrived: shards skip their rows",
+    remedy="lower the learning rate, warm it up or clip gradients; look for unbounded values in the data",
 )
 def gradients(case: Case) -> Finding | None:
     """Rows that were left out since the shards started."""

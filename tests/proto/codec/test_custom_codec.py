@@ -117,5 +117,5 @@ def test_what_it_gets_wrong_is_an_error_that_names_it(functions, error, reason):
 
 
 def test_other_sizes_are_a_damaged_payload():
-    with pytest.raises(DamagedPayload, match="47 bytes, where 3 rows of dim 4 take 48"):
+    with pytest.raises(DamagedPayload, match="47 bytes, but 3 rows of dim 4 take 48"):
         make_codec().decode(np.zeros(47, np.uint8), np.empty((3, 4), np.float32))

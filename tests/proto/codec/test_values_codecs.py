@@ -98,7 +98,7 @@ def test_any_bytes_are_read_as_the_reference_reads_them(name, data, num_rows, di
 @pytest.mark.parametrize("more", [-1, 1, 4096])
 def test_other_sizes_are_a_damaged_payload(name, more):
     payload = np.zeros(find_values(name).nbytes(3, 20) + more, np.uint8)
-    with pytest.raises(DamagedPayload, match=rf"{name}.*{payload.size} bytes, where 3 rows of dim 20 take"):
+    with pytest.raises(DamagedPayload, match=rf"{name}.*{payload.size} bytes, but 3 rows of dim 20 take"):
         decoded(name, payload, (3, 20))
 
 

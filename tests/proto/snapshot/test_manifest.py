@@ -158,7 +158,7 @@ def test_a_file_cut_anywhere_is_damaged():
      sealed(form=7), sealed(version=0), sealed(version=-1), msgpack.packb([1, 2])],
 )  # fmt: skip
 def test_other_peoples_files_are_no_manifest(foreign):
-    with pytest.raises(SnapshotDamaged, match="damaged or not ours"):
+    with pytest.raises(SnapshotDamaged, match="damaged or not an embershard file"):
         module.unpack_manifest(foreign, "m")
 
 

@@ -54,7 +54,7 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path, monkeypa
     storage = Storage(str(tmp_path))
     storage.replace("f", b"old")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=FULL))
-    with pytest.raises(SnapshotNotWritten, match=rf"{tmp_path}/f.*: OSError: No space left on device; make"):
+    with pytest.raises(SnapshotNotWritten, match=rf"{tmp_path}/f.*: OSError: No space left on device; free"):
         storage.replace("f", b"new")
     assert storage.read("f") == b"old"
 

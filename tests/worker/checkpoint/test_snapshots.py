@@ -205,7 +205,7 @@ def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(shard_side, "pack_part", full)
-        with pytest.raises(errors.SnapshotNotWritten, match=r"local/1: .*No space left .*The snapshots before"):
+        with pytest.raises(errors.SnapshotNotWritten, match=r"local/1: .*No space left .*Earlier snapshots are"):
             take_snapshot(client, str(tmp_path), "two")
     push(client, 1)
     assert read_manifest(str(tmp_path)).name == "one"

@@ -23,10 +23,11 @@ _SHORT = 64  # bytes of a text up to which all texts are hashed together, byte b
 
 
 def feature_id(column: str, value: object) -> int:
-    """The id in 0..2**62-1 of a value of a column, as readers give it where ids are hashed; see docs/ids.md.
+    """Compute the id (0..2**62-1) of a value of a column, as readers with hashed ids do; docs/ids.md specifies it.
 
-    `value` is a text, an integer or a truth value, or None for a missing one, which is the empty text. TypeError for
-    anything else, floats among them: 1.0 and 1 would be two values. ValueError for a text that UTF-8 cannot spell.
+    `value` is a text, an integer, a bool, or None for a missing value, which counts as the empty text. TypeError
+    for all other types, including floats, because 1.0 and 1 would be two values. ValueError for a text that UTF-8
+    cannot encode.
     """
     return int(mix64(np.array([fnv1a(spelled(value))], np.uint64), feature_key(column))[0]) >> 2
 

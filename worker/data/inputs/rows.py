@@ -25,10 +25,11 @@ PADDING = -1  # in place of an id, where a list is shorter than its columns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CategoricalInput:
-    """Make ids of the values of a column.
+    """Convert the values of a column to ids.
 
     hashed: feature_id of column and value. global: the value is the id, below `num_ids`. vocabulary: `first` + the
-    value's place in `values`, which are sorted, or the place behind them all; white space around a text does not count.
+    position of the value in the sorted `values`, or the position after the last one for an unknown value; white
+    space around a text is ignored.
     """
 
     name: str
@@ -40,9 +41,9 @@ class CategoricalInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericInput:
-    """Make a dense feature of a column of numbers: log(1 + max(x, 0)) if `log`, then (x - mean) / std.
+    """Convert a column of numbers to a dense feature: log(1 + max(x, 0)) if `log`, then (x - mean) / std.
 
-    A missing number is 0 before that, unless it is `required`.
+    A missing number counts as 0 before this, or is an error if it is `required`.
     """
 
     name: str
@@ -54,10 +55,10 @@ class NumericInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListInput:
-    """Make `width` columns of ids of a column of lists of integers: `first` + each integer, then PADDING.
+    """Convert a column of lists of integers to `width` columns of ids: `first` + each integer, then PADDING.
 
-    `keep` says which values of a longer list are kept: the last ones, or as many spread evenly over its distinct ones.
-    Without a `width` the lists of all rows are as long as each other, and no value is left out.
+    `keep` selects the values of a list that is too long: the last ones, or values spread evenly over its distinct
+    ones. Without a `width` the lists of all rows must have the same length, and all values are kept.
     """
 
     name: str
@@ -69,7 +70,7 @@ class ListInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RowInputs:
-    """The columns that a model reads, in its order, and those beside them in its data, which it does not.
+    """Describe how the columns of a request become a model's ids and dense features, in the order of the model.
 
     A batch's ids are those of `categorical`, then those of `lists`.
     """
