@@ -211,6 +211,7 @@ class PushQueue:
             self._settle(shard, push, error, gathers=gathers)
             if not _is_late(push, error, member) and not isinstance(error, LeaseLost):
                 self._refused = self._refused or error
+                self._end_refused(shard, push, member)
         while batch := {shard: self._head(shard) for shard, waiting in sorted(self._waiting.items()) if waiting}:
             silent: EmbershardError | None = None
             for shard, outcome in call(batch).items():
@@ -228,6 +229,7 @@ class PushQueue:
                     duplicate |= outcome.duplicate
                 elif isinstance(outcome, EmbershardError) and not _is_late(push, outcome, member):
                     self._refused = self._refused or outcome
+                    self._end_refused(shard, push, member)
             if silent is not None:
                 if isinstance(self._refused, LeaseLost):  # of which its worker has to know first
                     break
@@ -236,6 +238,15 @@ class PushQueue:
         if refused is not None:
             raise refused
         return Pushed(duplicate, applied, skipped)
+
+    def _end_refused(self, shard: int, push: Push, member: Membership | None) -> None:
+        """End the clock of a member's push that a shard refused, by an empty push: all members wait for it.
+
+        A later clock that was put to this shard ends it too. An empty push that is refused is not tried again.
+        """
+        if member is not None and push.last and push.tables and self._ended[shard] == push.clock + 1:
+            update = Update(gradients=(), clock=push.clock, weight=0.0)
+            self._append(shard, update, (), push.placement_epoch, last=True)
 
     def _head(self, shard: int) -> Push:
         """The next push to a shard. It says that those before it were answered, also of the same update."""

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -403,6 +404,29 @@ def test_close_says_which_shards_have_not_answered_the_last_push(unanswered, cap
     _, session = unanswered
     session.close()
     assert [record.args for record in caplog.records] == [(0, "1")]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_worker_goes_on_after_a_shard_refused_its_push(make_pair, staleness):
+    """As where a table is full: the clock is over there too, or this worker and the other would wait for it."""
+    job, here, other = make_pair(staleness=staleness, wait_timeout=timedelta(seconds=2))
+    ids, refused = list(range(20)), []
+
+    def refuse(request):
+        if isinstance(request, messages.Push) and request.token.worker == 0 and request.tables and not refused:
+            refused.append(request)
+            job.wires[1].shard.handle(replace(request, weight=-1.0), job.now)
+
+    for session in (here, other):
+        session.table(SPEC)
+    job.wires[1].before = refuse
+    with pytest.raises(InvalidRequest, match="weight"):
+        step(here, ids)
+    step(other, ids)
+    for _ in range(3):
+        together(lambda session: step(session, ids), [here, other])
+    clocks = [[member.clock for member in wire.shard.status().members] for wire in job.wires]
+    assert clocks == [[4, 4], [4, 4]]
 
 
 def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_pair):
