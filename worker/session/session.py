@@ -16,6 +16,7 @@ import torch
 
 from embershard.proto.arrays import Floats
 from embershard.proto.codec.name import CodecName
+from embershard.proto.errors import ClientClosed
 from embershard.proto.messages import TableKey
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
@@ -81,6 +82,7 @@ class Session:
         self._exact = False  # inside `exact`, where a codec would round what is read
         self._versions: Versions = {}  # the lowest of the rows that this step has read
         self._lost_leases: int | None = None  # when the first rows of the step were pulled
+        self._is_stepping = False
 
     @property
     def clock(self) -> int:
@@ -295,6 +297,15 @@ class Session:
         and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
         the next step.
         """
+        if self._is_stepping:
+            raise RuntimeError("another thread is inside step() of this session; give each thread a session of its own")
+        try:
+            self._is_stepping = True
+            self._step(lr_scales, weight)
+        finally:
+            self._is_stepping = False
+
+    def _step(self, lr_scales: Mapping[str, float] | None, weight: float) -> None:
         self._collected.backwards = 0
         if self._prefetcher is None:
             self.settle()
@@ -433,6 +444,8 @@ class Session:
                 with self._waiting(prefetcher):
                     ready = prefetcher.next(self.clock)
                 if ready is None:
+                    if self._prefetcher is not prefetcher:  # another thread has closed the session
+                        raise ClientClosed
                     break
                 is_current = ready.pulled.lost_leases == self.client.lost_leases
                 prefetched.batch = self._accept(ready.pulled) if is_current else {}

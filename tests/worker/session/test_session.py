@@ -1,16 +1,20 @@
 import copy
 import gc
+import itertools
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import TableMismatch
+from embershard.proto.errors import ClientClosed, TableMismatch
 from embershard.proto.messages import Pull, Push
 from embershard.proto.protobuf import dumps, loads
 from embershard.ps.coordination.pushes import RouteCache
+from harness.wires import PATIENCE
 
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 IDS = torch.tensor([1, 2, 1])
@@ -292,3 +296,43 @@ def test_a_forgotten_step_is_said_while_training_and_at_the_end(make_session, ca
             for _ in range(steps):
                 session.step()
         assert [record.args[0] for record in caplog.records] == said
+
+
+def test_two_threads_cannot_step_with_one_session_at_a_time(make_wires):
+    wires = make_wires(1)
+    session = wires.session()
+    module, sent, go_on = es.Embedding(session.table(SPEC)), threading.Event(), threading.Event()
+
+    def hold(request):
+        if isinstance(request, Push):
+            sent.set()
+            assert go_on.wait(PATIENCE)
+
+    wires.hold(hold)
+    module(IDS).sum().backward()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(session.step)
+        assert sent.wait(PATIENCE)
+        with pytest.raises(RuntimeError, match="another thread"):
+            session.step()
+        go_on.set()
+        first.result(PATIENCE)
+    session.step()
+    assert session.clock == 2
+
+
+def test_a_prefetch_loop_whose_session_another_thread_closes_raises(make_session):
+    session = make_session(1)
+    module, started = es.Embedding(session.table(SPEC)), threading.Event()
+
+    def train():
+        for ids in session.prefetch(itertools.repeat(IDS), inputs=lambda ids: {"t": ids}):
+            module(ids)
+            started.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        loop = pool.submit(train)
+        assert started.wait(PATIENCE)
+        session.close()
+        with pytest.raises(ClientClosed):
+            loop.result(PATIENCE)
