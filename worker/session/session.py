@@ -441,10 +441,11 @@ class Session:
         try:
             prefetcher.start(batches, self.clock)
             for number in count(1):
+                is_open = self._prefetcher is prefetcher
                 with self._waiting(prefetcher):
                     ready = prefetcher.next(self.clock)
                 if ready is None:
-                    if self._prefetcher is not prefetcher:  # another thread has closed the session
+                    if is_open and self._prefetcher is not prefetcher:  # another thread has closed the session
                         raise ClientClosed
                     break
                 is_current = ready.pulled.lost_leases == self.client.lost_leases

@@ -1,7 +1,7 @@
 import copy
 import gc
-import itertools
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -322,17 +322,23 @@ def test_two_threads_cannot_step_with_one_session_at_a_time(make_wires):
 
 
 def test_a_prefetch_loop_whose_session_another_thread_closes_raises(make_session):
-    session = make_session(1)
-    module, started = es.Embedding(session.table(SPEC)), threading.Event()
+    session, asked = make_session(1), threading.Event()
+
+    def loader():
+        yield IDS
+        asked.set()
+        while session._prefetcher is not None:  # as if the next batch took long
+            time.sleep(0.001)
 
     def train():
-        for ids in session.prefetch(itertools.repeat(IDS), inputs=lambda ids: {"t": ids}):
-            module(ids)
-            started.set()
+        for _ in session.prefetch(loader(), inputs=lambda ids: {"t": ids}):
+            pass
 
+    session.table(SPEC)
     with ThreadPoolExecutor(1) as pool:
         loop = pool.submit(train)
-        assert started.wait(PATIENCE)
+        assert asked.wait(PATIENCE)
+        time.sleep(0.1)  # until the loop waits for that batch
         session.close()
         with pytest.raises(ClientClosed):
             loop.result(PATIENCE)
