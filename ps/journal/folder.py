@@ -189,7 +189,8 @@ class LogFolder:
                     self._write_inherited_again(kept)
                 self._sync(kept)
             term, boot = self.manifest.term + 1, self.disk.boot_id()
-            self.write_manifest(replace(self.manifest, term=term, mode=mode, boot=boot))
+            found = replace(self.manifest, term=term, mode=mode, boot=boot, end_lsn=end.position.lsn)
+            self.write_manifest(found)
             self._remove_other_bases()
             segments = SegmentWriter(
                 self.disk,
@@ -252,7 +253,10 @@ class LogFolder:
         """Remove all records from this LSN on. LogDamaged below it; LogUnusable where a base needs it."""
         self._check_cut(lsn)
         with named_errors(self.folder):
-            self._sync(self._cut(self.reader.find(lsn)))
+            position = self.reader.find(lsn)
+            if self.manifest.end_lsn > lsn:  # first: the log may end there from here on
+                self.write_manifest(replace(self.manifest, end_lsn=lsn))
+            self._sync(self._cut(position))
         self._reader = None
 
     def _check_cut(self, lsn: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from embershard.proto.errors import EmbershardError, LogDamaged, LogMismatch, LogTooNew
 from embershard.proto.snapshot.sealed import Fields, SealedFormat
@@ -53,6 +53,7 @@ class LogManifest:
     package: str = ""  # version of embershard that wrote it
     mode: str = "fsync"  # of the last process: with "log" it synced nothing
     boot: int = 0  # the start of the machine under which it began to write; 0: not known
+    end_lsn: int = 0  # where the log ended when the last process began to write; 0: not known
 
     @property
     def last_base_lsn(self) -> int:
@@ -86,6 +87,11 @@ def read_manifest(disk: Disk, folder: Path) -> LogManifest | None:
     modules = fields.get("modules", dict)
     if not all(isinstance(text, str) for pair in modules.items() for text in pair):
         raise fields.wrong("modules", "texts were expected")
+    later: dict[str, Any] = {  # of versions that wrote them
+        name: fields.get(name, kind)
+        for name, kind in (("mode", str), ("boot", int), ("end_lsn", int))
+        if name in fields
+    }
     manifest = LogManifest(
         fields.get("lineage", int),
         fields.get("shard", int),
@@ -95,7 +101,7 @@ def read_manifest(disk: Disk, folder: Path) -> LogManifest | None:
         tuple(_base(base) for base in fields.maps("bases")),
         cast(dict[str, str], modules),
         fields.get("package", str),
-        *((fields.get("mode", str), fields.get("boot", int)) if "boot" in fields else ()),
+        **later,
     )
     if not manifest.first_lsn:
         raise fields.wrong("first_lsn", "LSNs begin at 1")

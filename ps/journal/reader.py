@@ -224,6 +224,7 @@ class LogReader:
                 reason = "the file with it is missing, but later ones are here"
                 raise self._damaged(position, self._missing(0) or reason)
             self._check_base(position)
+            self._check_end(position)
             return LogEnd(position, "clean")
         here = next(segment for segment in self.segments if segment.name == position.segment)
         state: Literal["clean", "torn", "unsynced"] = "torn" if self._is_begun(here, position) else "clean"
@@ -237,6 +238,7 @@ class LogReader:
                 state = "torn" if is_synced else "unsynced"
                 lost += lsn > 0 and not is_synced
         self._check_base(position)
+        self._check_end(position)
         return LogEnd(position, state, lost)
 
     def _missing(self, lsn: int) -> str:
@@ -255,6 +257,17 @@ class LogReader:
             path = str(self.folder / str(position.segment or ""))
             reason = f"the log ends there, but {base.name} has all events up to {base.lsn}"
             raise LogDamaged(path=path, offset=position.offset, lsn=position.lsn, reason=reason, remedy=NO_COPY)
+
+    def _check_end(self, position: LogPosition) -> None:
+        """LogDamaged where the log ends before the place where the last process began to write.
+
+        That process synced what it found, or the kernel still has it, unless the machine was started anew since.
+        """
+        known = self._manifest.end_lsn
+        is_kept = self._manifest.mode == "fsync" or (self._boot != 0 and self._manifest.boot == self._boot)
+        if position.lsn < known and is_kept:
+            reason = f"the log ends there, but it went up to LSN {known - 1} when the shard last started"
+            raise self._damaged(position, reason)
 
     def _was_whole(self, here: StoredSegment, behind: StoredSegment) -> tuple[bool, bool]:
         """Whether what one segment holds was on the disk before a later group of another began; before anything did."""

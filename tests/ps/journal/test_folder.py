@@ -255,6 +255,42 @@ def test_a_cut_with_its_first_segment_missing_takes_the_rest(log):
     assert read(log.disk)[0] == []
 
 
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_log_that_is_shorter_than_at_the_last_start_is_damaged(mode, kept):
+    """As where somebody has removed its last files, or all of them."""
+    disk = SimulatedDisk()
+    first = Written(disk, mode, segment_bytes=1536)
+    first.write([1] * 30)
+    first.end()
+    Written(disk, mode).end()
+    for name in names_of(disk)[kept:]:
+        disk.remove(FOLDER / str(name))
+    with pytest.raises(LogDamaged) as raised:
+        read(disk)
+    lsn = raised.value.fields["lsn"]
+    assert 1 <= lsn <= 30
+    assert (lsn == 1) == (kept == 0)
+    folder = LogFolder.existing(FOLDER, disk=disk)
+    folder.cut(lsn)
+    folder.close()
+    assert read(disk)[0] == first.appended[: lsn - 1]
+
+
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+def test_a_loss_of_power_may_take_what_was_not_synced_when_the_shard_last_started(mode):
+    disk = SimulatedDisk()
+    Written(disk).end()
+    disk.write_back()
+    first = Written(disk, mode)
+    first.write([1] * 30)
+    first.end()
+    Written(disk, mode).end()
+    disk.lose_power(random.Random(1))
+    records, end = read(disk)
+    assert records == (first.appended if mode == "fsync" else first.appended[: end.position.lsn - 1])
+
+
 def test_a_cut_that_would_leave_less_than_an_image_holds_is_refused(log):
     folder = LogFolder.existing(FOLDER, disk=log.disk)
     folder.write_manifest(dataclasses.replace(folder.manifest, bases=(LogBase("b", 20, 15),), first_lsn=15))
