@@ -18,7 +18,7 @@ from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
-from harness.logs import Written, open_log, read
+from harness.logs import Written, begin, open_log, read
 from harness.shards import gradients, join, push, table
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log-2"
@@ -146,6 +146,23 @@ def test_truncate_mends_a_damaged_log(logs):
     run("truncate", folder, "--at", 5, "--yes")
     records, end = read(None, folder, num_shards=2)
     assert ([one[0] for one in records], end.state) == ([1, 2, 3, 4], "clean")
+
+
+def test_truncate_gives_up_events_whose_files_are_gone(logs):
+    folder = logs / "shard-0"
+    log = open_log(None, folder, num_shards=2)
+    begin(log).segments.close()
+    log.close()
+    for path in folder.glob("log-*"):
+        path.unlink()
+    with pytest.raises(LogDamaged) as raised:
+        read(None, folder, num_shards=2)
+    assert raised.value.fields["lsn"] == 1
+    run("truncate", folder, "--at", 1, answer="n\n", code=1)
+    with pytest.raises(LogDamaged):
+        read(None, folder, num_shards=2)
+    assert {"1", "20"} <= set(run("truncate", folder, "--at", 1, "--yes").split())
+    assert read(None, folder, num_shards=2)[0] == []
 
 
 def test_truncate_behind_the_end_cuts_nothing(logs):

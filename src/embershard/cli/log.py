@@ -62,14 +62,15 @@ def truncate(
     """Cut a log, as before damage; it says what would be lost, and asks. The shard must not run."""
     with contextlib.closing(LogFolder.existing(folder)) as locked:
         lost = locked.lost_by_cut(at)
-        if not lost.kinds:
+        if lost.kinds:
+            count, size = sum(lost.kinds.values()), f"{lost.num_bytes / 1e6:,.1f} MB"
+            typer.echo(f"{folder}: {count:,} events up to LSN {lost.last_lsn}, {size}, would be lost")
+            typer.echo("; ".join(f"{name}: {number:,}" for name, number in _named(lost.kinds).items()))
+        elif at < locked.manifest.end_lsn:
+            typer.echo(f"{folder}: events {at:,} to {locked.manifest.end_lsn - 1:,} are missing, and would be given up")
+        else:
             typer.echo(f"{folder}: it has no intact event from LSN {at} on; nothing is cut")
             return
-        count = sum(lost.kinds.values())
-        typer.echo(
-            f"{folder}: {count:,} events up to LSN {lost.last_lsn}, {lost.num_bytes / 1e6:,.1f} MB, would be lost"
-        )
-        typer.echo("; ".join(f"{name}: {number:,}" for name, number in _named(lost.kinds).items()))
         if not yes:
             typer.confirm("Cut them off?", abort=True)
         locked.cut(at)
