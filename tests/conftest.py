@@ -22,8 +22,10 @@ from harness import warm_start
 from harness.served import ServedShard
 from harness.wires import Wires
 
-# A shell that runs the tests in the background has them, and every process they start, ignore Ctrl-C.
+# A shell that runs the tests in the background has them, and every process they start, ignore Ctrl-C; nohup has them
+# ignore a hangup.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # An example that took long says how busy the machine is, not that a claim is false.
 settings.register_profile("tests", deadline=None)
