@@ -295,7 +295,7 @@ class Session:
         Gradients are cleared, so that no zero_grad is needed. It waits for the shards; inside `prefetch` it does not,
         unless too many pushes are on their way. There it first raises the error of an earlier push, if there was one,
         and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
-        the next step.
+        the next step. RuntimeError while another thread is inside `step`.
         """
         if self._is_stepping:
             raise RuntimeError("another thread is inside step() of this session; give each thread a session of its own")
