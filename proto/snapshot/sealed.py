@@ -61,7 +61,7 @@ class SealedFormat:
         except EmbershardError:
             raise
         except Exception as error:  # msgpack's own, and what its parts raise: ValueError, UnicodeDecodeError, ...
-            raise damaged(f"no msgpack: {type(error).__name__} {error}") from None
+            raise damaged(f"no msgpack: {type(error).__name__} {error}".rstrip(".")) from None
 
 
 class Fields:

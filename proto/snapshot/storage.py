@@ -23,6 +23,8 @@ class Storage:
     """
 
     def __init__(self, url: str) -> None:
+        if not url:  # a variable of a script that is not set: fsspec would take the current folder
+            raise BadSnapshotName(name=url, what="a folder of snapshots", reason="it is empty; name a folder or a URL")
         if "::" in url:  # a chain reads through one storage from another, and cannot be written
             raise BadSnapshotName(name=url, what="a folder of snapshots", reason="name one storage, without '::'")
         # imported here: fsspec reads the metadata of every installed package, for which no start should wait

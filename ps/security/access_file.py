@@ -67,7 +67,8 @@ def read_access_file(path: Path) -> tuple[AccessEntry, ...]:
             state = path.stat()
             data = file.read(_LARGEST_FILE + 1)
     except OSError as error:
-        raise BadAccessFile(mistakes=f"{path}: cannot be read: {error.strerror}", count=1) from None
+        remedy = "name a file of entries as `embershard keys token` prints them"
+        raise BadAccessFile(mistakes=f"{path}: cannot be read: {error.strerror}; {remedy}", count=1) from None
     if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         reason = f"others can write it (mode {stat.S_IMODE(state.st_mode):04o}), and so give themselves any role"
         raise BadAccessFile(mistakes=f"{path}: {reason}; chmod go-w it", count=1)

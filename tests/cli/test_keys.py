@@ -60,6 +60,11 @@ def test_entries_are_shown_without_what_checks_their_tokens(folder):
     assert token_digest(TokenFile(folder / "trainer.token").token()).hex()[:8] not in text
 
 
+def test_an_access_file_that_is_not_there_is_named_with_what_belongs_there(folder):
+    with pytest.raises(BadAccessFile, match=r"nofile: cannot be read: No such file.*embershard keys token"):
+        run(keys, "show", "nofile")
+
+
 def test_a_log_that_is_whole_is_said_to_be_and_another_is_not(folder):
     AuditLog(folder / "audit.jsonl").close()
     _, last, _ = verify(folder / "audit.jsonl")

@@ -136,6 +136,11 @@ def test_a_certificate_of_another_authority_is_not_revoked_here(lab, tmp_path, n
         keys("revoke", tmp_path / "other" / "a", "-a", lab)
 
 
+def test_what_holds_no_certificate_is_not_revoked_and_the_error_says_what_does(lab, tmp_path):
+    with pytest.raises(CannotIssue, match=r"No such file.*embershard keys issue"):
+        keys("revoke", tmp_path / "nothing", "-a", lab)
+
+
 def test_an_authority_signs_with_p_256():
     authority = Authority.create("lab", timedelta(days=1))
     assert isinstance(authority.key.curve, ec.SECP256R1)

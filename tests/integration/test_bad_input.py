@@ -1,6 +1,8 @@
 """What a user can get wrong: each mistake ends by its deadline, with one error that says what, where and what to do."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -70,6 +72,7 @@ def says(err, *words):
         ("train job.yaml --set train.seed=[[", "train.seed: '[[' is not YAML"),
         ("train job.yaml --set train.seed=soon", "train.seed: input should be a valid integer"),
         ("status --ps ,", "name every shard"),
+        ("inspect ''", "'' cannot be a folder of snapshots: it is empty"),
         ("status --ps localhost", "write host:port"),
         ("status --ps :7700", "write host:port"),
         ("status --ps 127.0.0.1:99999", "write host:port, with a port of 1..65535"),
@@ -87,7 +90,14 @@ def test_a_mistake_is_named_at_once(run, tmp_path, words, want):
     (tmp_path / "folder").mkdir()
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00binary")
     (tmp_path / "field.yaml").write_text(JOB.replace("name: fm", "name: fm, hiden: 3"))
-    says(run(*words.split()), want)
+    says(run(*shlex.split(words)), want)
+
+
+def test_an_environment_with_lines_of_no_width_hides_nothing():
+    words = [*EMBERSHARD, "status", "--ps", "127.0.0.1:1"]
+    done = subprocess.run(words, env={**os.environ, "COLUMNS": "0"}, stdout=subprocess.PIPE, text=True, timeout=250)
+    assert "127.0.0.1:1" in done.stdout
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):  # a locale without the characters of a name must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if os.environ.get("COLUMNS") == "0":  # as programs without a terminal may export it: rich would print empty lines
+        del os.environ["COLUMNS"]
     try:
         _choose_shared_memory(os.environ.get("EMBERSHARD_SHARED_MEMORY", "on"))
         app()

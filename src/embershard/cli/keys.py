@@ -85,13 +85,14 @@ def revoke(
         try:
             certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise CannotIssue(path=str(folder / CERTIFICATE), reason=f"no certificate can be read ({reason})") from None
+            reason = f"no certificate can be read ({getattr(error, 'strerror', None) or error})"
+            remedy = "name the folders that `embershard keys issue` wrote"
+            raise CannotIssue(path=str(folder / CERTIFICATE), reason=f"{reason}; {remedy}") from None
         try:
             certificate.verify_directly_issued_by(ours.certificate)
         except (InvalidSignature, ValueError, TypeError):
             raise CannotIssue(
-                path=str(folder / CERTIFICATE), reason="another authority has issued it, and can revoke it"
+                path=str(folder / CERTIFICATE), reason="another authority has issued it; name its folder with -a"
             ) from None
         data = ours.revoke(certificate, data)
     replace_file(path, data)

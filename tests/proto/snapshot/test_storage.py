@@ -82,7 +82,12 @@ def test_a_folder_that_cannot_be_made_and_a_file_that_cannot_be_read_are_named(t
 
 @pytest.mark.parametrize(
     ("url", "words"),
-    [("simplecache::s3://b/x", "without '::'"), ("nosuch://b/x", "nosuch"), ("dask://b", "distributed|Install")],
+    [
+        ("", "it is empty"),
+        ("simplecache::s3://b/x", "without '::'"),
+        ("nosuch://b/x", "nosuch"),
+        ("dask://b", "distributed|Install"),
+    ],
 )
 def test_a_url_that_makes_no_sense_here_is_refused(url, words):
     with pytest.raises(BadSnapshotName, match=words):
