@@ -40,7 +40,7 @@ SHARDS = 2
 def one_round(
     folder: Path, mode: str, durability: str, kills: int, chooser: random.Random, seen: Counter[str]
 ) -> tuple[list[str], list[float]]:
-    """Some kills of shards that begin empty; what was wrong afterwards, and how long the workers stood still."""
+    """Some kills of shards that begin empty; what was wrong afterwards, and how long the workers waited."""
     pauses: list[float] = []
     with shards_with_logs(SHARDS, folder, durability, lambda line: None) as shards:
         done = 0

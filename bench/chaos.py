@@ -76,7 +76,7 @@ def kill(shards: LocalShards, index: int) -> bool:
 
 
 def stop(shards: LocalShards, index: int, seconds: float) -> bool:
-    """Have a shard's process stand still for a while; whether it lived."""
+    """Stop a shard's process for a while; whether it lived."""
     pid = shards.pids[index]
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)

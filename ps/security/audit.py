@@ -23,7 +23,7 @@ from embershard.proto.errors import AuditDamaged, CannotWrite
 
 FIRST = "0" * 64
 REFUSALS_PER_MINUTE = 10  # that are written; of the others, how many there were
-_MOST_WAITING = 10_000  # lines; more than a disk that stands still will ever take
+_MOST_WAITING = 10_000  # lines; more than a disk that does not answer will ever take
 _LONGEST = 200  # characters of a field: names are of a peer's choice
 _ORDER = ("n", "time", "principal", "role", "peer", "verb", "table", "outcome", "before")
 
@@ -44,7 +44,7 @@ class Act:
 
 
 class AuditLog:
-    """Appends to a file in a thread of its own: a disk that stands still holds up nobody. Safe for use by threads.
+    """Appends to a file in a thread of its own: a disk that does not answer holds up nobody. Safe for use by threads.
 
     A line that a killed process has begun is cut off; AuditDamaged where the last whole one is not what was written,
     CannotWrite where the file cannot be.

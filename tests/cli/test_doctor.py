@@ -5,7 +5,6 @@ import threading
 
 import pytest
 from doctor_cases import FAIL, NOBODY, OK, ROOT, WARN, finds
-from standing_still import standing_still
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
@@ -15,6 +14,7 @@ from embershard.doctor import runs, shards
 from embershard.doctor.case import open_case
 from embershard.doctor.check import check, ok
 from embershard.doctor.checks import SUBJECTS
+from harness.processes import paused
 
 
 def test_the_page_lists_every_check_and_its_remedy():
@@ -108,7 +108,7 @@ def test_shards_are_asked_as_their_addresses_say(placements):
     finds(shards.placement, seen(two.addresses[0]), FAIL, "of 2 shards, 1 is not among")
     twice = seen([one, one.replace("127.0.0.1", "localhost")])
     finds(shards.instances, twice, FAIL, "one shard under several addresses")
-    with standing_still(two.pids[1]):
+    with paused(two.pids[1]):
         about = seen(two.addresses)
     finds(shards.stream, about, FAIL, f"{two.addresses[1]}: no answer")
     finds(shards.placement, about, FAIL, "of 2 shards, 1 did not answer")

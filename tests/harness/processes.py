@@ -1,8 +1,11 @@
 """The `embershard` command as a process of its own, what it starts, and the end of all of it."""
 
+import os
+import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -23,6 +26,18 @@ def said(process: subprocess.Popen[str], code: int = 0) -> str:
     assert process.returncode == code, text
     assert "Traceback" not in text
     return text
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Stop a child of this process (SIGSTOP) for as long as the block takes."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # its threads run on until the signal reaches them: on a busy machine long enough to answer
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -48,7 +48,7 @@ class Wire:
 class Wires:
     """A wire to each of some shards, what went over them, and the sessions of workers that use them.
 
-    `now` is the shards' time, where it stands still.
+    `now` is the shards' time, where it does not pass.
     """
 
     def __init__(self, shards: list[Shard], now: float | None = None) -> None:

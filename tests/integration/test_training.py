@@ -1,4 +1,4 @@
-"""A wrapped model over real shard processes: equal to torch, and honest about processes that die or stand still."""
+"""A wrapped model over real shard processes: equal to torch, and honest about processes that die or stop."""
 
 import copy
 import re
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from standing_still import standing_still
 from torch import nn
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto.errors import UnknownOptimizer
 from harness.models import BagModel, random_pairs
+from harness.processes import paused
 from harness.raises import raises
 
 pytestmark = pytest.mark.integration
@@ -88,7 +88,7 @@ def test_a_worker_that_stands_still_is_left_behind_and_comes_back(shards):
     with subprocess.Popen([*line, "0"], **pipes) as here, subprocess.Popen([*line, "1"], **pipes) as stopped:
         try:
             assert here.stdout.readline() == stopped.stdout.readline() == "begins\n"
-            with standing_still(stopped.pid):  # before the first of its steps
+            with paused(stopped.pid):  # before the first of its steps
                 here.communicate("\n", timeout=250)  # it goes on after a lease
             lost, _ = stopped.communicate("\n", timeout=250)
         finally:

@@ -12,7 +12,6 @@ from itertools import count
 
 import numpy as np
 import pytest
-from standing_still import standing_still
 
 from embershard.local_shards import InProcessShards
 from embershard.proto import messages as m
@@ -26,6 +25,7 @@ from embershard.proto.transport import stream_connection
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 from harness import shards
+from harness.processes import paused
 from harness.raises import raises
 from harness.served import shard_process
 
@@ -297,10 +297,10 @@ def test_several_threads_may_use_a_transport(transport):
 
 @over_remote
 def test_calls_to_a_shard_that_stands_still_end_at_their_deadline(transport, served):
-    with standing_still(served.popen.pid), pytest.raises(Unreachable):
+    with paused(served.popen.pid), pytest.raises(Unreachable):
         ask(transport, m.Hello(), timedelta(seconds=0.2))
     assert isinstance(eventually(transport, m.Hello()), m.Greeting)
-    with standing_still(served.popen.pid):  # and where there is a connection
+    with paused(served.popen.pid):  # and where there is a connection
         for request in (m.Hello(), pull("t", np.arange(10, dtype=np.int64))):
             with pytest.raises(Unreachable):
                 ask(transport, request, timedelta(seconds=0.2))
@@ -310,7 +310,7 @@ def test_calls_to_a_shard_that_stands_still_end_at_their_deadline(transport, ser
 @over_remote
 def test_closing_ends_a_call_that_is_under_way(transport, served):
     ask(transport, m.Hello())
-    with standing_still(served.popen.pid):
+    with paused(served.popen.pid):
         call = transport.submit(m.Hello(), timedelta(minutes=5))
         threading.Timer(0.1, transport.close).start()
         with pytest.raises(Unreachable):

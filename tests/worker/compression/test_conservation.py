@@ -164,7 +164,7 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
             pusher.push(gradients(step))
         for shard in pusher.shards:
             shard.after = []
-    pusher.client.timeout = timedelta(seconds=60)  # the machine may stand still for a moment
+    pusher.client.timeout = timedelta(seconds=60)  # the machine may stop for a moment
     pusher.push(gradients(99))
     pusher.check()
     assert len(pusher.held_ids())
