@@ -453,7 +453,8 @@ class OtherLineage(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "the worker's shards have lineage {want}, this shard has {got}: its rows are not of the same job or restore"
+        "the worker's shards have lineage {want}, this shard has {got}: its rows are not of the same job or restore; "
+        "connect again, and compare the lineages of all shards before anything is declared"
     )
 
 
@@ -462,7 +463,10 @@ class OtherTerm(EmbershardError):
 
     status = Status.UNAVAILABLE
     retryable = True
-    template = "the request is for term {got} of this shard, but its process was replaced meanwhile (term {want})"
+    template = (
+        "the request is for term {got} of this shard, but its process was replaced meanwhile (term {want}); ask it for "
+        "its greeting, and send it again what is not acknowledged"
+    )
 
 
 class RowsLost(EmbershardError):

@@ -264,11 +264,11 @@ def _build(cls: type[P], params: Mapping[str, float]) -> P:
     unknown = sorted(set(params) - set(known))
     if unknown:
         raise ValueError(f"{cls.__name__}: unknown setting {', '.join(unknown)} (known: {', '.join(known)})")
+    missing = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in params]
+    if missing:
+        raise ValueError(f"{cls.__name__}: setting {', '.join(missing)} is missing (known: {', '.join(known)})")
     values = {key: bool(value) if known[key] in (bool, "bool") else float(value) for key, value in params.items()}
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ValueError(f"{cls.__name__}: {error}") from None
+    return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,9 @@ class Restores:
                 reader.cancel()
                 self._reader = None
                 return Restored(state="cancelled")
-        raise InvalidRequest(reason=f"a restore has no step {request.step[:50]!r}")
+        raise InvalidRequest(
+            reason=f"a restore has no step {request.step[:50]!r} (known: begin, watch, install, cancel)"
+        )
 
     def table_names(self, number: int) -> list[str]:
         """The tables that a restore has read."""

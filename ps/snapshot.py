@@ -100,7 +100,7 @@ class Snapshots:
                 return self._watch(request)
             case "cancel":
                 return self._cancel(request)
-        raise InvalidRequest(reason=f"a snapshot has no step {request.step[:50]!r}")
+        raise InvalidRequest(reason=f"a snapshot has no step {request.step[:50]!r} (known: begin, watch, cancel)")
 
     def clock_moved(self, clock: int) -> None:
         """Take the snapshot that waits for this clock; to be called before anything else changes the rows."""

@@ -385,6 +385,7 @@ class Clock:
 def _check_join(request: Join) -> None:
     for what, value, low, high in (
         ("worker", request.worker, 0, MAX_WORKERS - 1),
+        ("epoch", request.epoch, 1, 2**64 - 1),
         ("clock", request.clock, 0, MAX_CLOCK - 1),
         ("staleness", request.staleness, -1, MAX_CLOCK),
         ("workers", request.workers, 1, MAX_WORKERS),

@@ -154,16 +154,23 @@ class Dedup:
         return window
 
     def _check(self, token: PushToken, window: _Window | None) -> None:
-        if window is None and (token.worker >= MAX_WORKERS or len(self._windows) >= MAX_WORKERS):
-            raise InvalidRequest(reason=f"worker {token.worker} is over the limit of {MAX_WORKERS} workers")
+        if token.worker >= MAX_WORKERS:  # which bounds the windows, too
+            raise InvalidRequest(reason=f"the worker of a push must be 0..{MAX_WORKERS - 1}, got {token.worker}")
         self.fence(token.worker, token.epoch)
-        if not 0 <= token.first_incomplete <= token.seq or token.seq < 1:
+        if token.epoch < 1:
+            raise InvalidRequest(
+                reason=f"push {token.seq} of worker {token.worker} has epoch 0; send the time at which its process "
+                "began, in ns since 1970: without it, the pushes of its next process would be taken for repeated ones"
+            )
+        if token.seq < 1:
+            raise InvalidRequest(reason=f"push {token.seq} of worker {token.worker}: the seq of pushes counts from 1")
+        if not 0 <= token.first_incomplete <= token.seq:
             raise InvalidRequest(
                 reason=f"push {token.seq} of worker {token.worker} says that every push below "
-                f"{token.first_incomplete} is acknowledged; pushes count from 1, and this one is not"
+                f"{token.first_incomplete} is acknowledged, and so itself; its first_incomplete is at most its seq"
             )
         if token.seq - token.first_incomplete >= MAX_IN_FLIGHT:
             raise InvalidRequest(
-                reason=f"worker {token.worker} has pushes {token.first_incomplete} to {token.seq} in flight; "
-                f"at most {MAX_IN_FLIGHT} may be"
+                reason=f"worker {token.worker} has pushes {token.first_incomplete} to {token.seq} in flight; at most "
+                f"{MAX_IN_FLIGHT} may be: first_incomplete names the first push without an answer"
             )

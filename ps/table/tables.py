@@ -325,7 +325,8 @@ class Tables:
     def _check_bundle(self, part: TableGradients, kept: Ids | None) -> Checked:
         members = self.members(part.members)
         if not part.unique:
-            raise InvalidRequest(reason=f"a bundle, {part.members[0]!r} the first: the ids of a table must be unique")
+            reason = f"a bundle, {part.members[0]!r} the first, must have unique_ids: its equal ids are not summed"
+            raise InvalidRequest(reason=reason)
         ids = part.ids if kept is None else kept
         if kept is None:
             _check_form(ids, part.members[0])
@@ -352,6 +353,11 @@ class Tables:
         if not part.codec:
             gradients = _matrix(entry.table.spec, ids, "gradients", cast(Floats, part.gradients))
             return _summed(CheckedGradients(entry.table, ids, gradients, part.lr_scale), unique=part.unique)
+        if part.codec != PACKED and ":" not in part.codec:  # the name of a values codec, as a pull has it
+            raise InvalidRequest(
+                reason=f"table {part.table!r}: a push has no codec {part.codec[:50]!r}; send float32 without a codec, "
+                f"or a payload, which names its values codec itself, with codec {PACKED!r} (docs/payloads.md)"
+            )
         dim = entry.table.spec.dim
         if (size := 4 * len(ids) * dim) > room:  # before memory is taken: a payload is small, its rows are not
             raise MessageTooLarge(got=size, limit=room)

@@ -48,7 +48,7 @@ def table(**changes):
         (lambda: spec.Optimizer.of("rmsprop", {"lr": 1.0, "alpha": 1.5}), "RMSprop: alpha must be at most 1, got 1.5"),
         (lambda: spec.Optimizer.of("sgdd", {"lr": 1.0}), "unknown optimizer 'sgdd'"),
         (lambda: spec.Optimizer.of("sgd", {"lr": 1.0, "beta": 1.0}), "unknown setting beta"),
-        (lambda: spec.Optimizer.of("sgd", {}), "lr"),
+        (lambda: spec.Optimizer.of("sgd", {}), r"SGD: setting lr is missing \(known: lr, momentum, "),
         (lambda: spec.Initializer.of("xavier", {}), "unknown initializer 'xavier'"),
     ],
 )

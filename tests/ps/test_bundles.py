@@ -150,7 +150,7 @@ def test_a_push_names_the_ids_of_a_pull_divided_as_they_were(shard):
         (
             pushed(np.ones((5, DIM), np.float32), unique=False),
             errors.InvalidRequest,
-            "'sums' the first: the ids of a table must be unique",
+            "'sums' the first, must have unique_ids",
         ),
         (pushed(np.ones((5, DIM), np.float32), (2, 0, 2)), errors.InvalidRequest, "counts say 4 ids"),
     ],

@@ -12,7 +12,7 @@ from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements, encode_rows
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec.values.registry import BUILTIN, find_values
-from embershard.proto.errors import DamagedPayload, MessageTooLarge, UnknownCodec, UnknownTable
+from embershard.proto.errors import DamagedPayload, InvalidRequest, MessageTooLarge, UnknownCodec, UnknownTable
 from embershard.proto.messages import PACKED, Declare, Load, Pull, Push, Pushed, TableGradients, TableIds
 from embershard.proto.protobuf import dumps, loads
 from harness.shards import join, make_shard, push, table
@@ -147,6 +147,14 @@ class TestPush:
         np.testing.assert_array_equal(pull(shard, *both).tables, before)
         # the same token, once more: it was not taken
         assert shard.handle(push(good, coded(payload))) == Pushed(False, 2 * len(IDS), 0)
+
+    @pytest.mark.parametrize("codec", ["bf16", "int9"])
+    def test_a_push_names_no_values_codec_as_a_pull_does(self, shard, codec):
+        """A client that does is not told of damage."""
+        part = coded(encode_rows(ROWS, find_values("bf16"), None), codec=codec)
+        with pytest.raises(InvalidRequest, match=f"table 't': a push has no codec '{codec}'.*'packed'") as refused:
+            shard.handle(push(part))
+        assert type(refused.value) is InvalidRequest
 
     def test_a_payload_takes_no_more_memory_than_a_message(self):
         shard, ids = make(max_message_bytes=1 << 20), np.arange((1 << 15) + 1, dtype=np.int64)

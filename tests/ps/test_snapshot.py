@@ -253,6 +253,16 @@ def test_a_step_that_there_is_none_of_and_a_name_that_leads_elsewhere_are_refuse
         empty().handle(request_())
 
 
+def test_a_step_that_there_is_none_of_is_refused_with_those_that_there_are(tmp_path):
+    with pytest.raises(errors.InvalidRequest, match=r"no step 'start'.*begin, watch, cancel"):
+        empty().handle(snapshot_in(tmp_path, step="start")())
+    take([pushed()], tmp_path)
+    shard, request = empty(), restore_from(tmp_path)
+    run(shard, request)
+    with pytest.raises(errors.InvalidRequest, match=r"no step 'end'.*begin, watch, install, cancel"):
+        shard.handle(request(step="end"))
+
+
 def test_a_shard_without_tables_has_a_part_and_one_whose_first_values_come_is_waited_for(tmp_path):
     shard = empty()
     manifest = take([shard], tmp_path)

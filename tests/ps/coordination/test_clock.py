@@ -525,7 +525,7 @@ class TestWhoMayJoin:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
-            *(("worker", 2**20), ("clock", 2**63), ("staleness", -2), ("workers", 0), ("run", 2**63)),
+            *(("worker", 2**20), ("epoch", 0), ("clock", 2**63), ("staleness", -2), ("workers", 0), ("run", 2**63)),
             *(("lease_ms", 0), ("lease_ms", 2**32 - 1)),
         ],
     )
@@ -588,7 +588,7 @@ class TestRuns:
 
 @dataclass
 class _Worker:
-    epoch: int = 0
+    epoch: int = 1
     next: int = 0
     member: bool = False
     paused: bool = False

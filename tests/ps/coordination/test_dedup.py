@@ -61,12 +61,25 @@ def test_an_incarnation_whose_first_push_was_refused_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("worker", "seq", "first_incomplete"),
-    [(0, 0, 0), (0, 1, 2), (0, MAX_IN_FLIGHT + 1, 1), (0, 2**40, 0), (MAX_WORKERS, 1, 1)],
+    ("worker", "seq", "first_incomplete", "message"),
+    [
+        (0, 0, 0, "counts from 1"),
+        (0, 0, 1, "counts from 1"),
+        (0, 1, 2, "first_incomplete is at most its seq"),
+        (0, MAX_IN_FLIGHT + 1, 1, "first_incomplete names the first push without an answer"),
+        (0, 2**40, 0, "at most 4096 may be"),
+        (MAX_WORKERS, 1, 1, r"must be 0\.\.65535, got 65536"),
+    ],
 )
-def test_numbers_that_no_client_sends_are_refused(worker, seq, first_incomplete):
-    with pytest.raises(InvalidRequest):
+def test_numbers_that_no_client_sends_are_refused(worker, seq, first_incomplete, message):
+    with pytest.raises(InvalidRequest, match=message):
         Dedup().find(PushToken(worker, 1, seq, first_incomplete))
+
+
+def test_a_push_without_an_epoch_is_refused():
+    """The next process of such a worker begins with the same tokens: its pushes would be answered and not applied."""
+    with pytest.raises(InvalidRequest, match="has epoch 0; send the time"):
+        Dedup().find(PushToken(0, 0, 1, 1))
 
 
 def test_memory_stays_flat_over_many_pushes_and_incarnations():
