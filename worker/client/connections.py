@@ -238,7 +238,7 @@ class ShardConnections:
                     pending[shard] = FailedCall(error)
         for shard in suspects:  # after the others were asked: a shard that is unresponsive must not cost their leases
             outcomes[shard] = self._verify_rows(shard, deadline) or _AnswersAgain()
-            if isinstance(outcomes[shard], (ClientClosed, NotAllowed)):
+            if isinstance(outcomes[shard], (ClientClosed, NotAllowed, MemoryLost)):  # as it will be another time
                 del waiting[shard]
             else:
                 waiting[shard] = self._renewed(shard, waiting[shard])

@@ -10,7 +10,7 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
-from embershard.proto.messages import Greeting, Heartbeat, Load, Push, Pushed
+from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
@@ -328,7 +328,10 @@ def test_a_worker_that_waits_at_one_shard_is_told_of_pushes_that_another_has_los
     machines[0].disk, on_disk.boot = on_disk, on_disk.boot + 1
     machines[0]._start()
     machines[0]._broken = True
-    client.membership._heartbeat(timedelta(seconds=0.2))  # the first notices that the connection broke
+    asked = len(machines[0].seen)
+    client.membership._heartbeat(timedelta(seconds=5))  # the first notices that the connection broke
+    # it ends with the first answer: a call that asks on until its timeout may end with no answer at all
+    assert [type(request) for request in machines[0].seen[asked:]] == [Hello, Heartbeat]
     route = make_route(np.arange(20), SPEC.space_key, client.placement)
     there = int(route.ids[route.splits[1]])  # a row of the shard that has lost nothing
     for _ in range(2):
