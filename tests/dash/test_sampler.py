@@ -121,6 +121,22 @@ def test_refused_logins_are_told_with_their_shard_and_their_kind(tmp_path):
     shard.stop()
 
 
+def test_a_shard_that_refuses_its_watcher_is_not_said_to_be_down(tmp_path):
+    write_private(tmp_path / "access.yaml", f"- {{name: a, role: read, token_sha256: '{'a' * 64}'}}\n")
+    write_private(tmp_path / "wrong.token", new_token())
+    shard = ServedShard(shard=make_shard(table()), access=Access(tmp_path / "access.yaml"))
+    sampler = Sampler([shard.address])
+    (watch,) = sampler._shards.watches
+    watch.close()
+    watch._transport = transport_for(shard.address, token=TokenFile(tmp_path / "wrong.token"))
+    assert eventually(lambda: sampler.sample().shards[0].health == "no access")
+    (event,) = sampler.events
+    assert "does not say how it is" in event.text
+    assert "token" in event.text
+    sampler.close()
+    shard.stop()
+
+
 def status(*members, clock=5, staleness=0, **fields) -> ShardStatus:
     made = ShardStatus(clock=clock, staleness=staleness, **fields)
     for worker, at in members:

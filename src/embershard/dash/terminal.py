@@ -210,7 +210,8 @@ def _line(event: Event) -> Text:
 
 
 def _health(row: ShardRow) -> str:
-    return f"down, {row.age:.0f} s ago" if row.health == "down" and row.age is not None else row.health
+    silent = row.health in ("down", "no access") and row.age is not None
+    return f"{row.health}, {row.age:.0f} s ago" if silent else row.health
 
 
 def _lag(row: ShardRow) -> str:
