@@ -170,7 +170,8 @@ class TopApp(App[None]):
 def facts(sample: PanelSample) -> Text:
     """The first line: what the run has reached, and how fast."""
     serving = sum(row.health == "serving" for row in sample.shards)
-    parts = [f"{serving} of {len(sample.shards)} shards", f"{len(sample.workers)} workers"]
+    parts = [f"{serving} of {len(sample.shards)} shards"] if sample.shards else []  # else a run alone is shown
+    parts += [f"{len(sample.workers)} workers"]
     run = sample.run
     if run is not None:
         figure = run.best if run.ended else run.figure
