@@ -168,6 +168,22 @@ def test_without_a_bound_nobody_waits_and_one_that_stands_still_is_silent(monkey
     assert states(watch, status((0, 20), (1, 5), staleness=-1), down=(1,))[1] == ("waits", [])
 
 
+@pytest.mark.parametrize(
+    ("statuses", "age", "ended", "state"),
+    [
+        ([status()], 0, False, "trains"),
+        ([], 0, False, "trains"),
+        ([status()], 60, False, "gone"),
+        ([status((1, 5))], 0, False, "gone"),  # it has left the others
+        ([status()], 0, True, "ended"),
+    ],
+)
+def test_a_worker_that_is_no_member_is_known_by_its_record(statuses, age, ended, state):
+    record = {"worker": 0, "time": time.time() - age, "parts_ms": {"forward": 1.0}, "waits": {}}
+    row = WorkersWatch().rows(statuses, (), {0: record}, ended)[0]
+    assert (row.worker, row.state) == (0, state)
+
+
 def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():
     watch = WorkersWatch()
     assert watch.events([status((0, 1))], True) == []
