@@ -1,6 +1,6 @@
 """The panel in a real Chromium: how soon a sample is seen, what leaves the page, and what it costs the browser.
 
-Shards serve in this process, over TCP as they would elsewhere; Chromium is driven by Playwright. Three rounds:
+Shards serve in this process, over TCP as they would elsewhere; Chromium is driven by Playwright. Four rounds:
 
 - `latency`: two shards, which are pulled from, sampled twice a second. From the moment that they are asked until the
   frame after the page has shown the sample: p95 <= 250 ms.
@@ -8,6 +8,7 @@ Shards serve in this process, over TCP as they would elsewhere; Chromium is driv
   second half.
 - `hundred`: 100 shards; scrolled up and down. No task of the page's main thread takes over 100 ms, and p99 of the
   script of a frame is at most 8 ms. Both are CPU time of that thread, from a trace, since the machine may be busy.
+- `silent`: nobody pulls any more; the last latencies are greyed, as what they are: numbers of the past.
 
 In all of them: no request off the page's origin, no error on its console. Prints one JSON line; exits 1 below the bar,
 and where there is no Chromium (apt-get install chromium).
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from harness.served import ServedShard
 from harness.shards import make_shard, table
 
+LATE_SECONDS = 3  # as of charts.js
 LATENCY_MS, HEAP_GROWTH_MIB, TASK_MS, SCRIPT_MS = 250.0, 2.0, 100.0, 8.0
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--js-flags=--expose-gc"]
 SCRIPT = {"FireAnimationFrame", "FunctionCall", "EventDispatch", "RunMicrotasks", "TimerFire", "EvaluateScript"}
@@ -192,6 +194,18 @@ def hundred(browser: Browser, seconds: float) -> dict[str, object]:
         return {**figures, **page.close()}
 
 
+def silent(browser: Browser) -> dict[str, object]:
+    numbers = "#chart-latency .legend b"
+    with shards(2) as addresses, panel(addresses, INTERVAL_SECONDS) as (url, _):
+        with pulled(addresses):
+            page = Watched(browser, url)
+            time.sleep(5)
+            fresh = page.page.locator(f"{numbers}:not(.old)").count()
+        time.sleep(LATE_SECONDS + 5)  # latencies are those of the last two seconds, and are drawn in steps of more
+        old = page.page.locator(f"{numbers}.old").count()  # of pulls alone: there was no push
+        return {"numbers": fresh, "greyed": old, **page.close()}
+
+
 def main_thread(events: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """CPU milliseconds of each task of the page's main thread, and of each frame's script, from a trace."""
     frames = [event for event in events if event["name"] == "FireAnimationFrame"]
@@ -213,7 +227,7 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the rounds latency and hundred")
     parser.add_argument("--samples", type=int, default=10_000, help="of the round heap")
-    parser.add_argument("--only", choices=("latency", "heap", "hundred"))
+    parser.add_argument("--only", choices=("latency", "heap", "hundred", "silent"))
     given = parser.parse_args()
     if shutil.which(given.chromium) is None:
         sys.exit(f"bar-panel: there is no Chromium at {given.chromium}: apt-get install chromium")
@@ -221,6 +235,7 @@ def main() -> None:
         "latency": lambda browser: latency(browser, given.seconds),
         "heap": lambda browser: heap(browser, given.samples),
         "hundred": lambda browser: hundred(browser, given.seconds),
+        "silent": silent,
     }
     figures: dict[str, Any] = {}
     with sync_playwright() as playwright:
@@ -243,6 +258,8 @@ def below(figures: dict[str, Any]) -> list[str]:
         failures.append(f"p95 from sample to pixel: {figures['latency']['p95_ms']} ms")
     if "heap" in figures and figures["heap"]["mib"][1] - figures["heap"]["mib"][0] > HEAP_GROWTH_MIB:
         failures.append(f"the heap grew: {figures['heap']['mib']} MiB")
+    if "silent" in figures and figures["silent"]["greyed"] != 2:
+        failures.append(f"of the last p50 and p99 of pulls, {figures['silent']['greyed']} are greyed")
     if "hundred" in figures:
         found = figures["hundred"]
         failures += [f"{found['rows']} rows of 100"] if found["rows"] != 100 else []

@@ -254,8 +254,9 @@ class Dispatch:
         outcome = "done"
         try:
             return self._shard.handle(request, self._apply.arrived, peer, quotas)
-        except EmbershardError as error:
-            outcome = "" if error.retryable else type(error).__name__  # it comes again
+        except Exception as error:  # a defect, too: nothing was done
+            again = isinstance(error, EmbershardError) and error.retryable
+            outcome = "" if again else type(error).__name__
             raise
         finally:
             if outcome:

@@ -86,6 +86,7 @@ def _check(options: ServerOptions, address: Address) -> None:
     """CannotListen where others than who may could reach the shard, and BadAccessFile, before anything takes long."""
     has_tls = options.tls is not None and not address.path
     address.check(options.insecure, encrypted=has_tls, asks=has_tls or options.access is not None)
+    address.check_free()
     if options.announce is not None or options.advertise:
         from embershard.ps.transport.announce import check_advertise
 

@@ -50,6 +50,12 @@ def test_every_block_says_how_it_is_run():
         assert not re.search(r"(?m)^\n {4}\w.*\n", text), f"{page}: indented code is not run; fence it"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_points_of_a_list_are_lines_of_their_own(page):
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+    assert not re.findall(r"[.:;)] [2-9]\. [A-Z`*].*", text)
+
+
 @pytest.fixture
 def served():
     shard = ServedShard()

@@ -68,11 +68,22 @@ def current() -> Context | None:
     return _request.get() or Context.read(step_trace)
 
 
+def _is_installed() -> bool:
+    """Whether the packages of the extra `tracing` are there: other programs install an exporter by gRPC alone."""
+    try:
+        return (
+            find_spec("opentelemetry.sdk") is not None
+            and find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+        )
+    except ModuleNotFoundError:  # not even those above them
+        return False
+
+
 class SpanSender:
     """Sends spans to the collector at `url` ("http://host:4318"), from a thread. TracingNotInstalled."""
 
     def __init__(self, url: str, service: str, **resource: str | int) -> None:
-        if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter.otlp") is None:
+        if not _is_installed():
             raise TracingNotInstalled()
         self._url = url.rstrip("/") + "/v1/traces"
         self._resource = {"service.name": service, **resource}

@@ -23,9 +23,11 @@ from embershard.proto.security.problems import WRONG_CLOCK, Problem
 from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY, REVOKED, TLS
 
 _EXPIRES_SOON = timedelta(days=7)
+_FOLDER = f"A folder of certificates holds {CERTIFICATE}, {KEY} and {AUTHORITIES} (`embershard keys issue`)"
 _READS = 3  # of files that are replaced meanwhile
 
 _log = logging.getLogger(__name__)
+_told: set[str] = set()  # warnings of dates
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,38 +91,55 @@ class CertificateFolder:
     def __init__(self, tls: TLS) -> None:
         self.tls = tls
         self._seen = _signature(tls.path)
+        self._refused: tuple[object, ...] | None = None  # what was reported of the files, where they cannot be used
         self.current = Credentials.load(tls.path)
         self._warn_of_dates()
 
     def refresh(self) -> bool:
         """Read the files again if they have changed; whether there are new credentials.
 
-        Files that cannot be used are reported, once, and the ones of before stay in use.
+        Files that cannot be used are reported, once, and the ones of before stay in use. They are tried again, for a
+        certificate may become valid, and a file readable, without a change. Dates that come closer are reported, too:
+        a process may run for longer than a certificate is valid.
         """
         seen = _signature(self.tls.path)
-        if seen == self._seen:
+        if seen == self._seen and self._refused is None:
+            self._warn_of_dates()
             return False
         self._seen = seen
         try:
             self.current = Credentials.load(self.tls.path)
         except BadCertificate as error:
-            _log.error("%s. The certificate of before stays in use until %s", error, _day(self.current.expires))
+            refused = seen, error.fields["path"], error.fields["problem"]
+            if refused != self._refused:
+                _log.error("%s. The certificate of before stays in use until %s", error, _day(self.current.expires))
+            self._refused = refused
+            self._warn_of_dates()
             return False
+        self._refused = None
         _log.info("new certificates are in use: %s, valid until %s", self.tls.path, _day(self.current.expires))
         self._warn_of_dates()
         return True
 
     def _warn_of_dates(self) -> None:
-        now = datetime.now(UTC)
-        if self.current.expires - now < _EXPIRES_SOON:
-            _log.warning("the certificate of %s expires at %s; renew it", self.tls.path, _day(self.current.expires))
+        now, path, expires = _now(), self.tls.path, self.current.expires
+        if expires < now:
+            text = f"the certificate of {path} has expired at {_day(expires)}: new connections fail; renew it"
+            _warn_once(text, logging.ERROR)
+        elif expires - now < _EXPIRES_SOON:
+            _warn_once(f"the certificate of {path} expires at {_day(expires)}; renew it")
         for revoked in self.current.revoked:
-            if revoked.next_update_utc is not None and revoked.next_update_utc < now:
-                _log.warning(
-                    "%s was due for an update at %s: what was revoked since is still trusted",
-                    self.tls.path / REVOKED,
-                    _day(revoked.next_update_utc),
-                )
+            due = revoked.next_update_utc
+            if due is not None and due < now:
+                what = f"{path / REVOKED} was due for an update at {_day(due)}"
+                _warn_once(f"{what}: what was revoked since is still trusted")
+
+
+def _warn_once(text: str, level: int = logging.WARNING) -> None:
+    """Log a text, unless this process has: a client looks at its files for each of its shards, again and again."""
+    if text not in _told:
+        _told.add(text)
+        _log.log(level, "%s", text)
 
 
 def identity_of(certificate: x509.Certificate) -> str:
@@ -158,12 +177,9 @@ def _read(path: Path, *, optional: bool = False) -> bytes:
     except FileNotFoundError:
         if optional:
             return b""
-        _refuse(
-            path,
-            Problem.MISSING,
-            "there is no such file",
-            f"A folder of certificates holds {CERTIFICATE}, {KEY} and {AUTHORITIES} (`embershard keys issue`)",
-        )
+        _refuse(path, Problem.MISSING, "there is no such file", _FOLDER)
+    except NotADirectoryError:
+        _refuse(path.parent, Problem.MISSING, "it is a file; name its folder", _FOLDER)
     except OSError as error:
         _refuse(path, Problem.UNREADABLE, error.strerror or str(error), "Let this user read it")
 
@@ -200,7 +216,7 @@ def _check_key(folder: Path, leaf: x509.Certificate, key: PrivateKeyTypes) -> No
 
 
 def _check_dates(path: Path, leaf: x509.Certificate) -> None:
-    now = datetime.now(UTC)
+    now = _now()
     if now > leaf.not_valid_after_utc:
         _refuse(
             path,
@@ -256,6 +272,10 @@ def _context(server: bool, folder: Path, authorities: bytes) -> HandshakeContext
 
 def _refuse(path: Path, problem: Problem, reason: str, remedy: str) -> NoReturn:
     raise BadCertificate(path=str(path), problem=problem, reason=reason, remedy=remedy) from None
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 def _day(moment: datetime) -> str:

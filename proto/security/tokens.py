@@ -60,7 +60,8 @@ class TokenFile:
                 self._check(found)
                 text = file.read(_LARGEST_FILE)
         except OSError as error:
-            raise BadToken(path=str(self.path), reason=error.strerror or str(error)) from None
+            remedy = "name a file that this user can read, as `embershard keys token` writes it"
+            raise BadToken(path=str(self.path), reason=f"{error.strerror or error}; {remedy}") from None
         token = text.partition(b"\n")[0].strip().decode("ascii", "replace")
         if not _FORM.fullmatch(token):
             raise BadToken(

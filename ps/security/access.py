@@ -331,9 +331,9 @@ def _remedy(certificate: Iterable[str]) -> str:
 
 
 def _state_of(file: Path) -> object:
-    """What changes whenever a file does, a link to it included, as Kubernetes swaps them."""
+    """What changes whenever a file does, its owner, its mode or a link to it included, as Kubernetes swaps them."""
     try:
         found = file.stat()
     except OSError as error:
         return error.errno
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size

@@ -18,6 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/\-]{0,99}")
 _CERTIFICATE = re.compile(r"spiffe://[^\s/]+(/\S+)?|[^\s@/]+@[^\s@/]+|[A-Za-z0-9*]([A-Za-z0-9.\-]*[A-Za-z0-9])?")
 # host:port, [host]:port, an IPv6 address or a URL: not what a certificate names its holder by
 _ADDRESS = re.compile(r"(?!spiffe:)([A-Za-z0-9+]+://)?\S*[:\]]\S*")
+# names of tables (proto/spec.py), with * and ? for parts of them
+_PATTERN = re.compile(r"[A-Za-z0-9_*?][A-Za-z0-9_.\-/*?]{0,199}")
 _FIELDS = ("name", "role", "token_sha256", "certificate", "tables", "quotas")
 
 
@@ -166,8 +168,9 @@ class _Parser:
             # a token that got here by mistake must not get into a log
             self._add(at, f"{key} is not {want}{_hint(key, value)}")
             return ""
-        if (other := self._seen.setdefault((key, value), at)) != at:
-            self._add(at, f"this {key} stands in line {other + 1} already")
+        if (key, value) in self._seen:
+            self._add(at, f"this {key} stands in line {self._seen[key, value] + 1} already")
+        self._seen.setdefault((key, value), at)
         return value
 
     def _role(self, item: Any, line: int) -> str:
@@ -192,7 +195,7 @@ class _Parser:
             return None
         for index, pattern in enumerate(patterns):
             if not _is_pattern(pattern):
-                self._add(lines.item(index)[0] if lines else at, f"the pattern {str(pattern)[:50]!r} matches no table")
+                self._add(lines.item(index)[0] if lines else at, _matches_none(pattern))
         return tuple(map(str, patterns))
 
     def _quotas(self, item: Any, line: int) -> Quotas:
@@ -215,7 +218,7 @@ class _Parser:
         for pattern, limits in values.items():
             at = _line(values, pattern, line)
             if not _is_pattern(pattern):
-                self._add(at, f"the pattern {str(pattern)[:50]!r} matches no table")
+                self._add(at, _matches_none(pattern))
             elif not isinstance(limits, dict) or not limits:
                 self._add(at, f"the quotas of {pattern[:50]!r} have fields ({', '.join(known)})")
             else:
@@ -242,11 +245,18 @@ def _line(section: Any, key: str, default: int) -> int:
 
 
 def _is_pattern(pattern: object) -> bool:
-    return isinstance(pattern, str) and bool(pattern) and pattern == pattern.strip() and pattern.isprintable()
+    return isinstance(pattern, str) and _PATTERN.fullmatch(pattern) is not None
+
+
+def _matches_none(pattern: object) -> str:
+    return (
+        f"the pattern {str(pattern)[:50]!r} matches no table: tables are named by letters, digits and _ . - /, and "
+        "* and ? stand for parts of a name"
+    )
 
 
 def _hint(key: str, value: object) -> str:
-    if key == "token_sha256" and isinstance(value, int | float):
+    if isinstance(value, int | float):
         return "; write it in quotes"
     if key == "token_sha256" and isinstance(value, str) and value.startswith("ember_"):
         return ", but a token itself: take it out of this file, and make another"

@@ -7,6 +7,8 @@ of the line as it would be without `hash`. No token, id or value is ever in it.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -47,7 +49,7 @@ class AuditLog:
     """Appends to a file in a thread of its own: a disk that does not answer holds up nobody. Safe for use by threads.
 
     A line that a killed process has begun is cut off; AuditDamaged where the last whole one is not what was written,
-    CannotWrite where the file cannot be.
+    CannotWrite where the file cannot be, or another shard writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,11 +57,16 @@ class AuditLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            cut = _cut_torn_line(self._file)
+            try:
+                _lock(self._file)
+                cut = _cut_torn_line(self._file)
+                self._number, self._last = _end_of(path)
+            except BaseException:
+                os.close(self._file)
+                raise
         except OSError as error:
             reason = error.strerror or str(error)
             raise CannotWrite(path=str(path), reason=reason, remedy="choose another folder with --audit") from None
-        self._number, self._last = _end_of(path)
         self._queue: queue.SimpleQueue[Act | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows
         self._closed = False
@@ -141,7 +148,7 @@ class AuditLog:
         written = os.write(self._file, line)
         if written < len(line):
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._number, self._last = self._number + 1, digest
 
 
@@ -190,6 +197,20 @@ def _sealed(fields: Mapping[str, object]) -> tuple[bytes, str]:
     return f'{text[:-1]},"hash":"{digest}"}}\n'.encode(), digest
 
 
+def _lock(file: int) -> None:
+    """Keep the file for this process, until it ends; OSError where another one has it.
+
+    Lines of two shards in one file would not follow one another, as if somebody had changed them.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError(error.errno, "another shard writes it") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
+            raise
+
+
 def _cut_torn_line(file: int) -> int:
     """Cut off what follows the last whole line; how many bytes that were."""
     size = os.fstat(file).st_size
@@ -207,5 +228,13 @@ def _end_of(path: Path) -> tuple[int, str]:
         lines = file.read().splitlines(keepends=True)
     if not lines:
         return 0, FIRST
-    fields = _fields(path, 0, lines[-1])
+    try:
+        fields = _fields(path, 0, lines[-1])
+    except AuditDamaged as error:
+        with path.open("rb") as file:
+            number = sum(1 for _ in file)
+        reason = (
+            f"{error.fields['reason']}; keep the file as evidence under another name, and the shard begins a new one"
+        )
+        raise AuditDamaged(path=str(path), line=number, reason=reason) from None
     return int(str(fields["n"])), str(fields["hash"])

@@ -76,6 +76,12 @@ class Address:
         who = "anyone who reaches" if not asks else "who listens to the network of"
         _log.warning("--insecure: %s %s can read and change the model", who, self.text)
 
+    def check_free(self) -> None:
+        """CannotListen where a TCP port is not to be had now; `listen` comes after what takes long."""
+        if not self.path:
+            with self._socket() as probe:
+                self._bind(probe, (self.host, self.port), listens=False)
+
     def listen(self) -> list[socket.socket]:
         """The sockets to serve on: the address itself, and for a TCP port a Unix socket beside it, if that works.
 
@@ -83,9 +89,7 @@ class Address:
         """
         if self.path:
             return [self._listen_at_path()]
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        main = socket.socket(family, socket.SOCK_STREAM)
-        main.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        main = self._socket()
         self._bind(main, (self.host, self.port))
         local = _listen_beside(self.host, main.getsockname()[1])
         return [main, *local]
@@ -109,12 +113,19 @@ class Address:
         self._bind(main, self.path)
         return main
 
-    def _bind(self, main: socket.socket, place: object) -> None:
+    def _socket(self) -> socket.socket:
+        """A socket for the TCP address."""
+        made = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return made
+
+    def _bind(self, main: socket.socket, place: object, *, listens: bool = True) -> None:
         try:
             main.bind(place)  # type: ignore[arg-type]
             if self.path:
                 os.chmod(self.path, 0o600)  # nobody connects before listen
-            main.listen(BACKLOG)
+            if listens:
+                main.listen(BACKLOG)
         except OSError as error:
             main.close()
             raise CannotListen(address=self.text, reason=self._reason(error)) from None

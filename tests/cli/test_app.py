@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import evaluate, local_job, main, train, up
+from embershard.cli.dash import NoPanel
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
@@ -100,6 +101,16 @@ def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_s
     assert error.fields["address"] == "127.0.0.1:1"
     (record,) = caplog.records
     assert record.getMessage().startswith("waiting for the server at 127.0.0.1:1 (")
+
+
+def test_a_job_whose_panel_cannot_be_served_says_so_before_it_reads_its_data(run, monkeypatch, tmp_path):
+    def refuse():
+        raise NoPanel(what="the panel", package="starlette", extra="dash")
+
+    monkeypatch.setattr(train, "check_panel", refuse)
+    monkeypatch.setattr(train, "load_job", None)
+    assert isinstance(run("train", "job.yaml", "--dash", "--output", "out").exception, NoPanel)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("free", "named"), [(0, CannotWrite), (2**30, WorkerFailed)])

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import evaluate, export, local_job, shards
-from embershard.proto.errors import BadAddress
+from embershard.proto.errors import BadAddress, BadToken
+from embershard.proto.security.tokens import new_token
 
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8]}
@@ -32,6 +33,17 @@ def test_the_option_overrides_the_environment_and_that_the_shards_of_up(monkeypa
     assert asked(ps="127.0.0.1:2,127.0.0.1:4") == ["127.0.0.1:2", "127.0.0.1:4"]
     assert asked() == asked(ps="") == ["127.0.0.1:3"]
     assert isinstance(run("status", "--ps", "").exception, BadAddress)  # as of a script's variable that is not set
+
+
+@pytest.mark.parametrize(("text", "mode"), [(None, 0), (new_token(), 0o644), ("no token", 0o600)])
+def test_a_token_file_that_cannot_be_used_is_named_before_a_shard_is_waited_for(tmp_path, text, mode):
+    path = tmp_path / "a.token"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    error = run("status", "--ps", "127.0.0.1:1", "--token-file", str(path)).exception
+    assert isinstance(error, BadToken)
+    assert error.fields["path"] == str(path)
 
 
 @pytest.mark.parametrize(

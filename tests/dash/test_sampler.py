@@ -121,6 +121,22 @@ def test_refused_logins_are_told_with_their_shard_and_their_kind(tmp_path):
     shard.stop()
 
 
+def test_a_shard_that_refuses_its_watcher_is_not_said_to_be_down(tmp_path):
+    write_private(tmp_path / "access.yaml", f"- {{name: a, role: read, token_sha256: '{'a' * 64}'}}\n")
+    write_private(tmp_path / "wrong.token", new_token())
+    shard = ServedShard(shard=make_shard(table()), access=Access(tmp_path / "access.yaml"))
+    sampler = Sampler([shard.address])
+    (watch,) = sampler._shards.watches
+    watch.close()
+    watch._transport = transport_for(shard.address, token=TokenFile(tmp_path / "wrong.token"))
+    assert eventually(lambda: sampler.sample().shards[0].health == "no access")
+    (event,) = sampler.events
+    assert "does not say how it is" in event.text
+    assert "token" in event.text
+    sampler.close()
+    shard.stop()
+
+
 def status(*members, clock=5, staleness=0, **fields) -> ShardStatus:
     made = ShardStatus(clock=clock, staleness=staleness, **fields)
     for worker, at in members:
@@ -150,6 +166,22 @@ def test_without_a_bound_nobody_waits_and_one_that_stands_still_is_silent(monkey
     now[0] += 10
     assert states(watch, status((0, 20), (1, 5), staleness=-1)) == {0: ("trains", []), 1: ("silent", [])}
     assert states(watch, status((0, 20), (1, 5), staleness=-1), down=(1,))[1] == ("waits", [])
+
+
+@pytest.mark.parametrize(
+    ("statuses", "age", "ended", "state"),
+    [
+        ([status()], 0, False, "trains"),
+        ([], 0, False, "trains"),
+        ([status()], 60, False, "gone"),
+        ([status((1, 5))], 0, False, "gone"),  # it has left the others
+        ([status()], 0, True, "ended"),
+    ],
+)
+def test_a_worker_that_is_no_member_is_known_by_its_record(statuses, age, ended, state):
+    record = {"worker": 0, "time": time.time() - age, "parts_ms": {"forward": 1.0}, "waits": {}}
+    row = WorkersWatch().rows(statuses, (), {0: record}, ended)[0]
+    assert (row.worker, row.state) == (0, state)
 
 
 def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():

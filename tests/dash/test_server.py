@@ -150,6 +150,7 @@ def test_a_port_in_use_is_an_error_and_a_job_takes_a_free_one():
         with pytest.raises(server.PanelCannotListen) as caught:
             server.listen(address)
         assert caught.value.fields["address"] == address
+        assert caught.value.fields["reason"] == f"port {taken.getsockname()[1]} is in use"
         with contextlib.closing(server.listen(address, or_free_port=True)) as free:
             assert server.is_loopback(free)
             assert free.getsockname()[1] != taken.getsockname()[1]

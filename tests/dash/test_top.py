@@ -8,6 +8,7 @@ import time
 import pytest
 from textual.widgets import DataTable
 
+from embershard.cli.top import NoTerminal, top
 from embershard.dash.sampler import Sampler
 from embershard.dash.terminal import TopApp, facts, worker_cells
 from embershard.dash.workers import WorkerRow
@@ -111,6 +112,17 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(addresses):
 
     asyncio.run(use())
     assert app.return_code == 128 + signal.SIGTERM
+
+
+def test_it_says_that_it_needs_a_terminal():
+    with pytest.raises(NoTerminal):
+        top(ps="127.0.0.1:1")
+
+
+def test_a_run_without_shards_is_not_said_to_have_none_of_them():
+    sampler = Sampler([])
+    assert facts(sampler.sample()).plain == "0 workers"
+    sampler.close()
 
 
 def test_a_worker_that_waits_names_whom_it_waits_for():

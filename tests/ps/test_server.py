@@ -11,6 +11,7 @@ import pytest
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
+from embershard.ps import server
 from embershard.ps.monitoring.log_lines import PER_MINUTE, LineFormatter, LinesPerMinute
 from embershard.ps.options import ServerOptions
 from embershard.ps.transport.address import Address
@@ -67,6 +68,14 @@ def test_port_0_gives_a_port_which_is_then_in_use_for_another_shard():
         bind(f"{host}:{port}")
     for sock in sockets:
         sock.close()
+
+
+def test_a_port_in_use_is_said_before_anything_takes_long():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ServerOptions(shard=0, of=1, listen=f"127.0.0.1:{port}")
+        with pytest.raises(CannotListen, match=f"port {port} is in use"):
+            server._check(options, Address.parse(options.listen))
 
 
 @on_linux

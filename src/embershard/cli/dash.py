@@ -30,8 +30,8 @@ WatchedShards = Annotated[
         "--ps",
         metavar="ADDRESSES",
         envvar=ENVIRONMENT,
-        help="host:port of every shard, with commas between.  [default: the shards of `embershard up`, here; none with "
-        "--run alone]",
+        help="host:port of every shard, with commas between, or file:DIR, where they announce themselves.  "
+        "[default: the shards of `embershard up`, here; none with --run alone]",
     ),
 ]
 

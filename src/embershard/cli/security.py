@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from embershard.proto.errors import PlaceNotAllowed
+from embershard.proto.security.tokens import TokenFile
 from embershard.proto.transport.addresses import use_token_file
 
 SnapshotsOption = Annotated[
@@ -46,6 +47,8 @@ TOKEN_ENVIRONMENT = "EMBERSHARD_TOKEN_FILE"
 
 
 def _use_token_file(context: typer.Context, path: Path | None) -> Path | None:
+    if path is not None and _is_asked_for(context):
+        TokenFile(path).token()  # BadToken now, not once a shard answers, for which workers wait for minutes
     use_token_file(path, asked_for=_is_asked_for(context))
     if path is not None:
         os.environ[TOKEN_ENVIRONMENT] = str(path.absolute())  # for the workers that the command starts

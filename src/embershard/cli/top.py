@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import typer
 
 from embershard.cli.dash import NoPanel, RunOption, WatchedShards, watched
 from embershard.cli.security import TokenFileOption
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
+from embershard.proto.errors import EmbershardError
+
+
+class NoTerminal(EmbershardError):
+    """`embershard top` with its input or its output elsewhere."""
+
+    template = (
+        "`embershard top` needs a terminal, and its input or its output is none; `embershard status` prints the state "
+        "once, `embershard dash` serves it as a page"
+    )
 
 
 def top(
@@ -21,6 +32,8 @@ def top(
     """Show shards, workers and a run in the terminal, until q. It only reads: training goes on without it."""
     if importlib.util.find_spec("textual") is None:
         raise NoPanel(what="`embershard top`", package="textual", extra="top")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise NoTerminal()
     from embershard.dash.run_log import FollowedLog
     from embershard.dash.sampler import Sampler
     from embershard.dash.terminal import TopApp

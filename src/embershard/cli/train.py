@@ -138,6 +138,8 @@ def train(
     if log_format == "json":
         log_as_json(sys.stdout)
     end_with_parent(parent_pid)
+    if dash:
+        check_panel()
     on = EngineSettings(
         name=engine,
         insecure=insecure,
@@ -181,8 +183,6 @@ def train(
     for line in compression_advice(settings):
         say(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
-    if dash:
-        check_panel()
     try:
         with ended_by_signals(), contextlib.ExitStack() as stack:
             stack.callback(cluster.close)

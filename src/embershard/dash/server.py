@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import json
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -155,7 +157,15 @@ def listen(address: str, *, or_free_port: bool = False) -> socket.socket:
     except OSError as error:
         if or_free_port and int(port):
             return listen(f"{host}:0")
-        raise PanelCannotListen(address=address, reason=error.strerror or str(error)) from None
+        raise PanelCannotListen(address=address, reason=_reason(error, int(port))) from None
+
+
+def _reason(error: OSError, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is in use"
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)  # create_server writes the address once more behind it
 
 
 class PanelServer(uvicorn.Server):

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from embershard.dash.events import Event, Severity
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import (
+    BadCertificate,
+    BadToken,
+    CertificateRefused,
+    EmbershardError,
+    NotAllowed,
+    TLSNotOffered,
+    TLSRequired,
+    UntrustedCertificate,
+)
 from embershard.proto.messages import GetStatus, ShardStatus
 from embershard.proto.monitoring.histogram import quantile
 from embershard.proto.security.tls import TLS
@@ -26,6 +35,16 @@ _REFUSALS = {
     "tls": "connections without a certificate that it trusts (TLS)",
     "other_user": "connections of other users of its machine",
 }
+# why a shard that is up tells its watcher nothing: one of the two does not trust the other
+_NO_ACCESS = (
+    NotAllowed,
+    BadToken,
+    BadCertificate,
+    UntrustedCertificate,
+    CertificateRefused,
+    TLSRequired,
+    TLSNotOffered,
+)
 _WINDOW_SECONDS = 2.0  # of latencies: half a second has too few requests for a p99
 
 
@@ -90,6 +109,7 @@ class ShardWatch:
         self.problem = ""
         self.latencies: deque[float | None] = deque(maxlen=240)  # p99 of pulls, round by round
         self._down = False
+        self._silence = "down"  # the health of a shard that does not answer
 
     def ask(self, pool: ThreadPoolExecutor) -> Future[ShardStatus]:
         """Ask it, unless an answer is due still."""
@@ -106,9 +126,11 @@ class ShardWatch:
         try:
             new = asked.result()
         except Unreachable as error:
-            return self._lost(now, error.reason)
+            self._silence = "down"
+            return self._lost(now, error.reason, "does not answer")
         except EmbershardError as error:
-            return self._lost(now, str(error))
+            self._silence = "no access" if isinstance(error, _NO_ACCESS) else "down"
+            return self._lost(now, str(error), "does not say how it is")
         self.problem = new.failed_update
         before, was_down, self._down = self.status, self._down, False
         events = self._compare(before, new, now, was_down)
@@ -141,10 +163,10 @@ class ShardWatch:
         row = ShardRow(address=self.address, problem=self.problem, stale=self.is_stale)
         status = self.status
         if status is None:
-            row.health = "down" if self.problem else "starting"
+            row.health = self._silence if self.problem else "starting"
             return row
         row.age = round(max(0.0, time.monotonic() - self._answers[-1][0]), 1)
-        row.health = "down" if row.stale else _health(status, lost=lost)
+        row.health = self._silence if row.stale else _health(status, lost=lost)
         row.shard, row.num_shards, row.uptime = status.shard, status.num_shards, status.uptime_seconds
         row.tables = [
             TableRow(t.name, t.rows, t.bytes, t.dim, t.optimizer, t.push_codec or "float32", t.pull_codec or "float32")
@@ -169,12 +191,12 @@ class ShardWatch:
         assert isinstance(reply, ShardStatus)
         return reply
 
-    def _lost(self, now: float, problem: str) -> list[Event]:
+    def _lost(self, now: float, problem: str, what: str) -> list[Event]:
         self.problem = problem
         if self._down:
             return []
         self._down = True
-        return [Event(now, Severity.ERROR, f"{self._name} does not answer: {problem}")]
+        return [Event(now, Severity.ERROR, f"{self._name} {what}: {problem}")]
 
     @property
     def _name(self) -> str:

@@ -170,7 +170,8 @@ class TopApp(App[None]):
 def facts(sample: PanelSample) -> Text:
     """The first line: what the run has reached, and how fast."""
     serving = sum(row.health == "serving" for row in sample.shards)
-    parts = [f"{serving} of {len(sample.shards)} shards", f"{len(sample.workers)} workers"]
+    parts = [f"{serving} of {len(sample.shards)} shards"] if sample.shards else []  # else a run alone is shown
+    parts += [f"{len(sample.workers)} workers"]
     run = sample.run
     if run is not None:
         figure = run.best if run.ended else run.figure
@@ -210,7 +211,8 @@ def _line(event: Event) -> Text:
 
 
 def _health(row: ShardRow) -> str:
-    return f"down, {row.age:.0f} s ago" if row.health == "down" and row.age is not None else row.health
+    silent = row.health in ("down", "no access") and row.age is not None
+    return f"{row.health}, {row.age:.0f} s ago" if silent else row.health
 
 
 def _lag(row: ShardRow) -> str:

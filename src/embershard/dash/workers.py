@@ -85,7 +85,10 @@ class WorkersWatch:
                 row.state, row.seconds = "waits" if down else "silent", still
                 row.waits_for_shards = list(down)
         for worker, record in records.items():
-            row = rows.setdefault(worker, WorkerRow(worker=worker, state="ended" if ended else "gone"))
+            # one worker alone is no member, and without shards nobody says who is one: its record has to do
+            trains = not clocks and time.time() - _float(record.get("time")) < _RECORD_SECONDS
+            state = "ended" if ended else "trains" if trains else "gone"
+            row = rows.setdefault(worker, WorkerRow(worker=worker, state=state))
             _add_record(row, record)
         return [rows[worker] for worker in sorted(rows)]
 

@@ -161,7 +161,14 @@ def test_the_trace_of_a_request_travels_and_an_old_peer_skips_it():
     assert Context.read(b"x" * 23) is None
 
 
-def test_without_the_packages_the_command_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+@pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"])
+def test_without_the_packages_the_command_says_what_to_install(monkeypatch, missing):
+    def find(name):
+        """As importlib: a part of a package that is not there is an error."""
+        if name.startswith(f"{missing}."):
+            raise ModuleNotFoundError(name)
+        return None if name == missing else object()
+
+    monkeypatch.setattr(tracing, "find_spec", find)
     with pytest.raises(TracingNotInstalled):
         SpanSender("http://127.0.0.1:1", "worker")

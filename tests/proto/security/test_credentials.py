@@ -1,11 +1,12 @@
 """What a folder of certificates must hold, and what is said where it does not."""
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from embershard.deploy.authority import Authority
 from embershard.proto.errors import BadCertificate
+from embershard.proto.security import credentials
 from embershard.proto.security.credentials import CertificateFolder, Credentials
 from embershard.proto.security.tls import TLS
 from harness.certificates import DAY, issue, replace, revoke
@@ -25,6 +26,11 @@ def test_a_file_that_is_missing_or_is_none_is_named(tmp_path, name, data, proble
     if data is not None:
         (tmp_path / name).write_bytes(data)
     assert problem_of(tmp_path) == (problem, str(tmp_path / name))
+
+
+def test_a_file_in_place_of_its_folder_is_named(tmp_path):
+    issue(tmp_path)
+    assert problem_of(tmp_path / "tls.crt") == ("missing", str(tmp_path / "tls.crt"))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +97,35 @@ def test_bad_files_are_reported_once_and_those_of_before_stay_in_use(tmp_path, c
     assert folder.refresh()
 
 
+def test_a_certificate_that_is_not_valid_yet_is_used_once_it_is(tmp_path, caplog, monkeypatch):
+    """As where the clock of who issues it is ahead: nobody writes the files again."""
+    folder = CertificateFolder(issue(tmp_path))
+    before = folder.current
+    issue(tmp_path, start=timedelta(hours=1))
+    for _ in range(3):
+        assert not folder.refresh()
+    assert folder.current is before
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(credentials, "_now", lambda: datetime.now(UTC) + timedelta(hours=2))
+    assert folder.refresh()
+    assert folder.current.leaf != before.leaf
+    assert not folder.refresh()
+
+
 def test_a_certificate_that_expires_within_a_week_is_warned_of(tmp_path, caplog):
     CertificateFolder(issue(tmp_path, days=9))
     assert "expires" not in caplog.text
     CertificateFolder(issue(tmp_path, days=7))
     assert "expires" in caplog.text
+
+
+def test_a_process_that_runs_for_long_warns_once_before_its_certificate_expires_and_once_after(
+    tmp_path, caplog, monkeypatch
+):
+    folder = CertificateFolder(issue(tmp_path, days=30))
+    for days, said in ((20, []), (23, ["WARNING"]), (24, ["WARNING"]), (31, ["WARNING", "ERROR"])):
+        now = datetime.now(UTC) + days * DAY
+        monkeypatch.setattr(credentials, "_now", lambda now=now: now)
+        for _ in range(3):
+            assert not folder.refresh()
+        assert [record.levelname for record in caplog.records] == said

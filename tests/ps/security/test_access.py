@@ -1,10 +1,12 @@
 """Who a peer is, and what it may ask: the rules themselves, without a transport."""
 
 import itertools
+import os
+import time
 
 import pytest
 
-from embershard.proto.errors import NotAllowed, NotAuthenticated
+from embershard.proto.errors import BadAccessFile, NotAllowed, NotAuthenticated
 from embershard.proto.messages import (
     METHODS,
     Compress,
@@ -19,6 +21,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.messages import TableIds as Ids
 from embershard.proto.security.tokens import new_token, token_digest
+from embershard.ps.security import access as access_module
 from embershard.ps.security.access import Access, Principal
 from embershard.ps.security.access_file import AccessEntry
 from embershard.ps.security.peers import Peer
@@ -183,6 +186,22 @@ class TestReload:
         assert access.reload()
         assert access.known_again(before) is before
         assert before.revoked
+
+    def test_a_file_that_is_given_to_the_shard_later_is_read_then(self, access, tmp_path, monkeypatch):
+        """As where root has written it: `chown` changes neither its time nor its size."""
+        path = tmp_path / "access.yaml"
+        written(path, read=["tables: [x]"])
+
+        def refuse(path):
+            raise BadAccessFile(mistakes=f"{path}: cannot be read: Permission denied", count=1)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(access_module, "read_access_file", refuse)
+            assert not access.reload()
+        assert not access.reload()
+        time.sleep(0.05)  # more than a tick of the file system's clock
+        os.chown(path, os.geteuid(), os.getegid())
+        assert access.reload()
 
     @pytest.mark.parametrize("text", ["", "- nonsense", None])
     def test_a_file_with_mistakes_leaves_things_as_they_are(self, access, tmp_path, text, caplog):

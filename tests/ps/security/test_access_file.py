@@ -65,6 +65,11 @@ def test_a_file_says_who_may_do_what():
         (("[ads_*, users]", "['', users]"), 6, "''"),
         (("[ads_*, users]", "[' ads', users]"), 6, "' ads'"),
         (("[ads_*, users]", "[7, users]"), 6, "'7'"),
+        (("[ads_*, users]", "[ads_*, 'user s']"), 6, "'user s' matches no table"),
+        (("[ads_*, users]", "['ads_[ab]', users]"), 6, "'ads_[ab]' matches no table"),
+        (("[ads_*, users]", "['.ads', users]"), 6, "'.ads' matches no table"),
+        (("[ads_*, users]", "[ads_*, " + "u" * 201 + "]"), 6, "matches no table"),
+        (("name: trainer", "name: 7"), 3, "write it in quotes"),
         (("rows_per_second: 1_000_000", "rows: 1"), 7, "unknown quota"),
         (("rows_per_second: 1_000_000", "rows_per_second: -1"), 7, "rows_per_second"),
         (("rows_per_second: 1_000_000", "rows_per_second: true"), 7, "rows_per_second"),
@@ -97,6 +102,17 @@ def test_a_mistake_is_named_with_its_line_and_shows_no_secret(change, line, what
 @pytest.mark.parametrize("text", ["", "# nothing", "[]", "7", "name: x", "null", "!!python/object:os.system x", "\0"])
 def test_what_is_no_list_of_entries_is_refused(text):
     assert len(mistakes(text)) == 1
+
+
+def test_two_entries_in_one_line_do_not_share_a_token():
+    entry = f"{{name: NAME, role: read, token_sha256: '{DIGEST}'}}"
+    assert len(mistakes(f"[{entry.replace('NAME', 'a')}, {entry.replace('NAME', 'b')}]")) == 1
+
+
+@pytest.mark.parametrize("pattern", ["*", "?*", "a/b-c.d", "_x", "*.ads", "ads_*_v?"])
+def test_a_pattern_of_what_tables_are_named_by_is_taken(pattern):
+    trainer, *_ = parse_access(WHOLE.replace("[ads_*, users]", f"['{pattern}']"), "f")
+    assert trainer.tables == (pattern,)
 
 
 def test_all_mistakes_are_shown_at_once():

@@ -9,7 +9,14 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from embershard.proto.errors import AuditDamaged, CannotWrite, NotAllowed, NotAuthenticated, TableMismatch
+from embershard.proto.errors import (
+    AuditDamaged,
+    CannotWrite,
+    InternalError,
+    NotAllowed,
+    NotAuthenticated,
+    TableMismatch,
+)
 from embershard.proto.messages import Compress, Declare, Hello, Load, Restore, Snapshot, TableCodecs
 from embershard.proto.security.tokens import new_token, token_digest, write_private
 from embershard.proto.wire import Feature
@@ -109,8 +116,18 @@ def test_a_line_that_a_killed_process_had_begun_is_cut_off_and_said(path):
 def test_a_log_whose_last_line_was_changed_is_not_gone_on_with(path):
     written(path)
     path.write_text(path.read_text().replace('"stop"', '"stap"'))
-    with raises(AuditDamaged, path=str(path)):
+    with raises(AuditDamaged, path=str(path), line=7):
         AuditLog(path)
+
+
+def test_two_shards_do_not_write_one_log(path):
+    """Their lines would not follow one another, as if somebody had changed them."""
+    first = AuditLog(path)
+    with raises(CannotWrite, path=str(path), reason="another shard writes it"):
+        AuditLog(path)
+    first.close()
+    written(path)
+    assert verify(path)[0] == 9
 
 
 def test_a_file_that_cannot_be_is_named_with_the_option_that_says_where(tmp_path):
@@ -284,6 +301,20 @@ def test_a_shard_notes_who_came_who_was_refused_and_what_changed_but_no_secret(p
     for secret in (token, other, token_digest(token).hex(), token_digest(other).hex()):
         assert secret not in text
         assert secret[6:20] not in text
+
+
+def test_an_act_that_met_a_defect_is_not_noted_as_done(path, serve, monkeypatch):
+    access = Access(loopback_token=(token := new_token()), audit=AuditLog(path))
+    served = serve(access)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(served.dispatch._shard, "handle", fail)
+    with pytest.raises(InternalError):
+        Connection(served.address, Feature.TOKEN, token=token).ask(Declare(table("items", 4)))
+    access.close()
+    assert ("Declare", "ZeroDivisionError") in [(line["verb"], line["outcome"]) for line in lines(path)]
 
 
 def test_calls_of_one_grpc_connection_are_one_login(path, tmp_path):

@@ -1,5 +1,6 @@
 // Charts by uPlot, each with a table of the same numbers.
 const BINS = 480;
+const LATE_SECONDS = 3; // after which the last number is one of the past
 
 // Colours are read once, since to ask the browser for one has it compute all styles.
 let colors = new Map();
@@ -111,22 +112,24 @@ class Chart {
       const column = this.data[k + 1] ?? [];
       let i = this.at ?? column.length - 1;
       while (i >= 0 && column[i] == null) i -= 1;
-      return [line.label, i < 0 ? "–" : this.spec.format(column[i], line), line.color];
+      // an evaluation is the last one for long, and what is reachable does not change
+      const old = this.at == null && !line.points && !line.dash && this.range[1] - this.data[0][i] > LATE_SECONDS;
+      return [line.label, i < 0 ? "–" : this.spec.format(column[i], line), line.color, old ? "old" : ""];
     });
-    if (this.at != null) items.unshift([fmt.clock(this.data[0][this.at] ?? 0), "", null]);
-    const text = items.map(([label, value]) => `${label} ${value}`).join(", ");
+    if (this.at != null) items.unshift([fmt.clock(this.data[0][this.at] ?? 0), "", null, ""]);
+    const text = items.map(([label, value, _, old]) => [label, value, old].join(" ").trim()).join(", ");
     if (text === this.shown) return;
     this.shown = text;
     this.body.setAttribute("aria-label", `${this.spec.title}: ${text}`);
     this.legend.replaceChildren(
-      ...items.map(([label, value, color]) => {
+      ...items.map(([label, value, color, old]) => {
         const item = el("span", "key");
         const mark = el("i");
         if (color) {
           mark.style.background = `var(${color})`;
           item.append(mark);
         }
-        item.append(el("span", "", label), el("b", "", value));
+        item.append(el("span", "", label), el("b", old, value));
         return item;
       }),
     );

@@ -1,6 +1,5 @@
 // The page: takes samples from the stream, keeps them, and shows them, a few milliseconds of work a frame.
 const BUDGET_MS = 4;
-const LATE_SECONDS = 3;
 
 const tracks = {
   series: new Track(["pull_p50", "pull_p99", "push_p50", "push_p99", "pulled_rows", "pushed_rows", "received", "sent"], ["pull_p99", "push_p99"]),
@@ -180,7 +179,7 @@ function fact(id, value, note = "", kind = "", label = null) {
 
 function showFacts(sample) {
   const { run } = sample;
-  const rate = run?.ended ? run.samples_per_second : run?.samples_per_second;
+  const rate = run?.samples_per_second;
   const late = run && !run.ended && run.last != null ? sample.time - run.last : 0;
   const old = late > LATE_SECONDS ? "old" : "";
   const pauses = sample.workers.some((worker) => worker.state === "paused");

@@ -221,7 +221,9 @@ function makeShards() {
         const kind = HEALTH[row.health] ?? "bad";
         const age = row.age == null ? "" : `, ${fmt.seconds(row.age)} ago`;
         mark(cell.firstChild, `dot ${kind}`);
-        write(cell.firstChild, row.health === "down" ? (row.age == null ? "no answer yet" : `down${age}`) : row.health);
+        const silent = row.health === "down" || row.health === "no access";
+        const never = row.health === "down" && row.age == null;
+        write(cell.firstChild, never ? "no answer yet" : silent ? `${row.health}${age}` : row.health);
         const title = row.problem || row.address;
         if (cell.title !== title) cell.title = title;
       },
