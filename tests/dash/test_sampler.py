@@ -184,6 +184,13 @@ def test_a_worker_that_is_no_member_is_known_by_its_record(statuses, age, ended,
     assert (row.worker, row.state) == (0, state)
 
 
+def test_a_worker_that_is_no_member_waits_for_the_shard_that_does_not_answer():
+    for age in (5, 60):  # no shard says that it is gone
+        record = {"worker": 0, "time": time.time() - age, "parts_ms": {}, "waits": {}}
+        (row,) = WorkersWatch().rows([], (1,), {0: record}, False)
+        assert (row.state, row.waits_for_shards, round(row.seconds)) == ("waits", [1], age)
+
+
 def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():
     watch = WorkersWatch()
     assert watch.events([status((0, 1))], True) == []

@@ -86,9 +86,12 @@ class WorkersWatch:
                 row.waits_for_shards = list(down)
         for worker, record in records.items():
             # one worker alone is no member, and without shards nobody says who is one: its record has to do
-            trains = not clocks and time.time() - _float(record.get("time")) < _RECORD_SECONDS
-            state = "ended" if ended else "trains" if trains else "gone"
+            age = time.time() - _float(record.get("time"))
+            is_here = not clocks and (age < _RECORD_SECONDS or (bool(down) and not statuses))
+            state = "ended" if ended else "trains" if is_here else "gone"
             row = rows.setdefault(worker, WorkerRow(worker=worker, state=state))
+            if row.state == "trains" and down and age > _SILENT_SECONDS:
+                row.state, row.seconds, row.waits_for_shards = "waits", age, list(down)
             _add_record(row, record)
         return [rows[worker] for worker in sorted(rows)]
 
