@@ -35,11 +35,11 @@ def test_the_option_overrides_the_environment_and_that_the_shards_of_up(monkeypa
     assert isinstance(run("status", "--ps", "").exception, BadAddress)  # as of a script's variable that is not set
 
 
-@pytest.mark.parametrize(("text", "mode"), [(None, 0), (new_token(), 0o644), ("no token", 0o600)])
+@pytest.mark.parametrize(("text", "mode"), [(None, 0), ("a token", 0o644), ("no token", 0o600)])
 def test_a_token_file_that_cannot_be_used_is_named_before_a_shard_is_waited_for(tmp_path, text, mode):
     path = tmp_path / "a.token"
     if text is not None:
-        path.write_text(text)
+        path.write_text(new_token() if text == "a token" else text)
         path.chmod(mode)
     error = run("status", "--ps", "127.0.0.1:1", "--token-file", str(path)).exception
     assert isinstance(error, BadToken)
