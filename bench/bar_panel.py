@@ -1,6 +1,7 @@
 """The panel in a real Chromium: how soon a sample is seen, what leaves the page, and what it costs the browser.
 
-Shards serve in this process, over TCP as they would elsewhere; Chromium is driven by Playwright. Four rounds:
+Shards serve in this process, over TCP as they would elsewhere, except in `job`; Chromium is driven by Playwright. Five
+rounds:
 
 - `latency`: two shards, which are pulled from, sampled twice a second. From the moment that they are asked until the
   frame after the page has shown the sample: p95 <= 250 ms.
@@ -9,6 +10,8 @@ Shards serve in this process, over TCP as they would elsewhere; Chromium is driv
 - `hundred`: 100 shards; scrolled up and down. No task of the page's main thread takes over 100 ms, and p99 of the
   script of a frame is at most 8 ms. Both are CPU time of that thread, from a trace, since the machine may be busy.
 - `silent`: nobody pulls any more; the last latencies are greyed, as what they are: numbers of the past.
+- `job`: the page is opened while `embershard train --dash` begins; it shows each sample, the loss and the metric, and
+  once more after the run has ended, from its folder.
 
 In all of them: no request off the page's origin, no error on its console. Prints one JSON line; exits 1 below the bar,
 and where there is no Chromium (apt-get install chromium).
@@ -19,8 +22,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from bisect import bisect
@@ -35,15 +41,19 @@ import uvicorn
 from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
 
 from embershard.dash import server
+from embershard.dash.run_log import FollowedLog
 from embershard.dash.sampler import INTERVAL_SECONDS, Sampler
 from embershard.proto.messages import Pull, TableIds
 from embershard.proto.transport.addresses import transport_for
 from timing import finish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from harness.eventually import eventually
+from harness.processes import EMBERSHARD
 from harness.served import ServedShard
 from harness.shards import make_shard, table
 
+ROOT = Path(__file__).resolve().parent.parent
 LATE_SECONDS = 3  # as of charts.js
 LATENCY_MS, HEAP_GROWTH_MIB, TASK_MS, SCRIPT_MS = 250.0, 2.0, 100.0, 8.0
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--js-flags=--expose-gc"]
@@ -70,9 +80,11 @@ def shards(count: int) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def panel(addresses: list[str], interval: float) -> Iterator[tuple[str, dict[int, float]]]:
-    """A panel of these shards; its address, and when each sample was made."""
-    sampler, made = Sampler(addresses, interval=interval), {}
+def panel(
+    addresses: list[str], interval: float, run: FollowedLog | None = None
+) -> Iterator[tuple[str, dict[int, float]]]:
+    """A panel of these shards and this run; its address, and when each sample was made."""
+    sampler, made = Sampler(addresses, run, interval=interval), {}
     sample = sampler.sample
 
     def noted() -> Any:
@@ -130,7 +142,7 @@ class Watched:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.add_init_script(WATCH)
         self.page.goto(url)
-        self.page.locator("#shards tbody tr").first.wait_for()
+        eventually(lambda: self.shown() >= 0, 60)
         self.devtools: CDPSession = self.context.new_cdp_session(self.page)
 
     @staticmethod
@@ -145,7 +157,7 @@ class Watched:
     def shown(self) -> int:
         return int(self.page.evaluate("document.body.dataset.shown ?? -1"))
 
-    def close(self) -> dict[str, object]:
+    def close(self) -> dict[str, list[str]]:
         self.context.close()
         return {"off_origin": self.strangers, "console_errors": self.errors}
 
@@ -206,6 +218,37 @@ def silent(browser: Browser) -> dict[str, object]:
         return {"numbers": fresh, "greyed": old, **page.close()}
 
 
+def job(browser: Browser) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*EMBERSHARD, "train", str(ROOT / "examples/demo.yaml"), "--dash", "--output", folder]
+        words += ["--set", "train.samples=1_000_000", "--set", "evaluate.every=100_000"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as train:
+            assert train.stdout is not None
+            try:
+                url = next(found[0] for line in train.stdout if (found := re.search(r"http://[\d.:]+/", line)))
+                page = Watched(browser, url)
+                threading.Thread(target=train.stdout.read, daemon=True).start()  # a full pipe would stop the job
+                eventually(lambda: any(map(str.isdigit, facts(page)[2])), 60)
+                shown = page.shown()
+                eventually(lambda: page.shown() > shown + 10, 60)
+                training = facts(page)
+                watched = page.close()
+                train.wait(250)
+            finally:
+                train.terminate()
+        (run,) = (path.parent for path in Path(folder).rglob("log.jsonl"))
+        with panel([], INTERVAL_SECONDS, FollowedLog(run)) as (url, _):
+            page = Watched(browser, url)
+            time.sleep(2)
+            ended, last = facts(page), page.close()
+    return {"training": training, "ended": ended, **{what: seen + last[what] for what, seen in watched.items()}}
+
+
+def facts(page: Watched) -> list[str]:
+    """The job's state, its loss and its metric, as the page shows them."""
+    return [page.page.locator(place).inner_text() for place in ("#state", "#fact-loss b", "#fact-figure b")]
+
+
 def main_thread(events: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """CPU milliseconds of each task of the page's main thread, and of each frame's script, from a trace."""
     frames = [event for event in events if event["name"] == "FireAnimationFrame"]
@@ -227,7 +270,7 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the rounds latency and hundred")
     parser.add_argument("--samples", type=int, default=10_000, help="of the round heap")
-    parser.add_argument("--only", choices=("latency", "heap", "hundred", "silent"))
+    parser.add_argument("--only", choices=("latency", "heap", "hundred", "silent", "job"))
     given = parser.parse_args()
     if shutil.which(given.chromium) is None:
         sys.exit(f"bar-panel: there is no Chromium at {given.chromium}: apt-get install chromium")
@@ -236,6 +279,7 @@ def main() -> None:
         "heap": lambda browser: heap(browser, given.samples),
         "hundred": lambda browser: hundred(browser, given.seconds),
         "silent": silent,
+        "job": job,
     }
     figures: dict[str, Any] = {}
     with sync_playwright() as playwright:
@@ -260,6 +304,8 @@ def below(figures: dict[str, Any]) -> list[str]:
         failures.append(f"the heap grew: {figures['heap']['mib']} MiB")
     if "silent" in figures and figures["silent"]["greyed"] != 2:
         failures.append(f"of the last p50 and p99 of pulls, {figures['silent']['greyed']} are greyed")
+    if "job" in figures and (figures["job"]["training"][0], figures["job"]["ended"][0]) != ("training", "ended well"):
+        failures.append(f"a job is shown as {figures['job']['training']}, and ended as {figures['job']['ended']}")
     if "hundred" in figures:
         found = figures["hundred"]
         failures += [f"{found['rows']} rows of 100"] if found["rows"] != 100 else []

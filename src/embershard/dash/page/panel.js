@@ -20,7 +20,11 @@ function doWork() {
   const start = performance.now();
   while (work.length && performance.now() - start < BUDGET_MS) {
     const job = work.shift();
-    job();
+    try {
+      job();
+    } catch (error) {
+      reportError(error); // to the console: one part of the page must not stop the others
+    }
     if (job.draws) break; // uPlot draws once this is done, in the same frame
   }
   if (!work.length && view.next) show(view.next);
@@ -98,7 +102,7 @@ for (const spec of [learning, speed, latency, { id: "chart-staleness", title: "S
 const charts = [
   new Chart(learning, readLearning),
   new Chart(speed, (spec, from, to) => {
-    const byLog = tracks.training.length > 0;
+    const byLog = spec.lines[0].name === "samples_per_second";
     return read(() => (byLog ? tracks.training : tracks.series))(spec, from, to);
   }),
   new Chart(latency, read(() => tracks.series)),
@@ -184,6 +188,10 @@ function showFacts(sample) {
   const old = late > LATE_SECONDS ? "old" : "";
   const pauses = sample.workers.some((worker) => worker.state === "paused");
   write(document.getElementById("job"), run?.name || (run ? "a run that begins" : "shards"));
+  if (run) { // which is named, and may only begin
+    document.querySelector("#chart-learning .plot").dataset.empty = "No step is in the log yet.";
+    write(bytes.empty, "No step is in the log yet.");
+  }
   write(document.getElementById("mode"), run?.mode ?? "");
   if (run) {
     const metric = run.metric ? run.metric.toUpperCase() : "metric";
@@ -211,7 +219,7 @@ function showFacts(sample) {
   fact("shards", sample.shards.length ? `${good} of ${sample.shards.length}` : "–", sample.shards.length ? (bad.length ? `${bad.length === 1 && bad[0].shard != null ? `shard ${bad[0].shard}` : `${bad.length} shards`}: ${bad[0].health}` : `${fmt.short(total)} rows${stale ? " on those that answer" : ""}`) : "not watched", bad.length ? "bad" : "");
   const training = sample.workers.filter((worker) => worker.state === "trains" || worker.state === "paused").length;
   const held = sample.workers.filter((worker) => ["waited for", "silent"].includes(worker.state) || worker.waits_for_shards.length);
-  fact("workers", sample.workers.length ? (run?.ended ? String(sample.workers.length) : `${training} of ${sample.workers.length}`) : "–", held.length ? held[0].state === "waits" ? `wait for shard ${held[0].waits_for_shards.join(", ")}` : `worker ${held[0].worker} ${held[0].state === "silent" ? "is silent" : "is waited for"}` : run?.ended ? "trained" : "train", held.length ? "warn" : "");
+  fact("workers", sample.workers.length ? (run?.ended ? String(sample.workers.length) : `${training} of ${sample.workers.length}`) : "–", held.length ? held[0].state === "waits" ? `wait for shard ${held[0].waits_for_shards.join(", ")}` : `worker ${held[0].worker} ${held[0].state === "silent" ? "is silent" : "is waited for"}`  : run?.ended ? "trained" : sample.workers.length ? "train" : "none yet", held.length ? "warn" : "");
   const [label, kind] = overall(sample, late, bad.length);
   const pill = document.getElementById("state");
   mark(pill, `pill ${kind}`);
