@@ -291,6 +291,7 @@ class Shard:
             version=self.greeting.version,
             instance=self.greeting.instance,
             uptime_seconds=self.system.now() - self._started,
+            system_time=self.system.since_1970(),
             resident_bytes=_resident_bytes(),
             requests=self._requests,
             pulled_rows=self._pulled_rows,

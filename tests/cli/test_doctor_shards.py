@@ -21,6 +21,24 @@ from harness.served import ServedShard
 # ---- the shards
 
 
+@pytest.mark.parametrize(
+    ("ahead", "level", "words"),
+    [
+        (0.0, OK, "as here"),
+        (3600.0, WARN, "3,600 s ahead"),
+        (-60.0, WARN, "60 s behind"),
+        (-400.0, FAIL, "400 s behind: a shard that is 5 minutes behind refuses"),
+    ],
+)
+def test_a_shard_whose_machine_has_another_time_is_named(ahead, level, words, monkeypatch):
+    served = ServedShard()
+    try:
+        monkeypatch.setattr(served.shard.system, "since_1970", lambda: time.time() + ahead)
+        finds(shards.system_times, seen(served.address), level, words)
+    finally:
+        served.stop()
+
+
 @contextmanager
 def listener(answer=b""):
     """The address of a port that says `answer` to whatever connects; nothing at all if it is empty."""

@@ -42,6 +42,9 @@ class Probe:
     beside: bool = False  # a worker here would use the Unix socket beside the port
     asks: bool | None = None  # who comes over TCP has to say who it is; None: not known
     here: bool = False  # it runs on this machine
+    ahead_seconds: float | None = (
+        None  # of its clock, at least: that of this machine is behind it; below 0: ahead of it
+    )
     call_seconds: float | None = None  # of a small call, median
     before: ShardStatus | None = None  # a first look
     status: ShardStatus | None = None  # the last one
@@ -170,8 +173,13 @@ def _asks(probe: Probe, limit: Deadline) -> bool | None:
 
 
 def _look(probe: Probe, transport: Transport, limit: Deadline) -> None:
-    """Its status, the time of a small call, and its status a little later."""
+    """Its status, how far its clock is ahead, the time of a small call, and its status a little later."""
+    asked = time.time()
     probe.before = probe.status = _status(transport, limit)
+    if probe.status is not None and probe.status.system_time:
+        # somewhere between the question and the answer
+        earliest, latest = probe.status.system_time - time.time(), probe.status.system_time - asked
+        probe.ahead_seconds = earliest if earliest > 0 else min(0.0, latest)
     seconds = []
     for _ in range(_CALLS):
         start = time.perf_counter()

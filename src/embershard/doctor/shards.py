@@ -13,9 +13,11 @@ from embershard.doctor.probe import Probe
 from embershard.proto.errors import ShardUnavailable, WrongShards
 from embershard.proto.timing import Deadline
 from embershard.proto.transport.addresses import transport_for
+from embershard.ps.coordination.fencing import AHEAD_MINUTES
 from embershard.worker.client.shard_connection import handshake
 
 _SLOW_CALL_SECONDS = 0.002
+_APART_SECONDS = 10.0  # machines with NTP are within 0.1
 _MANY_BYTES = 2**16  # a rendezvous of workers, which a shard parks too, has some hundred
 _GREET_TIMEOUT = timedelta(seconds=2)
 
@@ -86,6 +88,29 @@ def access(case: Case) -> Finding | None:
         return None
     asks_nobody = [probe.name for probe in known if not probe.asks]
     return warn(f"asks nobody who they are: {some(asks_nobody)}") if asks_nobody else ok("they ask who comes")
+
+
+@check(
+    "system times",
+    asks="whether the shards' machines have the time of this one: workers take their numbers from it, and certificates "
+    "are valid from one time to another",
+    remedy="set the clocks of the machines that are named by NTP (timedatectl set-ntp true)",
+)
+def system_times(case: Case) -> Finding | None:
+    """Compare the shards' clocks with this machine's."""
+    ahead = [(probe.name, seconds) for probe in case.probes if (seconds := probe.ahead_seconds) is not None]
+    if not ahead:
+        return None
+    apart = [
+        f"{name} is {abs(seconds):,.0f} s {'ahead' if seconds > 0 else 'behind'}"
+        for name, seconds in ahead
+        if abs(seconds) > _APART_SECONDS
+    ]
+    if min(seconds for _, seconds in ahead) < -60 * AHEAD_MINUTES:
+        return fail(
+            f"{some(apart)}: a shard that is {AHEAD_MINUTES} minutes behind refuses the workers of this machine"
+        )
+    return warn(some(apart)) if apart else ok("as here")
 
 
 @check(
@@ -244,6 +269,7 @@ CHECKS = (
     stream,
     grpc,
     access,
+    system_times,
     latency,
     unix_sockets,
     versions,

@@ -54,7 +54,8 @@ class Rows {
   }
 
   arrange(rows) {
-    const keys = new Set(rows.map(this.key));
+    this.order = rows.map(this.key);
+    const keys = new Set(this.order);
     for (const [key, made] of this.held) {
       if (keys.has(key)) continue;
       made.more?.remove();
@@ -102,8 +103,10 @@ class Rows {
         }
       });
     }
+    // a worker that joins late has its place by its number
+    const next = this.order.slice(this.order.indexOf(key) + 1).find((other) => this.held.has(other));
+    this.body.insertBefore(row, this.held.get(next)?.row ?? null);
     this.held.set(key, made);
-    this.body.append(row);
     return made;
   }
 
