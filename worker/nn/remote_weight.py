@@ -172,7 +172,7 @@ class RemoteWeight(nn.Parameter):
             with torch.inference_mode(False), torch.no_grad():
                 read = self.table.session.read_all(self, self.table.spec, self.shape[0], self.device)
                 whole = read.rows[read.index].requires_grad_()
-            whole.register_post_accumulate_grad_hook(_collector(self.table, read.route))  # type: ignore[no-untyped-call]
+            whole.register_post_accumulate_grad_hook(_collector(self, read.route))  # type: ignore[no-untyped-call]
             self.in_use = True
             self._whole, self._read_at, self._whole_version = whole, self.table.session.clock, whole._version
         assert self._whole is not None
@@ -378,13 +378,15 @@ def _with_wholes(value: Any) -> Any:
     return value
 
 
-def _collector(table: RemoteTable, route: Route) -> Callable[[Tensor], None]:
+def _collector(weight: RemoteWeight, route: Route) -> Callable[[Tensor], None]:
     """Hands the gradient of a whole table to the session."""
+    table = weight.table
     order = torch.from_numpy(np.ascontiguousarray(route.ids))
 
+    @untraced
     def collect(whole: Tensor) -> None:
         gradient, whole.grad = whole.grad, None
-        if gradient is not None:
+        if gradient is not None and weight.requires_grad:  # torch, too, drops it if frozen since
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             table.session.collect(RowGradients(table.spec, route, gradient[order.to(gradient.device)]))
 

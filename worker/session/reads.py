@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,15 @@ from embershard.worker.session.row_source import RowSource
 How = Literal["", "rows", "sum", "mean"]
 
 
+class Reader(Protocol):
+    """A module that reads rows."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether rows are read and never pushed."""
+        ...
+
+
 class Lookup(NamedTuple):
     """Rows to be pulled: those of `ids` in a table, for a module on `device`."""
 
@@ -34,7 +43,7 @@ class Lookup(NamedTuple):
     ids: torch.Tensor  # any shape, int32 or int64
     device: torch.device
     how: How = ""
-    reader: object = None  # that module, where it can read them from a bundle
+    reader: Reader | None = None  # that module, where it can read them from a bundle
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +57,7 @@ class BundleRows:
     flat: Ids  # (N,) the ids themselves
     shapes: list[torch.Size]  # of each table's ids
     how: How  # what the readers make of their rows
-    readers: list[object]  # of each table
+    readers: list[Reader | None]  # of each table
     least: list[int]  # id of each table; 0 where it has none
     largest: list[int]
     specs: Mapping[str, TableSpec]  # by table

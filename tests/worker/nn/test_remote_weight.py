@@ -317,6 +317,30 @@ def test_freezing_counts_from_the_next_use_on(make_session):
     assert torch.equal(plain.items.weight, model.items.weight)
 
 
+class Bundled(Net):
+    """Its bag comes in a bundle."""
+
+    def embedding_inputs(self, ids):
+        return {"bag": ids}
+
+
+@pytest.mark.parametrize("build", [Net, Bundled])
+@pytest.mark.parametrize("name", ["index", "regulariser", "F.embedding_bag"])
+def test_a_weight_that_is_frozen_before_backward_takes_no_gradient(make_session, build, name):
+    plain, optimizer, model, session = torch_and_ours(make_session, build)
+    for _ in range(2):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            loss = LOSSES[name](net) + net(IDS).square().mean()
+            net.items.weight.requires_grad_(False)
+            net.bag.weight.requires_grad_(False)
+            loss.backward()
+            net.requires_grad_(True)
+            step()
+            net.zero_grad()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+
+
 def test_an_evaluation_sees_what_others_pushed(make_shards, make_session):
     shards = make_shards(2)
     sessions = [make_session(shards=shards, worker=number) for number in range(2)]
