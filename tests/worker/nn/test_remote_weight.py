@@ -140,6 +140,25 @@ def test_a_tied_layer_trains_to_the_bits_of_torch(make_session):
     assert torch.equal(plain.scores.weight, model.scores.weight)
 
 
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.to(torch.float32)])
+def test_a_tied_model_may_be_moved(make_session, move):
+    plain, optimizer, model, session = torch_and_ours(make_session, TiedSoftmax)
+    for _ in range(2):
+        for net, step in ((plain, optimizer.step), (move(model), session.step)):
+            F.cross_entropy(net.scores(hidden(net)), IDS[:, 1]).backward()
+            step()
+            net.zero_grad()
+    assert torch.equal(plain.items.weight, move(model).items.weight)
+
+
+def test_values_that_somebody_keeps_over_a_step_are_not_the_old_ones(make_session):
+    _, _, model, session = torch_and_ours(make_session)
+    kept = [parameter.detach() for parameter in model.parameters()]
+    model(IDS).sum().backward()
+    session.step()
+    assert all(value.isnan().all() for value in kept)
+
+
 def test_modules_are_what_they_were_for_the_model(make_session):
     plain, optimizer, model, session = torch_and_ours(make_session, OfOneKind)
     for _ in range(3):
@@ -191,6 +210,7 @@ CHANGES_OF_GRADIENTS = {
     "detached": lambda p: p.grad.detach().mul_(0.5),
     "operator": halve,
     "zeros": lambda p: torch._foreach_zero_([p.grad]),
+    "zeros, after detach_": lambda p: (p.grad.detach_(), p.grad.zero_()),
     "a result": lambda p: (p.grad.view(-1) + 1).mul_(2),  # which changes nothing
 }
 
