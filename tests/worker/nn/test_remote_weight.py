@@ -159,6 +159,15 @@ def test_values_that_somebody_keeps_over_a_step_are_not_the_old_ones(make_sessio
     assert all(value.isnan().all() for value in kept)
 
 
+def test_every_tensor_of_a_state_dict_has_a_storage_of_its_own(make_session):
+    _, _, model, session = torch_and_ours(make_session)
+    model(IDS).sum().backward()
+    session.step()
+    state = model.state_dict()
+    assert len({value.untyped_storage().data_ptr() for value in state.values()}) == len(state)
+    assert all(value.untyped_storage().nbytes() == 4 * value.numel() for value in state.values())
+
+
 def test_modules_are_what_they_were_for_the_model(make_session):
     plain, optimizer, model, session = torch_and_ours(make_session, OfOneKind)
     for _ in range(3):
