@@ -379,6 +379,11 @@ def flat_ids(spec: TableSpec, ids: torch.Tensor) -> Ids:
     """Ids as (N,) int64 on the host. RuntimeError unless they are int32 or int64."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise RuntimeError(f"table {spec.name!r}: ids must be int64 or int32, got {ids.dtype}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(ids):
+        raise NotImplementedError(
+            f"table {spec.name!r}: ids inside torch.func.vmap have no values to pull by; call emb(ids) outside, and "
+            "map over its result"
+        )
     return ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
 
 

@@ -448,6 +448,7 @@ REFUSED = {
     "half": (lambda m: m.half(), TypeError),
     "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict()), RuntimeError),
     "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
+    "vmap over ids": (lambda m: torch.func.vmap(m.items)(IDS), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
     "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),
