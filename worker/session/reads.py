@@ -27,7 +27,7 @@ from embershard.worker.session.row_source import RowSource
 How = Literal["", "rows", "sum", "mean"]
 
 
-class Reader(Protocol):
+class RowReader(Protocol):
     """A module that reads rows."""
 
     @property
@@ -43,7 +43,7 @@ class Lookup(NamedTuple):
     ids: torch.Tensor  # any shape, int32 or int64
     device: torch.device
     how: How = ""
-    reader: Reader | None = None  # that module, where it can read them from a bundle
+    reader: RowReader | None = None  # that module, where it can read them from a bundle
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class BundleRows:
     flat: Ids  # (N,) the ids themselves
     shapes: list[torch.Size]  # of each table's ids
     how: How  # what the readers make of their rows
-    readers: list[Reader | None]  # of each table
+    readers: list[RowReader | None]  # of each table
     least: list[int]  # id of each table; 0 where it has none
     largest: list[int]
     specs: Mapping[str, TableSpec]  # by table
