@@ -157,7 +157,7 @@ bar-equal: setup  ## bit-identical over shards and transports; equal to torch in
 bar-sync: setup  ## synchronous workers equal one process on the joint batch
 	$(BIN)/python bench/bar_sync.py
 
-bar-wrap: setup $(VENV)/.outside  ## other people's models, in their own loops, against plain torch (10 minutes)
+bar-wrap: setup $(VENV)/.outside  ## other people's models, in their own loops, against plain torch (12 minutes)
 	$(BIN)/python bench/bar_wrap.py
 
 bar-jobs: setup  ## a model, reader, loss, metrics and callback of a user's own through every command (6 minutes)

@@ -1,8 +1,9 @@
 """Other people's models, with their own settings and in their own training loops, train wrapped as they do in torch.
 
 Models of deepctr-torch (BaseModel.fit), torch-rechub (CTRTrainer, MatchTrainer), RecBole (Trainer), torchrec
-(TrainPipelineBase), Lightning (Trainer) and of our own loops; regularisers and dropout are on. Each is built once and
-copied; the copy is wrapped over two shard processes, and `session` stands where the loop expects an optimizer. SGD:
+(TrainPipelineBase), Lightning (Trainer), transformers (Trainer), accelerate, torchfm, torch-geometric and of our own
+loops; regularisers and dropout are on. Each is built once and copied; the copy is wrapped over two shard processes, and
+`session` stands where the loop expects an optimizer. SGD:
 every step's loss and the weights at the end have torch's bits, or are within 1e-6 for a model that reads a table as a
 whole (named in the table). Adagrad, and Adam for dense weights and tables that are read as a whole: every loss is as
 near to torch's as torch is to itself, started from weights that differ in their last bit. Prints a table and one JSON
@@ -31,7 +32,17 @@ sys.modules["requests"] = types.ModuleType("requests")
 
 from wrap.compare import KINDS, WHOLE_TOLERANCE, compare  # noqa: E402
 
-PACKAGES = ("deepctr", "rechub", "recbole", "torchrec", "lightning", "plain")
+PACKAGES = (
+    "deepctr",
+    "rechub",
+    "recbole",
+    "torchrec",
+    "lightning",
+    "torchfm",
+    "transformers",
+    "geometric",
+    "plain",
+)
 SHARDS, MODELS = 2, 25
 
 

@@ -83,6 +83,10 @@ class Several(torch.optim.Optimizer):
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
         super().__init__([p for part in self.parts for group in part.param_groups for p in group["params"]], {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]  # schedulers change their lr
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Keep the groups, of which torch would make others than those of the parts; accelerate loads what it saved."""
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()

@@ -18,6 +18,7 @@ from embershard.proto.compiled.intrinsics import array_at, detached, fma
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.shared_memory import zero_floats
 from embershard.worker.kernels import Mask
+from embershard.worker.session.dense import untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.reads import BundleRows, LookupResult
 
@@ -131,13 +132,17 @@ def _collector(bundle: BundleRows, used: Mask, collect: Collect) -> Callable[[Te
     """Hands the gradients of a bundle on, at the moment when backward has finished them."""
     first = bundle.specs[bundle.route.tables[0]]
 
+    @untraced
     def collected(rows: Tensor) -> None:
         gradient, rows.grad = rows.grad, None
         if gradient is None or not gradient.shape[0]:
             return
-        route = bundle.route
-        if not used.all():  # a table that led to no output of this backward has no gradient
-            keep = np.repeat(np.broadcast_to(used, route.counts.shape).reshape(-1), route.counts.reshape(-1))
+        route, trained = bundle.route, used & [its is not None and not its.frozen for its in bundle.readers]
+        if not trained.any():
+            return
+        # a table that led to no output of this backward has no gradient, nor has one that was frozen since
+        if not trained.all():
+            keep = np.repeat(np.broadcast_to(trained, route.counts.shape).reshape(-1), route.counts.reshape(-1))
             route, gradient = route.select(keep), gradient[torch.from_numpy(keep)]
         collect(RowGradients(first, route, gradient, specs=bundle.specs))
 

@@ -130,7 +130,7 @@ class _RemoteRows(nn.Module):
                 weight.looked_up_at = self.table.session.clock
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _collector(self.table, route, padding, self.scale_grad_by_freq)
+                _collector(self, route, padding)
             )
         return read.index, rows, padding, route.ids
 
@@ -392,22 +392,23 @@ def _in_order_of_ids(
     return rank[index], rows.index_select(0, order.to(rows.device)), padding
 
 
-def _collector(
-    table: RemoteTable, route: Route, padding: int | None, by_frequency: bool
-) -> Callable[[torch.Tensor], None]:
+def _collector(reader: _RemoteRows, route: Route, padding: int | None) -> Callable[[torch.Tensor], None]:
     """Hands the gradient of a leaf to the session, at the moment when backward has finished it.
 
     Before that only the autograd graph holds the leaf: a forward without a backward leaves nothing behind.
-    `by_frequency` divides a row's gradient by the number of times that its id was read.
+    `scale_grad_by_freq` divides a row's gradient by the number of times that its id was read.
     """
 
+    @untraced
     def collect(rows: torch.Tensor) -> None:
         gradient, rows.grad = rows.grad, None
-        if gradient is not None and gradient.shape[0]:
-            if by_frequency:  # here, since torch's own bags divide by the count of another id (2.13, CPU)
-                counts = torch.from_numpy(np.bincount(route.index, minlength=len(route.ids)))
-                gradient = gradient / counts.to(gradient.device).unsqueeze(1)
-            table.session.collect(RowGradients(table.spec, route, gradient, padding))
+        if gradient is None or not gradient.shape[0] or reader.frozen:  # torch, too, drops it if frozen since
+            return
+        if reader.scale_grad_by_freq:  # here, since torch's own bags divide by the count of another id (2.13, CPU)
+            counts = torch.from_numpy(np.bincount(route.index, minlength=len(route.ids)))
+            gradient = gradient / counts.to(gradient.device).unsqueeze(1)
+        table = reader.table
+        table.session.collect(RowGradients(table.spec, route, gradient, padding))
 
     return collect
 

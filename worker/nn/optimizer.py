@@ -30,7 +30,8 @@ class ShardOptimizer(torch.optim.Optimizer):
     If torch.amp.GradScaler skips a step, nothing is pushed, but the clock advances. Rows, weights and optimizer
     states are on the shards: `state_dict` has only the learning rates.
 
-    Create it after `wrap`. ValueError for a session without tables.
+    Create it after `wrap`, one for a session: a step pushes the gradients of all its tables. ValueError for a session
+    without tables.
     """
 
     # GradScaler then calls `step` in any case and says what it found, so that the clock can move on
@@ -38,6 +39,8 @@ class ShardOptimizer(torch.optim.Optimizer):
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._name = object()  # for the session, which would not be freed if it held the optimizer
+        self._has_stepped = False
         self.weight = 1.0
         self.skipped_steps = 0
         dense = {weights.spec.name: weights for weights in session.dense_weights}
@@ -73,8 +76,10 @@ class ShardOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Push the gradients like `Session.step`, those of each group with its learning rate.
 
-        BadLearningRate, before anything is pushed, if a learning rate is negative, NaN or Inf.
+        BadLearningRate, before anything is pushed, if a learning rate is negative, NaN or Inf. RuntimeError if this
+        optimizer and another one of the session step by turns.
         """
+        self._refuse_turns()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -90,6 +95,20 @@ class ShardOptimizer(torch.optim.Optimizer):
                 gradient.mul_(inverse)
         self.session.step(scales, weight=self.weight)
         return loss
+
+    def _refuse_turns(self) -> None:
+        """RuntimeError where another optimizer of the session has stepped since this one did.
+
+        A loop with an optimizer for each of two networks expects each to train its own, and each trains both here. One
+        that takes the place of another, as in a second fit, is none of two.
+        """
+        if self._has_stepped and self.session.stepped_by is not self._name:
+            raise RuntimeError(
+                "two ShardOptimizers of one session step by turns, and each pushes the gradients of all tables of the "
+                "session: use one, or wrap each network with a session of its own (es.connect(..., worker=1) for the "
+                "second)"
+            )
+        self._has_stepped, self.session.stepped_by = True, self._name
 
     def skip(self) -> None:
         """Make a step without a push: gradients are dropped, and the clock advances."""

@@ -137,8 +137,15 @@ class RemoteWeight(nn.Parameter):
         return self.embedding(self.table, self.shape[0], weight=self)(ids.to(self.device))
 
     def stepped(self) -> bool:
-        """The rows change on the shards now; whether the next step may read them as a whole, too."""
+        """The rows change on the shards now; whether the next step may read them as a whole, too.
+
+        NaN takes the place of old values, for whoever kept them: torch would show the new ones there.
+        """
+        whole = self._whole
         self.forget()
+        if whole is not None and self.requires_grad:
+            with torch.no_grad():
+                whole.fill_(torch.nan)
         self._was_used, self._used = self._used, False
         self.in_use = self._was_used
         return self.in_use
@@ -172,7 +179,7 @@ class RemoteWeight(nn.Parameter):
             with torch.inference_mode(False), torch.no_grad():
                 read = self.table.session.read_all(self, self.table.spec, self.shape[0], self.device)
                 whole = read.rows[read.index].requires_grad_()
-            whole.register_post_accumulate_grad_hook(_collector(self.table, read.route))  # type: ignore[no-untyped-call]
+            whole.register_post_accumulate_grad_hook(_collector(self, read.route))  # type: ignore[no-untyped-call]
             self.in_use = True
             self._whole, self._read_at, self._whole_version = whole, self.table.session.clock, whole._version
         assert self._whole is not None
@@ -206,8 +213,19 @@ class RemoteWeight(nn.Parameter):
         return self._whole_of_step().detach()
 
     @data.setter
-    def data(self, value: Tensor) -> NoReturn:
-        raise ParameterChanged(parameter=self.table.spec.name)
+    def data(self, value: Tensor) -> None:
+        """ParameterChanged, but for a model that moves: a tied layer assigns what it read, on the new device."""
+        whole = self._whole
+        if whole is None or value.dtype != whole.dtype:
+            raise ParameterChanged(parameter=self.table.spec.name)
+        if value.device == self.device:
+            is_same = value.data_ptr() == whole.data_ptr()
+        else:
+            is_same = torch.equal(value.to(whole.device), whole.detach())
+        if not is_same:
+            raise ParameterChanged(parameter=self.table.spec.name)
+        if value.device != self.device:
+            self.move(value.device)
 
     def register_hook(self, hook: object) -> NoReturn:
         """Refused: gradients of rows have no hooks."""
@@ -378,13 +396,15 @@ def _with_wholes(value: Any) -> Any:
     return value
 
 
-def _collector(table: RemoteTable, route: Route) -> Callable[[Tensor], None]:
+def _collector(weight: RemoteWeight, route: Route) -> Callable[[Tensor], None]:
     """Hands the gradient of a whole table to the session."""
+    table = weight.table
     order = torch.from_numpy(np.ascontiguousarray(route.ids))
 
+    @untraced
     def collect(whole: Tensor) -> None:
         gradient, whole.grad = whole.grad, None
-        if gradient is not None:
+        if gradient is not None and weight.requires_grad:  # torch, too, drops it if frozen since
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             table.session.collect(RowGradients(table.spec, route, gradient[order.to(gradient.device)]))
 
@@ -456,6 +476,8 @@ class RowsGradient(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.detach_:  # as loops write before zero_(): it is apart already, and torch refuses for views
+            return args[0]
         if name in _OF_ROWS and _is_by_number(name, args, kwargs):
             result = func(*_unwrapped(args), **_unwrapped(kwargs))
             return args[0] if name.endswith("_") else result
@@ -504,7 +526,7 @@ def _shared(value: Any, memory: AbstractSet[int]) -> Any:
 _OF_ROWS = {
     "_amp_foreach_non_finite_check_and_unscale_", "_foreach_abs", "_foreach_abs_", "_foreach_clamp_max_",
     "_foreach_clamp_min_", "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "clamp_", "clamp_max_",
-    "clamp_min_", "detach_", "div_", "isfinite", "isinf", "isnan", "linalg_vector_norm", "mul_", "nan_to_num_", "neg_",
+    "clamp_min_", "div_", "isfinite", "isinf", "isnan", "linalg_vector_norm", "mul_", "nan_to_num_", "neg_",
     "norm", "sign_", "vector_norm", "zero_",
 }  # fmt: skip
 

@@ -34,6 +34,11 @@ Values = Callable[[], Iterable[tuple[Ids, Floats]]]
 
 _PORTION = 2**18  # rows loaded at a time
 _MARK = "_embershard_session"
+# of a module, what torch calls around it
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
@@ -234,8 +239,14 @@ def _groups(model: nn.Module) -> list[_Group]:
         assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if parametrize.is_parametrized(module):
             raise ValueError(f"module {name!r} is parametrized; a remote table cannot be, remove the parametrization")
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        if any(getattr(module, kind) for kind in _HOOKS):
             raise ValueError(f"module {name!r} has hooks, which its remote twin would lose; register them after wrap")
+        weight = module.weight
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"the weight of module {name!r} has hooks, which would see no gradient, for rows are read by batch: "
+                "remove them, and change emb.weight.grad between backward() and session.step()"
+            )
         own = [
             key for part in (module._parameters, module._buffers, module._modules) for key in part if key != "weight"
         ]

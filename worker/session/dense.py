@@ -66,8 +66,11 @@ class _ParameterSlice:
 
     def view(self, blocks: torch.Tensor) -> torch.Tensor:
         """The parameter's part of (num_blocks, BLOCK) floats, in its shape."""
-        flat = blocks[self.start : self.stop].view(-1)[: self.parameter.numel()]
-        return flat.view(self.parameter.shape)
+        first, count = self.start * BLOCK, self.parameter.numel()
+        if blocks.device.type == "cpu":
+            # a storage of its own: who saves a state_dict may leave all but one tensor of a storage out
+            return torch.from_numpy(blocks.numpy().reshape(-1)[first : first + count].reshape(self.parameter.shape))
+        return blocks.view(-1)[first : first + count].view(self.parameter.shape)
 
 
 class _Part(NamedTuple):

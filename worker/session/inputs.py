@@ -28,6 +28,10 @@ class EmbeddingModule(Protocol):
     def device(self) -> torch.device | None:
         """Return the device for its rows; None for that of the ids."""
 
+    @property
+    def frozen(self) -> bool:
+        """Whether rows are read and never pushed."""
+
     def how(self, ids: torch.Tensor) -> How:
         """Return how a module reduces the rows of these ids (see How); "" where that is not known."""
 
@@ -38,6 +42,7 @@ class _Table:
 
     spec: TableSpec
     device: None = None
+    frozen: bool = False
 
     def how(self, ids: torch.Tensor) -> How:
         """Return "": no module is known that would reduce these rows."""

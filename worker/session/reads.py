@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,15 @@ from embershard.worker.session.row_source import RowSource
 How = Literal["", "rows", "sum", "mean"]
 
 
+class RowReader(Protocol):
+    """A module that reads rows."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether rows are read and never pushed."""
+        ...
+
+
 class Lookup(NamedTuple):
     """Rows to be pulled: those of `ids` in a table, for a module on `device`."""
 
@@ -34,7 +43,7 @@ class Lookup(NamedTuple):
     ids: torch.Tensor  # any shape, int32 or int64
     device: torch.device
     how: How = ""
-    reader: object = None  # that module, where it can read them from a bundle
+    reader: RowReader | None = None  # that module, where it can read them from a bundle
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +57,7 @@ class BundleRows:
     flat: Ids  # (N,) the ids themselves
     shapes: list[torch.Size]  # of each table's ids
     how: How  # what the readers make of their rows
-    readers: list[object]  # of each table
+    readers: list[RowReader | None]  # of each table
     least: list[int]  # id of each table; 0 where it has none
     largest: list[int]
     specs: Mapping[str, TableSpec]  # by table
@@ -370,6 +379,11 @@ def flat_ids(spec: TableSpec, ids: torch.Tensor) -> Ids:
     """Ids as (N,) int64 on the host. RuntimeError unless they are int32 or int64."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise RuntimeError(f"table {spec.name!r}: ids must be int64 or int32, got {ids.dtype}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(ids):
+        raise NotImplementedError(
+            f"table {spec.name!r}: ids inside torch.func.vmap have no values to pull by; call emb(ids) outside, and "
+            "map over its result"
+        )
     return ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
 
 

@@ -83,6 +83,7 @@ class Session:
         self._versions: Versions = {}  # the lowest of the rows that this step has read
         self._lost_leases: int | None = None  # when the first rows of the step were pulled
         self._is_stepping = False
+        self.stepped_by: object = None  # the ShardOptimizer of the last step, by a name that it has for this
 
     @property
     def clock(self) -> int:

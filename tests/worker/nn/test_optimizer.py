@@ -242,6 +242,19 @@ def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(ma
     assert gradients(optimizer) == []
 
 
+def test_two_that_step_by_turns_would_each_train_all_tables_and_are_refused(make_session):
+    _, wrapped, session = twins(make_session)
+    first, second = es.ShardOptimizer(session), es.ShardOptimizer(session)
+    for optimizer in (first, first, second, second):  # one after the other, as in a second fit
+        loss_of(wrapped, BATCHES[0]).backward()
+        optimizer.step()
+    before = weights(wrapped, session)
+    loss_of(wrapped, BATCHES[0]).backward()
+    with pytest.raises(RuntimeError, match="a session of its own"):
+        first.step()
+    torch.testing.assert_close(weights(wrapped, session), before, rtol=0, atol=0)
+
+
 def test_learning_rates_survive_a_state_dict(make_session):
     _, _, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)

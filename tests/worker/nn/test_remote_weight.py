@@ -140,6 +140,34 @@ def test_a_tied_layer_trains_to_the_bits_of_torch(make_session):
     assert torch.equal(plain.scores.weight, model.scores.weight)
 
 
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.to(torch.float32)])
+def test_a_tied_model_may_be_moved(make_session, move):
+    plain, optimizer, model, session = torch_and_ours(make_session, TiedSoftmax)
+    for _ in range(2):
+        for net, step in ((plain, optimizer.step), (move(model), session.step)):
+            F.cross_entropy(net.scores(hidden(net)), IDS[:, 1]).backward()
+            step()
+            net.zero_grad()
+    assert torch.equal(plain.items.weight, move(model).items.weight)
+
+
+def test_values_that_somebody_keeps_over_a_step_are_not_the_old_ones(make_session):
+    _, _, model, session = torch_and_ours(make_session)
+    kept = [parameter.detach() for parameter in model.parameters()]
+    model(IDS).sum().backward()
+    session.step()
+    assert all(value.isnan().all() for value in kept)
+
+
+def test_every_tensor_of_a_state_dict_has_a_storage_of_its_own(make_session):
+    _, _, model, session = torch_and_ours(make_session)
+    model(IDS).sum().backward()
+    session.step()
+    state = model.state_dict()
+    assert len({value.untyped_storage().data_ptr() for value in state.values()}) == len(state)
+    assert all(value.untyped_storage().nbytes() == 4 * value.numel() for value in state.values())
+
+
 def test_modules_are_what_they_were_for_the_model(make_session):
     plain, optimizer, model, session = torch_and_ours(make_session, OfOneKind)
     for _ in range(3):
@@ -191,6 +219,7 @@ CHANGES_OF_GRADIENTS = {
     "detached": lambda p: p.grad.detach().mul_(0.5),
     "operator": halve,
     "zeros": lambda p: torch._foreach_zero_([p.grad]),
+    "zeros, after detach_": lambda p: (p.grad.detach_(), p.grad.zero_()),
     "a result": lambda p: (p.grad.view(-1) + 1).mul_(2),  # which changes nothing
 }
 
@@ -317,6 +346,30 @@ def test_freezing_counts_from_the_next_use_on(make_session):
     assert torch.equal(plain.items.weight, model.items.weight)
 
 
+class Bundled(Net):
+    """Its bag comes in a bundle."""
+
+    def embedding_inputs(self, ids):
+        return {"bag": ids}
+
+
+@pytest.mark.parametrize("build", [Net, Bundled])
+@pytest.mark.parametrize("name", ["index", "regulariser", "F.embedding_bag"])
+def test_a_weight_that_is_frozen_before_backward_takes_no_gradient(make_session, build, name):
+    plain, optimizer, model, session = torch_and_ours(make_session, build)
+    for _ in range(2):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            loss = LOSSES[name](net) + net(IDS).square().mean()
+            net.items.weight.requires_grad_(False)
+            net.bag.weight.requires_grad_(False)
+            loss.backward()
+            net.requires_grad_(True)
+            step()
+            net.zero_grad()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+
+
 def test_an_evaluation_sees_what_others_pushed(make_shards, make_session):
     shards = make_shards(2)
     sessions = [make_session(shards=shards, worker=number) for number in range(2)]
@@ -395,6 +448,7 @@ REFUSED = {
     "half": (lambda m: m.half(), TypeError),
     "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict()), RuntimeError),
     "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
+    "vmap over ids": (lambda m: torch.func.vmap(m.items)(IDS), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
     "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),

@@ -224,6 +224,14 @@ def small(change):
             "module '0' is parametrized",
         ),
         (lambda: small(lambda it: it[0].register_forward_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].register_full_backward_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].register_full_backward_pre_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].register_state_dict_pre_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].weight.register_hook(print)), "the weight of module '0' has hooks"),
+        (
+            lambda: small(lambda it: it[0].weight.register_post_accumulate_grad_hook(print)),
+            "the weight of module '0' has hooks",
+        ),
         (lambda: nn.ModuleDict({"a b": nn.Embedding(2, 2), "a_b": nn.Embedding(2, 2)}), "would be named a_b"),
     ],
 )
