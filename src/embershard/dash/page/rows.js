@@ -377,7 +377,7 @@ function stateOf(row) {
 
 function makeBytes() {
   const columns = [
-    { label: "", width: "25%", title: true, fill: text((row) => `${row.direction} ${row.part}`) },
+    { label: "", width: "25%", title: true, fill: text((row) => (row.part === row.direction ? "other" : `${row.direction} ${row.part}`)) },
     { label: "codec", width: "22%", fill: text((row) => row.codec) },
     { label: "sent", width: "18%", number: true, fill: text((row) => fmt.bytes(row.wire)) },
     { label: "as float32", width: "20%", number: true, fill: text((row) => fmt.bytes(row.raw)) },
