@@ -41,6 +41,7 @@ class Seen:
     status: ShardStatus | None = None
     requests_per_second: float = 0.0
     problem: str = ""
+    answers: bool = False  # though with an error, as to a token that it does not know
 
     @property
     def is_serving(self) -> bool:
@@ -134,7 +135,7 @@ def _ask(transports: Sequence[Transport]) -> list[Seen]:
             problem = f"no answer ({error.reason}); check that it runs, its port, and that this machine reaches it"
             seen.append(Seen(transport.address, problem=problem))
         except EmbershardError as error:
-            seen.append(Seen(transport.address, problem=str(error)))
+            seen.append(Seen(transport.address, problem=str(error), answers=True))
         else:
             assert isinstance(reply, ShardStatus)
             seen.append(Seen(transport.address, status=reply))
@@ -165,7 +166,7 @@ def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
     for one in seen:
         now = one.status
         if now is None:
-            view.add_row("?", escape(one.address), "[red]down[/]")
+            view.add_row("?", escape(one.address), f"[red]{'error' if one.answers else 'down'}[/]")
             continue
         view.add_row(
             f"{now.shard}/{now.num_shards}",

@@ -126,7 +126,9 @@ def make_app(sampler: Sampler, hosts: frozenset[str] = frozenset()) -> Starlette
 
     async def stream(_: Request) -> Response:
         if pages.full:
-            return PlainTextResponse(f"{_MOST_PAGES} pages are open, and no more are served\n", 503)
+            # not an error of HTTP, of which an EventSource tells its page nothing; it asks again
+            full = f"retry: 10000\nevent: full\ndata: {_MOST_PAGES}\n\n"
+            return Response(full, headers=common, media_type="text/event-stream")
         return StreamingResponse(pages.stream(), headers=common, media_type="text/event-stream")
 
     async def state(_: Request) -> Response:

@@ -6,7 +6,7 @@ const tracks = {
   training: new Track(["loss", "samples_per_second"]),
   evaluations: new Track(["figure"], [], 2048),
 };
-const view = { span: 600, paused: false, numbers: false, sample: null, interval: 0.5, received: 0, broken: false };
+const view = { span: 600, paused: false, numbers: false, sample: null, interval: 0.5, received: 0, broken: false, full: "" };
 const work = [];
 let scheduled = false;
 
@@ -278,10 +278,12 @@ function shardsNote(sample) {
 function showBanner() {
   const banner = document.getElementById("banner");
   const silent = (performance.now() - view.received) / 1000;
-  const lost = view.broken || (view.received && silent > LATE_SECONDS);
+  const lost = view.broken || view.full || (view.received && silent > LATE_SECONDS);
   document.body.classList.toggle("lost", lost);
   banner.hidden = !lost;
-  if (lost) {
+  if (view.full) {
+    write(banner, `${view.full} pages are open, and the panel serves no more: close one. This page asks again.`);
+  } else if (lost) {
     const since = view.sample ? ` What is shown is of ${fmt.clock(view.sample.time)}.` : "";
     write(banner, `The panel's process does not answer.${since} The page asks it again; training does not depend on it.`);
   }
@@ -324,6 +326,10 @@ function reconnect() {
     heard();
     take(JSON.parse(event.data));
   });
+  source.addEventListener("full", (event) => {
+    view.full = event.data;
+    showBanner();
+  });
   source.onerror = () => {
     view.broken = true;
     showBanner();
@@ -334,6 +340,7 @@ function reconnect() {
 function heard() {
   view.received = performance.now();
   view.broken = false;
+  view.full = "";
 }
 
 function setSpan(span) {
