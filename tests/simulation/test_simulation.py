@@ -67,6 +67,7 @@ FOUND_SINCE = {  # by seeds with all that they draw: an I/O thread, and focuses 
     1578: "the oracle asked for a copy of a push that a heartbeat had called safe before the push was answered",
     7508: "the end of a load was lost with the power, and the next process of its worker waited for it for ever",
     4110: "a call asked on although the shard had answered that pushes are lost, and ended without an answer",
+    7910: "a push that a new process had taken was dropped by its sender, who heard that earlier ones are lost",
     4718: "a worker that had only loaded waited at one shard, and none of its heartbeats said what another had lost",
 }
 

@@ -49,7 +49,7 @@ from embershard.worker.client.lineage import Lineage
 from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
-from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, may_be_unhandled
+from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, is_kept
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.client.routes import Part, placed_gradients, placed_reads
 from embershard.worker.client.shard_connection import handshake
@@ -466,7 +466,7 @@ class Client:
         for shard, outcome in outcomes.items():
             if isinstance(outcome, Pushed) and outcome.early:
                 self._kept.answered(shard, pushes[shard])
-            elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and may_be_unhandled(outcome)):
+            elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and is_kept(outcome)):
                 self._kept.settle(shard, pushes[shard], outcome)
         return outcomes
 

@@ -11,6 +11,7 @@ from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
     LeaseLost,
+    MemoryLost,
     ShardRestarted,
     ShardUnavailable,
     UnknownRoute,
@@ -215,8 +216,9 @@ class PushQueue:
         while batch := {shard: self._head(shard) for shard, waiting in sorted(self._waiting.items()) if waiting}:
             silent: EmbershardError | None = None
             for shard, outcome in call(batch).items():
-                if isinstance(outcome, EmbershardError) and may_be_unhandled(outcome):
-                    silent = silent or outcome  # it stays, to be sent again
+                if isinstance(outcome, EmbershardError) and is_kept(outcome):
+                    # it stays, to be sent again; a loss, which no other try mends, is told first
+                    silent = outcome if silent is None or isinstance(outcome, MemoryLost) else silent
                     continue
                 if isinstance(outcome, UnknownRoute):
                     self._waiting[shard][0] = self._with_ids(self._waiting[shard][0])
@@ -313,8 +315,16 @@ def _fit(parts: list[TableGradients], limit: int, dims: Mapping[TableKey, int]) 
 
 
 def may_be_unhandled(outcome: EmbershardError) -> bool:
-    """Whether a push may still have to be applied: nobody answered, or the shard put it off."""
+    """Whether a push or load may still have to be applied: nobody answered, or the shard put it off."""
     return isinstance(outcome, ShardUnavailable | ShardRestarted) or outcome.retryable
+
+
+def is_kept(outcome: EmbershardError) -> bool:
+    """Whether a push with this outcome is kept: it may still have to be applied.
+
+    MemoryLost may be what a shard has said of those before it, to the heartbeat of a new connection.
+    """
+    return may_be_unhandled(outcome) or isinstance(outcome, MemoryLost)
 
 
 def _is_late(push: Push, outcome: EmbershardError, member: Membership | None) -> bool:
