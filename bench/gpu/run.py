@@ -1,10 +1,11 @@
 """What only a GPU shows of embershard, in one command of under nine minutes: `make gpu`.
 
-The CUDA-marked tests; `wrap` on the GPU against the CPU; fp16 with GradScaler and bf16; dense weights by DDP and FSDP2
-over nccl; whole jobs; and DLRM with all weights on 2 shards, beside the same model in the GPU's memory and a parameter
-server of torch.distributed.rpc. `--device cpu` runs the very same lines with gloo in place of nccl and smaller sizes:
-`make gpu-rehearsal`. Each part has a time limit of its own; one that fails is recorded, and the others still run.
-result.json is written after every figure. Prints tables and one JSON line; exits 1 where a part failed.
+The CUDA-marked tests; `wrap` on the GPU against the CPU, with fp16 and GradScaler and with bf16; other people's models
+against plain torch; dense weights by DDP and FSDP2 over nccl; whole jobs; and DLRM with all weights on 2 shards, beside
+the same model in the GPU's memory and a parameter server of torch.distributed.rpc. `--device cpu` runs the very same
+lines with gloo in place of nccl and smaller sizes: `make gpu-rehearsal`. Each part has a time limit of its own; one
+that fails is recorded, and the others still run. result.json is written after every figure. Prints tables and one JSON
+line; exits 1 where a part failed.
 
 It needs no network and no environment of its own: with `--wheels` it first installs the wheels of that folder, which
 `make gpu-wheels` fetched, for its processes alone. This file and those it imports need the standard library alone.
@@ -53,11 +54,12 @@ def parts(device: str) -> list[Part]:
         part("training", "training.py", 60),
         part("ddp", "collectives.py", 60, "--mode", "ddp"),
         part("fsdp", "collectives.py", 60, "--mode", "fsdp"),
+        part("jobs", "jobs.py", 120, *few),
+        part("models", "models.py", 100),
         *(
             part(f"dlrm-{dim}-{batch}", "dlrm.py", 85, "--dim", str(dim), "--batch", str(batch), *small)
             for dim, batch in (REHEARSED if rehearsal else CELLS)
         ),
-        part("jobs", "jobs.py", 120, *few),
     ]
 
 
