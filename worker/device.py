@@ -22,7 +22,7 @@ _LARGEST_KEPT_BLOCK = 32 * 2**20  # the most that glibc takes here
 
 def host_rows(count: int, dim: int, device: torch.device) -> torch.Tensor:
     """An uninitialised (count, dim) float32 tensor on the host, pinned where rows go to a GPU from it."""
-    return torch.empty((count, dim), dtype=torch.float32, pin_memory=device.type == "cuda")
+    return torch.empty((count, dim), dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -231,8 +231,8 @@ class TorchGroup(WorkerGroup):
             dist.destroy_process_group()
 
     def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
-        sizes = [int(size) for size in self._all(torch.tensor([len(data)]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = [int(size) for size in self._all(torch.tensor([len(data)], device="cpu"))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.from_numpy(data.copy())
         parts = self._all(padded) if max(sizes) else [padded] * len(sizes)
         return {rank: part[:size].numpy() for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))}

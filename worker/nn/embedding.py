@@ -54,7 +54,8 @@ class _RemoteRows(nn.Module):
         if weight is not None:
             self.register_parameter("weight", weight)
         # follows the module through .to(device), and is neither saved nor trained
-        self.register_buffer("_anchor", torch.empty(0), persistent=False)
+        device = None if weight is None else weight.device  # None: torch.set_default_device's
+        self.register_buffer("_anchor", torch.empty(0, device=device), persistent=False)
         self._anchor: torch.Tensor
 
     def _checked_padding(self, padding_idx: int | None) -> int | None:
@@ -387,7 +388,7 @@ def _in_order_of_ids(
     stable), and a route numbers them by shard; in this order the sums have the bits of torch's over the whole table.
     """
     order = torch.from_numpy(np.ascontiguousarray(ids)).argsort()
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).to(index.device)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device="cpu")).to(index.device)
     padding = None if padding is None else int(rank[padding])
     return rank[index], rows.index_select(0, order.to(rows.device)), padding
 

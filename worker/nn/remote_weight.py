@@ -165,7 +165,8 @@ class RemoteWeight(nn.Parameter):
         """Have the rows on another device."""
         self.forget()
         nothing = torch.full((1, 1), torch.nan, device=device).expand(self.shape)
-        Tensor.data.__set__(self, nothing)  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():  # __torch_function__ takes an assignment for a user's
+            Tensor.data.__set__(self, nothing)  # type: ignore[attr-defined]
 
     def _is_current(self) -> bool:
         return self._whole is not None and self._read_at == self.table.session.clock

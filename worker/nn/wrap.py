@@ -383,9 +383,7 @@ def _remote(
         )
     for key, value in vars(module).items():
         vars(remote).setdefault(key, value)
-    remote.train(module.training)
-    remote.to(weight.device)
-    return remote
+    return remote.train(module.training)
 
 
 def _class_of(module: nn.Module, remote: type[M]) -> type[M]:

@@ -67,10 +67,9 @@ class _ParameterSlice:
     def view(self, blocks: torch.Tensor) -> torch.Tensor:
         """The parameter's part of (num_blocks, BLOCK) floats, in its shape."""
         first, count = self.start * BLOCK, self.parameter.numel()
-        if blocks.device.type == "cpu":
-            # a storage of its own: who saves a state_dict may leave all but one tensor of a storage out
-            return torch.from_numpy(blocks.numpy().reshape(-1)[first : first + count].reshape(self.parameter.shape))
-        return blocks.view(-1)[first : first + count].view(self.parameter.shape)
+        part = blocks.view(-1)[first : first + count].view(self.parameter.shape)
+        # a storage of its own: who saves a state_dict may leave all but one tensor of a storage out
+        return torch.from_dlpack(part)  # type: ignore[attr-defined]
 
 
 class _Part(NamedTuple):

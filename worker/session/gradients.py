@@ -141,7 +141,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:
     for tensor in tensors:
         tensor = tensor.detach().to(torch.float32)
         if tensor.is_cuda:
-            target = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
+            target = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True, device="cpu")
             copies.append(target.copy_(tensor, non_blocking=True))
             devices.add(tensor.device)
         else:

@@ -360,7 +360,7 @@ def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
 def _memory_for(num_rows: int, dim: int, device: torch.device) -> torch.Tensor:
     """Memory of the host for rows that a device reads: where a shard of this machine can write them, or pinned."""
     if device.type == "cuda":
-        return torch.empty((num_rows, dim), dtype=torch.float32, pin_memory=True)
+        return torch.empty((num_rows, dim), dtype=torch.float32, pin_memory=True, device="cpu")
     return torch.from_numpy(empty_floats(num_rows, dim))
 
 

@@ -223,7 +223,7 @@ class Session:
         if all(reader is not known for known in self._whole_tables):
             self._whole_tables.append(reader)
         stale = [weights for weights in self.registry.dense if weights.stale(self.clock)]
-        return self._pull([Lookup(spec, torch.arange(num_rows), device)], stale)[spec.name][0]
+        return self._pull([Lookup(spec, torch.arange(num_rows, device="cpu"), device)], stale)[spec.name][0]
 
     def stage(self, lookups: Sequence[Lookup]) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""

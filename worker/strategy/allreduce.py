@@ -86,7 +86,7 @@ class SynchronousSteps:
         return self._reduce([norm], dist.ReduceOp.MAX)[0]
 
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        numbers = torch.tensor(values, dtype=torch.float64)
+        numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
         start = time.perf_counter()
         with self.collective_errors():
             dist.all_reduce(numbers, operation)

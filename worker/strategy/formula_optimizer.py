@@ -94,7 +94,7 @@ class RowFormulaOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             if self._has_step:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, device="cpu")
             state.update({name: torch.full_like(parameter, first) for name, first in self._initial.items()})
         changed = [parameter, *(state[name] for name in self._initial)]
         plain = [tensor.contiguous() for tensor in changed]

@@ -69,7 +69,7 @@ def export_weights(
             weights[f"{name}.weight"] = pull_all(module)
         else:
             assert num_rows is not None
-            trained[name] = torch.zeros(num_rows, dtype=torch.bool)
+            trained[name] = torch.zeros(num_rows, dtype=torch.bool, device="cpu")
             trained[name][torch.from_numpy(ids)] = True
             weights[f"{name}.weight"] = TensorStream(
                 torch.float32, (num_rows, spec.dim), _with_first_values(spec, num_rows, portions)

@@ -31,8 +31,8 @@ def int8_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, layer in _layers(model):
         weight, bias = layer._weight_bias()  # type: ignore[no-untyped-call]
         tensors[f"{name}.weight"] = weight.int_repr()
-        tensors[f"{name}.scale"] = torch.tensor(weight.q_scale(), dtype=torch.float64)
-        tensors[f"{name}.zero_point"] = torch.tensor(weight.q_zero_point())
+        tensors[f"{name}.scale"] = torch.tensor(weight.q_scale(), dtype=torch.float64, device="cpu")
+        tensors[f"{name}.zero_point"] = torch.tensor(weight.q_zero_point(), device="cpu")
         if bias is not None:
             tensors[f"{name}.bias"] = bias.detach().clone()
     return tensors

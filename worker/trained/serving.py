@@ -190,7 +190,8 @@ class ExportedModel:
 
         def score(ids: Tensor, dense: Tensor | None) -> Floats:
             with torch.inference_mode():
-                batch = Batch(ids, dense, torch.empty(len(ids), *labels))  # a user's model gives logits of this shape
+                # a user's model gives logits of the labels' shape
+                batch = Batch(ids, dense, torch.empty(len(ids), *labels, device="cpu"))
                 return cast(Floats, forward(model, batch).numpy())
 
         return score
@@ -228,7 +229,7 @@ def _rows_of(table: nn.Module, ids: Tensor) -> Floats:
     if isinstance(table, ServedEmbedding):
         return cast(Floats, table.rows(ids).numpy())
     weight: Tensor = table.get_parameter("weight").detach()
-    rows = torch.zeros(len(ids), weight.shape[1])
+    rows = torch.zeros(len(ids), weight.shape[1], device="cpu")
     inside = (ids >= 0) & (ids < len(weight))
     rows[inside] = weight[ids[inside]]
     return cast(Floats, rows.numpy())

@@ -149,7 +149,7 @@ class LoaderProcess:
             self._process.stdin.write(b"%d %d\n" % (epoch, split))
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
         self._read(tensor.numpy().reshape(-1).view(np.uint8))
         return tensor
 

@@ -314,6 +314,27 @@ def test_embedding_inputs_that_name_no_embedding_are_refused(make_session):
         model(BATCHES[0][0])
 
 
+def test_a_default_device_of_torch_changes_nothing_of_a_model_that_lies_elsewhere(make_session):
+    start, curves = Net(), []
+    for device in ("cpu", "meta"):  # where whatever follows the default has no values
+        torch.set_default_device(device)
+        try:
+            session = make_session(2)
+            model = es.wrap(copy.deepcopy(start), session, optimizer=es.Adagrad(lr=0.05))
+            curve = losses(model, session.step)
+            curves.append([*curve, model.items["bag"].weight.sum().item()])
+        finally:
+            torch.set_default_device("cpu")
+    assert curves[0] == curves[1]
+
+
+def test_a_weight_that_moves_with_its_model_is_no_change_of_its_values(make_session):
+    model = es.wrap(nn.Sequential(nn.Embedding(5, 2)), make_session(), optimizer=es.SGD(lr=0.1))
+    before = model[0].weight.sum()
+    model[0].weight.move(torch.device("cpu"))  # what .to() does with another device, of which this machine has none
+    assert model[0].weight.sum() == before
+
+
 @pytest.mark.cuda
 def test_training_on_a_gpu_follows_the_cpu(make_session, gpu):
     start, curves = Net(), []

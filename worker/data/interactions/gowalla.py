@@ -103,7 +103,7 @@ class InteractionLists:
     @property
     def item_ids(self) -> torch.Tensor:
         """(I,) int64: the id of each item."""
-        return torch.arange(self.train_set.num_items) + self.train_set.num_users
+        return torch.arange(self.train_set.num_items, device="cpu") + self.train_set.num_users
 
     def num_samples(self, split: str) -> int | None:
         """Samples of an epoch, or pairs to be found."""
@@ -133,7 +133,7 @@ class InteractionLists:
         users, items = self.test_set.users(), self.test_set.items
         for part in batches(np.arange(len(items)), rank, world_size, batch_size):
             ids = np.stack([users[part], items[part] + self.train_set.num_users], axis=1)
-            yield Batch(torch.from_numpy(ids), None, torch.ones(len(part)), torch.from_numpy(users[part]))
+            yield Batch(torch.from_numpy(ids), None, torch.ones(len(part), device="cpu"), torch.from_numpy(users[part]))
 
     def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
         """Users with something to be found; worker r takes the r-th, (r + world_size)-th, ... of them."""

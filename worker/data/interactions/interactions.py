@@ -49,7 +49,7 @@ def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key
     if history:
         turns = (pairs * 0x9E3779B1 + key % (1 << 31)) >> 8  # another start for each pair and epoch
         ids = np.concatenate([ids, item_ids(data, data.histories(user, history, turns, data.items[pairs]))], axis=1)
-    return Batch(torch.from_numpy(ids), None, torch.ones(len(pairs)))
+    return Batch(torch.from_numpy(ids), None, torch.ones(len(pairs), device="cpu"))
 
 
 def pair_inputs(data: Interactions, history: int = 0) -> RowInputs:

@@ -119,13 +119,13 @@ class ActionSequences:
                 np.repeat(users[row], self._negatives), draws.reshape(-1), key
             ).reshape(-1, self._negatives)
             ids = np.concatenate([self._history(window, valid), items.reshape(len(users), -1)], axis=1)
-            yield Batch(torch.from_numpy(ids), None, torch.ones(len(users)))
+            yield Batch(torch.from_numpy(ids), None, torch.ones(len(users), device="cpu"))
 
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """Users with their candidates, of which `batch_size` make a batch (of one user at least)."""
         check_share(rank, world_size, batch_size)
         judged, count = self._judged_of(split), self._candidates
-        labels = torch.zeros(1 + count)
+        labels = torch.zeros(1 + count, device="cpu")
         labels[0] = 1.0
         for part in batches(np.arange(len(judged)), rank, world_size, max(1, batch_size // (1 + count))):
             users = judged[part]
