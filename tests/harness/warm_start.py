@@ -36,6 +36,7 @@ MODULES = (
     "embershard.worker.training.loader",
     "embershard.benchmark.child",
 )
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WITH_CHILDREN = frozenset({"train", "up", "worker", "compare", "bench"})  # commands that start processes themselves
 # what a shard, a worker (torch.optim: torch._dynamo) and their commands import, but for pyarrow, which starts a thread
 IMPORTS = """
@@ -148,8 +149,8 @@ def _starts_warm(given: dict[str, Any]) -> bool:
 
 def _serve(sock: socket.socket) -> Request:
     """Fork what is asked for until nobody asks any more; returns in a forked process only, with what it is to run."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # they are for the commands beside it
+    # they are for the commands beside it; and one for a process that is just forked waits until that can take it
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _rewrite([NAME], {})
     gc.collect()
     gc.freeze()  # collections in forked processes leave shared pages alone
@@ -206,6 +207,7 @@ def _run(request: Request, base: list[str]) -> NoReturn:
     _rewrite(request["words"], request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     safe_path = request["words"][1] == "-P"
     words = request["words"][2 if safe_path else 1 :]
     module = words[1] if words[0] == "-m" else ""
