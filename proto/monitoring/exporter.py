@@ -11,7 +11,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, Self
@@ -83,6 +83,19 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or LOOPBACK, int(port)
 
 
+def names_this_machine(host: str, names: Collection[str] = ("localhost",)) -> bool:
+    """Whether a request's Host is an IP address or one of these names.
+
+    Another name may be one of a stranger's page, which now resolves to this machine (DNS rebinding).
+    """
+    name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+        return True
+    except ValueError:
+        return name.lower() in names
+
+
 def show_address(host: str, port: int) -> str:
     """The address as it stands in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -101,7 +114,8 @@ class MetricsServer:
         self._server = _listen(address, self)
         host, port = self._server.server_address[:2]
         self.address = show_address(str(host), int(port))
-        if not ipaddress.ip_address(host).is_loopback:  # type: ignore[arg-type]
+        self._is_local = ipaddress.ip_address(host).is_loopback  # type: ignore[arg-type]
+        if not self._is_local:
             _log.warning("anyone who reaches %s can read the metrics, names of tables included", self.address)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -124,8 +138,11 @@ class MetricsServer:
         with self._writing:
             return self._exposition.text(() if self.monitored is None else self.monitored.samples())
 
-    def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
-        """The status, content type and body of a page."""
+    def answer(self, path: str, host: str = LOOPBACK) -> tuple[HTTPStatus, str, bytes]:
+        """The status, content type and body of a page; `host` is how the client names this server."""
+        if self._is_local and not names_this_machine(host):
+            refusal = b"metrics on loopback are not served under that name: ask for 127.0.0.1 or localhost\n"
+            return HTTPStatus.MISDIRECTED_REQUEST, "text/plain", refusal
         shown = self.monitored
         match path.partition("?")[0]:
             case "/metrics":
@@ -206,7 +223,7 @@ def _listen(address: str, owner: MetricsServer) -> _Server:
 
         def do_GET(self) -> None:
             try:
-                status, content_type, body = owner.answer(self.path)
+                status, content_type, body = owner.answer(self.path, self.headers.get("Host", LOOPBACK))
             except Exception:
                 _log.exception("a defect while answering %s", self.path)
                 status, content_type, body = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", b"see the log\n"

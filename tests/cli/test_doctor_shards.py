@@ -10,13 +10,73 @@ import pytest
 from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, member, probe
 
 from embershard.doctor import job as clocks
-from embershard.doctor import shards
+from embershard.doctor import monitoring, shards
 from embershard.doctor.case import Case, open_case
 from embershard.proto.messages import replace
+from embershard.proto.monitoring.exporter import MetricsServer
+from embershard.proto.monitoring.metrics import SHARD_METRICS, Sample
 from embershard.proto.security.tokens import new_token, token_digest, write_private
 from embershard.proto.transport.addresses import use_token_file
 from embershard.ps.security.access import Access
 from harness.served import ServedShard
+
+# ---- the pages for Prometheus
+
+
+class Shown:
+    """A process whose state a test sets."""
+
+    dead, unready = "", ""
+
+    def samples(self):
+        return [Sample("embershard_shard_uptime_seconds", 1.0)]
+
+    def not_live(self):
+        return self.dead
+
+    def not_ready(self):
+        return self.unready
+
+
+@pytest.fixture
+def page():
+    with MetricsServer(":0", SHARD_METRICS, {"shard": "0"}) as server:
+        server.monitored = Shown()
+        yield server
+
+
+def test_pages_for_prometheus_that_answer_are_counted(page):
+    finds(monitoring.metrics, open_case("", None, None, None, metrics=[page.address, page.address]), OK, "2 answer, 2")
+    finds(monitoring.metrics, NOBODY, None)
+
+
+@pytest.mark.parametrize(
+    ("dead", "unready", "level", "words"),
+    [
+        ("the apply thread hangs", "", FAIL, "not live: the apply thread hangs"),
+        ("", "it recovers", WARN, "is not ready: it recovers"),
+    ],
+)
+def test_a_process_that_is_not_well_says_why_to_the_doctor(page, dead, unready, level, words):
+    page.monitored.dead, page.monitored.unready = dead, unready
+    finds(monitoring.metrics, Case(metrics=[page.address]), level, words)
+
+
+def test_an_address_without_a_page_is_named(page):
+    with listener() as silent, listener(b"SSH-2.0-OpenSSH_9\r\n") as other, closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{bound.getsockname()[1]}"
+        finding = monitoring.metrics.run(Case(metrics=[silent, other, closed, "nowhere"]))
+    assert finding.level == FAIL
+    for text in (
+        f"{silent}: no answer",
+        f"{other}: another",
+        f"{closed}: Connection refused",
+        "nowhere: write host:port",
+    ):
+        assert text in finding.text
+    finds(monitoring.metrics, Case(metrics=[page.address, closed]), FAIL, closed)
+
 
 # ---- the shards
 

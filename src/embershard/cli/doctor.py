@@ -59,11 +59,16 @@ def doctor(
     run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
     data: DataOption = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder that shards are to keep their logs in.")] = None,
+    metrics: Annotated[
+        str, typer.Option(metavar="HOST:PORT,...", help="Where shards and workers serve their metrics.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine, and the shards, the job and the run that are named; exit code 1 if anything fails."""
     named = shards_of_up() if ps is None else [ps]
-    answers = list(_answers(open_case(",".join(named), job, data, run, log_dir, tls_of(tls, tls_server_name))))
+    pages = [address.strip() for address in metrics.split(",") if address.strip()]
+    case = open_case(",".join(named), job, data, run, log_dir, tls_of(tls, tls_server_name), pages)
+    answers = list(_answers(case))
     failed = any(answer.finding.level is Level.FAIL for answer in answers)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": [answer.as_json() for answer in answers]}))

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from embershard.dash.page import build_page
 from embershard.dash.sampler import PanelSample, Sampler
 from embershard.proto.errors import EmbershardError
+from embershard.proto.monitoring.exporter import names_this_machine
 
 _MOST_PAGES = 64
 _WAITING = 20  # samples for a page that does not read: it is dropped, and asks for all when it comes back
@@ -88,10 +89,7 @@ class Pages:
 
 
 class OwnHosts:
-    """Lets requests pass that name this server by an IP address, as localhost or by a name that it was given.
-
-    Another name may be one of a stranger's page, which now resolves to this machine (DNS rebinding).
-    """
+    """Lets requests pass that name this server by an IP address, as localhost or by a name that it was given."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
         self._app, self._names = app, names
@@ -100,19 +98,11 @@ class OwnHosts:
         """Pass a request on, or answer 421."""
         if scope["type"] == "http":
             headers = dict(scope["headers"])
-            if not self._knows(headers.get(b"host", b"").decode("latin-1")):
+            if not names_this_machine(headers.get(b"host", b"").decode("latin-1"), self._names):
                 refusal = PlainTextResponse("this panel is not served under that name; see --host\n", 421)
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-    def _knows(self, host: str) -> bool:
-        name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-            return True
-        except ValueError:
-            return name.lower() in self._names
 
 
 def make_app(sampler: Sampler, hosts: frozenset[str] = frozenset()) -> Starlette:

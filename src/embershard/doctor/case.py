@@ -34,6 +34,7 @@ class Case:
     run: RunRecord | None = None
     log_dir: Path | None = None
     tls: TLS | None = None
+    metrics: Sequence[str] = ()  # host:port of pages for Prometheus
 
     @property
     def log_folder(self) -> Path | None:
@@ -68,6 +69,7 @@ def open_case(
     run: Path | None,
     log_dir: Path | None = None,
     tls: TLS | None = None,
+    metrics: Sequence[str] = (),
 ) -> Case:
     """Look at what was named; a dead address takes `probe.DEADLINE`, however many there are."""
     probes: Sequence[Probe] = ()
@@ -96,6 +98,7 @@ def open_case(
         run=read_run(run) if run is not None else None,
         log_dir=log_dir,
         tls=tls,
+        metrics=metrics,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from embershard.doctor import certificates, compute, folders, installation, logs, machine, runs, shards
+from embershard.doctor import certificates, compute, folders, installation, logs, machine, monitoring, runs, shards
 from embershard.doctor import job as clocks
 from embershard.doctor.check import Check
 
@@ -15,6 +15,7 @@ SUBJECTS: Mapping[str, Sequence[Check]] = {
     "files": [*folders.CHECKS, *logs.CHECKS],
     "shards": shards.CHECKS,
     "certificates": certificates.CHECKS,
+    "monitoring": monitoring.CHECKS,
     "workers": clocks.CHECKS,
     "run": runs.CHECKS,
 }

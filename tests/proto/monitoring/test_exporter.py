@@ -99,6 +99,16 @@ def test_probes_say_why_not(server):
     assert (get(server, "/livez")[0], get(server, "/readyz")[0]) == (200, 503)
 
 
+@pytest.mark.parametrize(
+    ("host", "code"), [("localhost:7790", 200), ("[::1]", 200), ("evil.example", 421), ("127.0.0.1.evil.example", 421)]
+)
+def test_a_page_on_loopback_is_not_shown_to_a_strangers_page_in_a_browser(server, host, code):
+    for path in ("/metrics", "/status.json"):
+        connection = http.client.HTTPConnection(server.address, timeout=20)
+        connection.request("GET", path, headers={"Host": host})
+        assert connection.getresponse().status == code
+
+
 def test_other_pages_are_there_or_not(server):
     status, body = get(server, "/status.json?pretty")
     assert (status, json.loads(body)) == (200, {"rows": 3})
