@@ -95,10 +95,10 @@ test-pythons:  ## make test with each of PYTHONS (3.11 to 3.13) that is installe
 	done
 
 unit: setup  ## the tests that start no processes
-	$(BIN)/python -m pytest -m 'not integration and not long' -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m 'not integration and not long' -n 3 --dist loadfile --no-loadscope-reorder
 
 integration: setup  ## the tests that start processes
-	$(BIN)/python -m pytest -m 'integration and not long' -n 3 --dist loadfile $$(grep -rl mark.integration tests --include='test_*.py')
+	$(BIN)/python -m pytest -m 'integration and not long' -n 3 --dist loadfile --no-loadscope-reorder $$(grep -rl mark.integration tests --include='test_*.py')
 
 test-long: setup  ## the tests that take minutes each
 	$(BIN)/python -m pytest -m long

@@ -40,6 +40,19 @@ def pytest_runtest_setup(item):
     warm_start.WarmPopen.cold = item.get_closest_marker("cold_start") is not None
 
 
+# files of ten seconds and more begin first: at the end, one core would work alone
+LONGEST = {
+    *("test_kill", "test_train_command", "test_strategies", "test_recover", "test_resume", "test_scaling"),
+    *("test_elastic", "test_slurm", "test_supervisor", "test_dash", "test_rpc_transport"),
+    *("test_export", "test_simulation", "test_elastic_training", "test_kinds_of_models", "test_app", "test_checkpoint"),
+    *("test_prefetch", "test_top", "test_stream", "test_compare_report", "test_trainer", "test_serving"),
+}
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 def pytest_collection_finish():
     """Garbage is searched for in what tests make, and not in the modules: a search of them takes half a second."""
     gc.freeze()

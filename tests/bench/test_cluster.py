@@ -150,6 +150,7 @@ def test_the_busiest_part_alone_says_the_speed_where_all_parts_overlap(bench, pr
     assert found.samples_per_second == pytest.approx(workers * c.batch / max(busy.values()) * 1e3, rel=0.02)
 
 
+@pytest.mark.long
 def test_a_sample_of_shards_gives_the_speed_of_all(bench, prices):
     c = bench.simulate.Cluster(shards=24, workers=30, shards_per_machine=2)
     every = bench.simulate.simulate(c, prices, steps=40)

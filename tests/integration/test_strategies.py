@@ -89,8 +89,12 @@ def run_two(strategy, mode, file, **fields):
             subprocess.Popen(line, env={**os.environ, **meeting, "RANK": str(rank)}, **pipes) for rank in range(2)
         ]
         try:
-            for worker in workers:
-                said(worker)
+            said(workers[0])
+        except AssertionError as error:  # which may be about a worker that ended before it
+            workers[1].kill()
+            raise AssertionError(f"{error}\nworker 1:\n{workers[1].communicate()[0]}") from None
+        else:
+            said(workers[1])
         finally:
             for worker in workers:
                 worker.kill()

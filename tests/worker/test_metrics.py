@@ -5,12 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmetrics.functional.retrieval import (
-    retrieval_average_precision,
-    retrieval_normalized_dcg,
-    retrieval_recall,
-    retrieval_reciprocal_rank,
-)
 
 from embershard.worker.metrics import (
     Candidates,
@@ -29,6 +23,14 @@ from embershard.worker.metrics import (
     normalised_entropy,
     reliability,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """torchmetrics, whose import takes two seconds that collecting tests need not take."""
+    from torchmetrics.functional import retrieval
+
+    return retrieval
 
 
 def brute_auc(labels, scores):
@@ -129,7 +131,7 @@ def test_candidates_over_batches_equal_the_whole():
         Candidates().update(scores[0], labels[0])
 
 
-def test_full_ranking_equals_torchmetrics():
+def test_full_ranking_equals_torchmetrics(theirs):
     rng = np.random.default_rng(3)
     num_users, num_items, k = 17, 40, 6
     scores = torch.from_numpy(rng.normal(-10, size=(num_users, num_items)).astype(np.float32))
@@ -142,7 +144,7 @@ def test_full_ranking_equals_torchmetrics():
     unseen = [
         (row[what != 1].exp(), torch.from_numpy(what[what != 1] == 2)) for row, what in zip(scores, kind, strict=True)
     ]
-    for name, function in ((f"recall@{k}", retrieval_recall), (f"ndcg@{k}", retrieval_normalized_dcg)):
+    for name, function in ((f"recall@{k}", theirs.retrieval_recall), (f"ndcg@{k}", theirs.retrieval_normalized_dcg)):
         want[name] = np.mean([float(function(*each, top_k=k)) for each in unseen if each[1].any()])
     found = figures.compute()
     assert {name: found[name] for name in want} == pytest.approx(want, rel=1e-6)
@@ -167,15 +169,15 @@ def test_gauc_is_the_mean_auc_of_users_weighed_by_their_samples(samples):
     assert gauc(labels, scores, groups.astype(np.int64)) == pytest.approx(want, abs=1e-12, nan_ok=True)
 
 
-def test_map_of_one_positive_is_torchmetrics_reciprocal_rank():
+def test_map_of_one_positive_is_torchmetrics_reciprocal_rank(theirs):
     scores = torch.tensor([[0.9, 0.8, 0.1], [0.3, 0.5, 0.2], [0.1, 0.5, 0.2]])
     target = torch.tensor([1, 0, 0]).bool()
     ranks = candidate_ranks(scores.flatten().numpy(), np.tile(target.numpy(), 3).astype(float), np.repeat(range(3), 3))
-    want = np.mean([float(retrieval_reciprocal_rank(row, target, top_k=2)) for row in scores])
+    want = np.mean([float(theirs.retrieval_reciprocal_rank(row, target, top_k=2)) for row in scores])
     assert map_one(ranks, 2) == pytest.approx(want)
 
 
-def test_map_and_coverage_of_rankings_of_all_items():
+def test_map_and_coverage_of_rankings_of_all_items(theirs):
     scores = torch.tensor([[0.9, 0.8, 0.7, 0.1, 0.0], [0.1, 0.3, 0.9, 0.8, 0.2]])
     none = np.empty(0, np.int64)
     figures = FullRanking(k=3)
@@ -183,7 +185,7 @@ def test_map_and_coverage_of_rankings_of_all_items():
         items = np.array(relevant)
         figures.update(scores[user : user + 1].clone(), Users(torch.tensor([user]), none, none, items * 0, items))
     targets = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 1, 0]])
-    want = [float(retrieval_average_precision(*pair, top_k=3)) for pair in zip(scores, targets, strict=True)]
+    want = [float(theirs.retrieval_average_precision(*pair, top_k=3)) for pair in zip(scores, targets, strict=True)]
     found = figures.compute()
     assert found["map@3"] == pytest.approx(np.mean(want))
     assert found["coverage@3"] == 4 / 5  # 0, 1, 2 and 2, 3, 1

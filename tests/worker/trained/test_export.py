@@ -311,7 +311,7 @@ READS = {
 
 
 # an export takes seconds, and these are traced as one of the others is
-AS_OTHERS = {"deepfm", "xdeepfm", "ple", "simplex"}
+AS_OTHERS = {"deepfm", "xdeepfm", "din", "mmoe", "ple", "simplex"}
 
 
 @pytest.mark.parametrize(

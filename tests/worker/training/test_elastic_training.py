@@ -92,7 +92,7 @@ class Cluster:
         (None, 12, 2),
         pytest.param(0, None, 2, marks=pytest.mark.long),
         (0, 12, 0),
-        (2, 12, 2),
+        pytest.param(2, 12, 2, marks=pytest.mark.long),
     ],
 )
 def test_the_others_train_on_where_one_dies(staleness, splits, victim):
@@ -132,7 +132,7 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
     assert staleness != 0 or not any(seen[1:])
 
 
-@pytest.mark.parametrize("staleness", [None, 2])
+@pytest.mark.parametrize("staleness", [None, pytest.param(2, marks=pytest.mark.long)])
 def test_a_worker_that_leaves_finishes_its_part_and_another_one_takes_its_number(staleness, tmp_path):
     cluster = Cluster(staleness, 12)
 
@@ -171,8 +171,14 @@ def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(stalenes
     assert {run[0].figures["valid"]["auc"] for run in runs if run[0]} == {result.figures["valid"]["auc"]}
 
 
-@pytest.mark.parametrize("victim", [None, 0, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("staleness", [None, 0])
+@pytest.mark.parametrize(
+    ("staleness", "victim"),
+    [
+        (None, 0),
+        (0, None),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((None, None), (0, 0), (None, 2), (0, 2))),
+    ],
+)
 def test_the_shards_hold_the_best_weights_at_the_end_whoever_dies(tmp_path, staleness, victim):
     first_is_best = {"early_stop": {"patience": 9, "min_delta": 100.0}}
     cluster = Cluster(staleness, None, train=first_is_best, checkpoint={"folder": str(tmp_path), "keep": 1})

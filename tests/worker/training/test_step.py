@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import embershard as es
 from embershard.proto.errors import JobError
@@ -337,6 +336,8 @@ def test_recomputed_activations_train_to_the_same_weights(make, kind):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_compiled_model_trains_to_the_same_weights(make, monkeypatch, backend):
+    from torch._dynamo.testing import CompileCounterWithBackend  # a second that collecting tests need not take
+
     graphs = CompileCounterWithBackend(backend)  # the same graphs as inductor has, in seconds
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     results = []
