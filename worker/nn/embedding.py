@@ -55,7 +55,7 @@ class _RemoteRows(nn.Module):
             self.register_parameter("weight", weight)
         # follows the module through .to(device), and is neither saved nor trained
         device = None if weight is None else weight.device  # None: torch.set_default_device's
-        self.register_buffer("_anchor", torch.empty(0, device=device), persistent=False)
+        self.register_buffer("_anchor", torch.empty(0, dtype=torch.float32, device=device), persistent=False)
         self._anchor: torch.Tensor
 
     def _checked_padding(self, padding_idx: int | None) -> int | None:
@@ -196,7 +196,7 @@ class _RemoteRows(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Follow the model to another device. TypeError for another type than float32."""
-        if fn(torch.empty(0, device=self._anchor.device)).dtype != torch.float32:
+        if fn(torch.empty(0, dtype=torch.float32, device=self._anchor.device)).dtype != torch.float32:
             raise TypeError(
                 f"table {self.table.spec.name!r}: shards hold float32; use torch.autocast instead of converting a "
                 "wrapped model"

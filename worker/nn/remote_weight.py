@@ -72,7 +72,7 @@ class RemoteWeight(nn.Parameter):
         """
         parameter.grad = None
         device = torch.device("cpu") if parameter.is_meta else parameter.device
-        nothing = torch.full((1, 1), torch.nan, device=device)
+        nothing = torch.full((1, 1), torch.nan, dtype=torch.float32, device=device)
         nothing = nothing.expand(min(num_embeddings, _MOST_ROWS), table.spec.dim)
         if parameter.is_meta:
             parameter = nn.Parameter(nothing, parameter.requires_grad)
@@ -164,7 +164,7 @@ class RemoteWeight(nn.Parameter):
     def move(self, device: torch.device) -> None:
         """Have the rows on another device."""
         self.forget()
-        nothing = torch.full((1, 1), torch.nan, device=device).expand(self.shape)
+        nothing = torch.full((1, 1), torch.nan, dtype=torch.float32, device=device).expand(self.shape)
         with torch._C.DisableTorchFunctionSubclass():  # __torch_function__ takes an assignment for a user's
             Tensor.data.__set__(self, nothing)  # type: ignore[attr-defined]
 

@@ -138,7 +138,7 @@ class DenseWeights:
             view.copy_(place.parameter.detach())
             torch.Tensor.data.__set__(place.parameter, view)  # type: ignore[attr-defined]
             self._views.append((place.parameter, view.data_ptr()))
-        self._padding = torch.zeros(BLOCK, device=device)
+        self._padding = torch.zeros(BLOCK, dtype=torch.float32, device=device)
         self._host.copy_(self._blocks)  # a pull of some blocks leaves the others as they are
         self._note_versions()
 

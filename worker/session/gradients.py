@@ -172,7 +172,7 @@ def _sum(parts: list[RowGradients], placement: Placement, packs: Callable[[str],
     union = make_route(np.concatenate([other.route.ids for other in parts]), spec.space_key, placement)
     if packs(spec.name):
         union = ascending(union)
-    summed = torch.zeros((len(union.ids), spec.dim), device=total.device)
+    summed = torch.zeros((len(union.ids), spec.dim), dtype=torch.float32, device=total.device)
     start = 0
     for other in parts:
         # ids of one part are unique, so that the order of the sum is the order of the reads, on every device

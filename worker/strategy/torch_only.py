@@ -52,7 +52,7 @@ def materialise(
             table.weight = shared
             continue
         initializer = initializers[first_match(name, initializers) or "*"] or Normal()
-        weight = torch.empty(table.num_embeddings, table.embedding_dim, device="cpu")
+        weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(name_key(f"{seed}/{name}") >> 1)
         match initializer:
             case Constant(value=value):

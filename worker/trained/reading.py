@@ -136,7 +136,7 @@ def is_hashed(module: Embedding | EmbeddingBag) -> bool:
 def pull_all(module: Embedding | EmbeddingBag) -> torch.Tensor:
     """Every row of a table with a vocabulary, (num_embeddings, dim); those never trained have their first values."""
     assert module.num_embeddings is not None
-    weight = torch.empty(module.num_embeddings, module.embedding_dim, device="cpu")
+    weight = torch.empty(module.num_embeddings, module.embedding_dim, dtype=torch.float32, device="cpu")
     for start in range(0, len(weight), PORTION):
         ids = torch.arange(start, min(start + PORTION, len(weight)), device="cpu")
         weight[start : start + len(ids)] = module.table.pull(ids)

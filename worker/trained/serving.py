@@ -229,7 +229,7 @@ def _rows_of(table: nn.Module, ids: Tensor) -> Floats:
     if isinstance(table, ServedEmbedding):
         return cast(Floats, table.rows(ids).numpy())
     weight: Tensor = table.get_parameter("weight").detach()
-    rows = torch.zeros(len(ids), weight.shape[1], device="cpu")
+    rows = torch.zeros(len(ids), weight.shape[1], dtype=torch.float32, device="cpu")
     inside = (ids >= 0) & (ids < len(weight))
     rows[inside] = weight[ids[inside]]
     return cast(Floats, rows.numpy())

@@ -328,6 +328,29 @@ def test_a_default_device_of_torch_changes_nothing_of_a_model_that_lies_elsewher
     assert curves[0] == curves[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_default_dtype_of_torch_changes_nothing_of_a_model_of_float32(make_session, dtype):
+    start, curves = Net(), []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            model = es.wrap(copy.deepcopy(start), session := make_session(2), optimizer=es.Adagrad(lr=0.05)).to("cpu")
+            curve = []
+            for x, y in BATCHES:
+                again = (
+                    model.users(x[:, 1]).square().sum() + model.users.weight.sum() * 1e-3
+                )  # ids of two reads, and all
+                loss = (model(x) - y).square().mean() + again
+                loss.backward()
+                session.step()
+                curve.append(loss.item())
+            assert model.users.weight.dtype == torch.float32
+            curves.append([*curve, model.users.weight.sum().item()])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert curves[0] == curves[1]
+
+
 def test_a_weight_that_moves_with_its_model_is_no_change_of_its_values(make_session):
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2)), make_session(), optimizer=es.SGD(lr=0.1))
     before = model[0].weight.sum()
