@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, member, probe
@@ -45,6 +46,14 @@ def page():
         yield server
 
 
+@contextmanager
+def another_web_server():
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
 def test_pages_for_prometheus_that_answer_are_counted(page):
     finds(monitoring.metrics, open_case("", None, None, None, metrics=[page.address, page.address]), OK, "2 answer, 2")
     finds(monitoring.metrics, NOBODY, None)
@@ -62,18 +71,19 @@ def test_a_process_that_is_not_well_says_why_to_the_doctor(page, dead, unready, 
     finds(monitoring.metrics, Case(metrics=[page.address]), level, words)
 
 
+def test_a_process_that_is_starting_is_not_taken_for_another_program(page):
+    page.monitored = None
+    finds(monitoring.metrics, Case(metrics=[page.address]), WARN, "is not ready: it is starting")
+
+
 def test_an_address_without_a_page_is_named(page):
-    with listener() as silent, listener(b"SSH-2.0-OpenSSH_9\r\n") as other, closing(socket.socket()) as bound:
+    with listener() as silent, another_web_server() as other, closing(socket.socket()) as bound:
         bound.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{bound.getsockname()[1]}"
         finding = monitoring.metrics.run(Case(metrics=[silent, other, closed, "nowhere"]))
     assert finding.level == FAIL
-    for text in (
-        f"{silent}: no answer",
-        f"{other}: another",
-        f"{closed}: Connection refused",
-        "nowhere: write host:port",
-    ):
+    wanted = (f"{silent}: no answer", f"{other}: another", f"{closed}: Connection refused", "nowhere: write host:port")
+    for text in wanted:
         assert text in finding.text
     finds(monitoring.metrics, Case(metrics=[page.address, closed]), FAIL, closed)
 

@@ -38,7 +38,7 @@ class _Pages:
         except CannotListen:
             self.problem = "write host:port"
         except http.client.HTTPException:
-            self.problem = "another program answers there, and not in HTTP"
+            self.problem = "another program answers there"
         except TimeoutError:
             self.problem = f"no answer within {_SECONDS} s"
         except OSError as error:
@@ -49,8 +49,8 @@ class _Pages:
         start = time.perf_counter()
         status, body = self._get("/metrics")
         self.scrape_seconds, self.series = time.perf_counter() - start, len(_SERIES.findall(body))
-        if status != http.client.OK or not self.series:
-            return f"another program answers there (/metrics: {status}, and no metric of embershard)"
+        if status != http.client.OK:
+            return f"/metrics: {status}, {_line(body)}"
         status, body = self._get("/livez")
         if status != http.client.OK:
             return f"not live: {_line(body)}"
@@ -64,6 +64,8 @@ class _Pages:
         try:
             connection.request("GET", path)
             response = connection.getresponse()
+            if not response.getheader("Server", "").startswith("embershard"):
+                raise http.client.HTTPException
             return response.status, response.read(_MOST_BYTES)
         finally:
             connection.close()
