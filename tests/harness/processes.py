@@ -41,8 +41,9 @@ def paused(pid: int) -> Iterator[None]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """All that a process and its children have started, but for what the tests' warm starts need."""
-    return [child for child in psutil.Process(pid).children(recursive=True) if warm_start.NAME not in words(child)]
+    """All that a process and its children have started and that lives, but for what the tests' warm starts need."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if lives(child) and warm_start.NAME not in words(child)]
 
 
 def words(process: psutil.Process) -> list[str]:
