@@ -40,7 +40,7 @@ class _Pages:
         except http.client.HTTPException:
             self.problem = "another program answers there"
         except TimeoutError:
-            self.problem = f"no answer within {_SECONDS} s"
+            pass  # as at first: no answer
         except OSError as error:
             self.problem = error.strerror or str(error)
 
