@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -120,12 +120,17 @@ def listener(answer=b""):
                     connection, _ = server.accept()
                 except OSError:
                     return
-                with connection:
+                with connection, suppress(ConnectionError):
                     connection.sendall(answer)
 
+        thread = threading.Thread(target=serve)
         if answer:
-            threading.Thread(target=serve, daemon=True).start()
+            thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
+        if answer:
+            # A thread that still waited in accept() could take a connection of a later socket with the same descriptor.
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def seen(addresses):

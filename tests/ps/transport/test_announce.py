@@ -1,7 +1,7 @@
 """A shard that announces itself: under which address, and not in the place of another one that serves."""
 
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -98,16 +98,17 @@ def test_a_port_that_another_shard_has_now_is_not_a_place_that_is_taken(served, 
 
 
 def test_a_port_that_a_program_of_another_kind_has_now_is_not_a_place_that_is_taken(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        threading.Thread(target=answer_as_a_web_server, args=(other,), daemon=True).start()
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as pool:
+        other.settimeout(60)
+        answered = pool.submit(answer_as_a_web_server, other)
         Announcement(f"127.0.0.1:{other.getsockname()[1]}", "an earlier one", 0, 1, 1.0).write(tmp_path)
         with announced(tmp_path, greeting(), "127.0.0.1:1", None):
             assert [one.instance for one in announcements(tmp_path)] == ["mine"]
+        answered.result()
 
 
 def answer_as_a_web_server(listener):
-    with suppress(OSError):
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(100)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    connection, _ = listener.accept()
+    with connection, suppress(ConnectionError):
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
