@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,29 @@ def run(
         environment["RAY_ADDRESS"] = cluster
     command = [sys.executable, "-m", "embershard.cli", *words]
     # in a session of its own: Ctrl-C at the terminal reaches it once, from here
-    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
-        try:
-            code = process.wait()
-        except BaseException:
-            process.send_signal(signal.SIGINT)  # it ends what it has started
-            process.wait()  # `with` would not: after Ctrl-C it waits for a quarter of a second
-            raise
+    code = _wait_for(lambda: subprocess.Popen(command, env=environment, start_new_session=True))
     if code:
         raise RunFailed(code=code, folder=str(folder))
     lines = (folder / "log.jsonl").read_text().splitlines()
     return Result(folder, json.loads(lines[-1]))
+
+
+def _wait_for(start: Callable[[], subprocess.Popen[bytes]]) -> int:
+    """The exit code of a process. It is interrupted, and has ended, if this function is interrupted at any moment."""
+    started: list[subprocess.Popen[bytes]] = []
+    # Python raises KeyboardInterrupt in the main thread alone: no process is started there and then not known.
+    starter = ThreadPoolExecutor(1)
+    try:
+        starter.submit(lambda: started.append(start())).result()
+        return started[0].wait()
+    except BaseException:
+        starter.shutdown()
+        for process in started:
+            process.send_signal(signal.SIGINT)  # it ends what it has started
+            process.wait()
+        raise
+    finally:
+        starter.shutdown()
 
 
 def _resources(amounts: Mapping[str, float] | None) -> str | None:

@@ -146,15 +146,23 @@ def test_a_run_has_no_options_that_were_not_given(command, tmp_path):
 
 
 @pytest.mark.cold_start
-def test_an_interrupt_reaches_the_command_which_is_waited_for(command, tmp_path):
-    ended = tmp_path / "ended"
-    command(f'trap \'sleep 0.5; touch "{ended}"; exit 130\' INT\ntouch "{tmp_path}/began"\nwhile :; do sleep 0.1; done')
+@pytest.mark.parametrize("when", ["while it starts", "while it runs"])
+def test_an_interrupt_reaches_the_command_which_is_waited_for(command, tmp_path, monkeypatch, when):
+    began, ended = tmp_path / "began", tmp_path / "ended"
+    command(f'trap \'sleep 0.5; touch "{ended}"; exit 130\' INT\ntouch "{began}"\nwhile :; do sleep 0.1; done')
 
     def interrupt():
-        if eventually((tmp_path / "began").exists):
+        if eventually(began.exists):
             os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            if when == "while it starts":
+                interrupt()
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    thread = threading.Thread(target=interrupt if when == "while it runs" else lambda: None)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         embershard.ray.run("job.yaml", output=tmp_path)
