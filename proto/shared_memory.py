@@ -16,7 +16,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -51,17 +51,30 @@ class SharedMemory:
         return offset if 0 <= offset <= self.nbytes - array.nbytes else None
 
 
+class Descriptor:
+    """A file descriptor, closed with this object.
+
+    weakref.finalize would do the same, but Python runs through its list at exit, and a thread that changes the list
+    meanwhile makes that fail.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit `os` may be gone already
+        close(self.number)
+
+
 class Process:
     """Another process of this machine. OSError where the system cannot watch it."""
 
     def __init__(self, number: int) -> None:
-        self._file = os.pidfd_open(number)
-        weakref.finalize(self, os.close, self._file)
+        self._file = Descriptor(os.pidfd_open(number))
 
     def has_ended(self) -> bool:
         """Whether it has ended, whoever may have its number now."""
         poll = select.poll()
-        poll.register(self._file, select.POLLIN)
+        poll.register(self._file.number, select.POLLIN)
         return bool(poll.poll(0))
 
 
@@ -73,8 +86,8 @@ class SharedHeap(SharedMemory):
     """
 
     def __init__(self, nbytes: int = HEAP_BYTES) -> None:
-        self.file = os.memfd_create("embershard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self.file)
+        self._file = Descriptor(os.memfd_create("embershard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        self.file = self._file.number
         os.ftruncate(self.file, nbytes)
         # no access of the shard may be behind its end
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

@@ -12,7 +12,6 @@ import mmap
 import os
 import socket
 import struct
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,6 +36,18 @@ _FILE = struct.Struct("i")  # a descriptor, as sockets bring it
 _log = logging.getLogger(__name__)
 
 
+class _CountedMemory(SharedMemory):
+    """Counted as long as it is mapped."""
+
+    def __init__(self, file: int, nbytes: int, counters: TransportCounters) -> None:
+        self._counters, self.nbytes = counters, nbytes
+        counters.shared_bytes += nbytes
+        super().__init__(file, nbytes)
+
+    def __del__(self) -> None:
+        self._counters.shared_bytes -= self.nbytes
+
+
 class SharedMemories:
     """Maps the memory that workers give to a shard, `limit` bytes at most, and counts it.
 
@@ -46,7 +57,9 @@ class SharedMemories:
     def __init__(self, counters: TransportCounters, limit: int = ALL_SHARED_BYTES) -> None:
         self._counters = counters
         self._limit = limit
-        self._mapped: WeakValueDictionary[tuple[int, int], SharedMemory] = WeakValueDictionary()  # by device and inode
+        self._mapped: WeakValueDictionary[tuple[int, int], _CountedMemory] = (
+            WeakValueDictionary()
+        )  # by device and inode
         self._has_told = False
 
     def map(self, file: int) -> SharedMemory | None:
@@ -58,9 +71,8 @@ class SharedMemories:
             found, seals = os.fstat(file), fcntl.fcntl(file, fcntl.F_GET_SEALS)
             memory = self._mapped.get((found.st_dev, found.st_ino))
             if memory is None and self._is_safe(file, found.st_size, seals) and self._has_room(found.st_size):
-                memory = self._mapped[found.st_dev, found.st_ino] = SharedMemory(file, found.st_size)
-                self._counters.shared_bytes += memory.nbytes
-                weakref.finalize(memory, self._forget, memory.nbytes)
+                memory = _CountedMemory(file, found.st_size, self._counters)
+                self._mapped[found.st_dev, found.st_ino] = memory
             return memory
         except (OSError, ValueError):  # no memfd, or one that may not be written
             return None
@@ -81,9 +93,6 @@ class SharedMemories:
                 self._counters.shared_bytes >> 20,
             )
         return has_room
-
-    def _forget(self, nbytes: int) -> None:
-        self._counters.shared_bytes -= nbytes
 
 
 def received_file(transport_socket: socket.socket) -> int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -124,9 +123,12 @@ class ShardConnections:
         pollers = [getattr(connection.transport, "poller", None) for connection in connections]
         self._poller: Poller | None = pollers[0] if all(pollers) else None  # a thread that waits reads its replies
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
-        for connection in connections:  # a session that nobody has and nobody closed leaves none open
+
+    def __del__(self) -> None:
+        """Leave no connection open where nobody has these any more and nobody closed them."""
+        for connection in self._connections.values():
             if (release := getattr(connection.transport, "release", None)) is not None:
-                weakref.finalize(self, release).atexit = False
+                release()
 
     def __len__(self) -> int:
         return len(self._connections)
