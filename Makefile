@@ -28,6 +28,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "embershard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/embershard compile
 	touch $@
 
 $(VENV)/.ray: $(VENV)/.ready
@@ -81,9 +82,9 @@ demo: setup  ## two shards and two workers train DLRM on a click stream
 	$(BIN)/embershard train examples/demo.yaml
 
 test: setup  ## everything that CI runs, and the seconds that each part took
-	@for part in lint unit integration; do \
+	@for part in "lint unit" integration; do \
 		start=$$(date +%s); \
-		$(MAKE) --no-print-directory $$part || exit; \
+		$(MAKE) --no-print-directory -j2 $$part || exit; \
 		times="$$times$$part $$(($$(date +%s) - start)) s, "; \
 	done; \
 	echo "$${times%, }"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.eventually import PATIENCE, eventually
 
-SAMPLES = 60_000
+SAMPLES = 40_000
 JOB = f"""\
 model: {{name: fm}}
 data: {{reader: "my_logs:Logs", blocks: {SAMPLES // 100}, splits: 100, loader_processes: 0}}

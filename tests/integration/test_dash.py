@@ -69,7 +69,7 @@ def test_a_page_shows_the_job_while_it_trains_and_ends_with_it(start, signum, co
         ask(address, "/")
 
 
-def test_a_panel_that_is_killed_leaves_the_job_training(start):
+def test_a_panel_that_is_killed_leaves_the_job_training(start, tmp_path):
     process = start(JOB, *TRAIN)
     panel_of(process)
     family = descendants(process.pid)
@@ -77,7 +77,9 @@ def test_a_panel_that_is_killed_leaves_the_job_training(start):
     panel.kill()
     assert any("the panel ended" in line and "training goes on" in line for line in process.stdout)
     assert eventually(lambda: not lives(panel))
-    assert any("samples/s" in line for line in process.stdout)
+    log = tmp_path / "out" / "log.jsonl"
+    before = log.stat().st_size
+    assert eventually(lambda: log.stat().st_size > before)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=PATIENCE)
     assert process.returncode == 130

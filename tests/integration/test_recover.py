@@ -18,7 +18,7 @@ from harness.eventually import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-EPOCH = 24_000
+EPOCH = 12_000
 JOB = f"""\
 model: {{name: dlrm, bottom: [16], hidden: [16]}}
 data: {{reader: clicks, samples: {EPOCH}, eval_samples: 2000, loader_processes: 0}}
