@@ -50,7 +50,8 @@ class Authority:
         """A new self-signed authority of this name, with a new key."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _subject(name)
-        builder = _builder(subject, subject, key.public_key(), datetime.now(UTC) - _EARLIER, lifetime)
+        begin = datetime.now(UTC) - _EARLIER
+        builder = _builder(subject, subject, key.public_key(), begin, begin + lifetime)
         usage = _usage(key_cert_sign=True, crl_sign=True)
         signed = (
             builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -85,10 +86,19 @@ class Authority:
         """The files of a folder for one side, `name` its common name.
 
         `covered` are the host names and IP addresses that it may be reached by, and spiffe:// or e-mail identities.
+        The certificate ends with the authority's own at the latest. CannotIssue where that has ended.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
+        last = self.certificate.not_valid_after_utc
         begin = start or datetime.now(UTC) - _EARLIER
-        builder = _builder(_subject(name), self.certificate.subject, key.public_key(), begin, lifetime)
+        if begin >= last or datetime.now(UTC) >= last:
+            raise CannotIssue(
+                path=AUTHORITIES,
+                reason=f"the authority was valid until {last:%Y-%m-%d}: nobody would trust its certificate; make a new "
+                "authority with `embershard keys init` in another folder",
+            )
+        key = ec.generate_private_key(ec.SECP256R1())
+        end = min(begin + lifetime, last)
+        builder = _builder(_subject(name), self.certificate.subject, key.public_key(), begin, end)
         certificate = (
             builder.add_extension(x509.SubjectAlternativeName(map(general_name, covered)), critical=False)
             .add_extension(
@@ -208,7 +218,7 @@ def _builder(
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
     begin: datetime,
-    lifetime: timedelta,
+    end: datetime,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -217,7 +227,7 @@ def _builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(begin)
-        .not_valid_after(begin + lifetime)
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 

@@ -144,3 +144,19 @@ def test_what_holds_no_certificate_is_not_revoked_and_the_error_says_what_does(l
 def test_an_authority_signs_with_p_256():
     authority = Authority.create("lab", timedelta(days=1))
     assert isinstance(authority.key.curve, ec.SECP256R1)
+
+
+def test_a_certificate_ends_with_its_authority_at_the_latest(tmp_path):
+    authority = Authority.create("lab", timedelta(days=30))
+    authority.save(tmp_path / "lab")
+    ends = authority.certificate.not_valid_after_utc
+    result = keys("issue", "shard-0", "-a", tmp_path / "lab", "--days", "365")
+    assert f"valid until {ends:%Y-%m-%d}" in result.stdout
+    assert Credentials.load(tmp_path / "lab" / "shard-0").leaf.not_valid_after_utc == ends
+
+
+def test_an_authority_that_has_ended_issues_nothing(tmp_path):
+    Authority.create("lab", timedelta(minutes=1)).save(tmp_path / "lab")  # clocks differ: it began five minutes ago
+    with pytest.raises(CannotIssue, match="was valid until"):
+        keys("issue", "shard-0", "-a", tmp_path / "lab")
+    assert not (tmp_path / "lab" / "shard-0").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from cryptography import x509
 
 from embershard.cli.tokens import show, token
 from embershard.deploy.authority import Authority, CannotIssue, general_name, replace_file, write_new
@@ -43,7 +44,9 @@ def issue(
             "may be repeated.  [default: NAME]",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(help="For how long it is valid.", min=1, max=3650)] = 365,
+    days: Annotated[
+        int, typer.Option(help="For how long it is valid; not longer than the authority is.", min=1, max=3650)
+    ] = 365,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where its files go.  [default: NAME in the authority's folder]")
     ] = None,
@@ -58,8 +61,10 @@ def issue(
     if output is None and (not name or "/" in name or name.startswith(".")):
         raise typer.BadParameter(f"{name!r} cannot be the name of a folder; say where the files go with --output")
     folder = authority / name if output is None else output
-    write_new(folder, Authority.load(authority).issue(name, names, timedelta(days=days)))
-    typer.echo(f"{folder}: a certificate of {name!r} for {', '.join(names)}, valid for {days} days")
+    files = Authority.load(authority).issue(name, names, timedelta(days=days))
+    write_new(folder, files)
+    end = x509.load_pem_x509_certificate(files[CERTIFICATE]).not_valid_after_utc
+    typer.echo(f"{folder}: a certificate of {name!r} for {', '.join(names)}, valid until {end:%Y-%m-%d}")
 
 
 @keys.command("revoke")
@@ -68,7 +73,6 @@ def revoke(
     authority: AuthorityFolder,
 ) -> None:
     """Revoke certificates: writes crl.pem, to be copied into the folder of every shard and worker."""
-    from cryptography import x509
     from cryptography.exceptions import InvalidSignature
 
     ours, path = Authority.load(authority), authority / REVOKED
