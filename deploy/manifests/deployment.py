@@ -77,5 +77,5 @@ class Deployment:
 def check_image(*images: str) -> None:
     """BadDeployment where one cannot be the name of an image."""
     for image in images:
-        if not image or not image.isprintable() or " " in image:
+        if not (image and image.isascii() and image.isprintable()) or " " in image:
             raise BadDeployment(what=f"image {image!r}", reason="name an image, as registry/embershard:1")

@@ -248,6 +248,7 @@ def test_a_batch_script_trains_the_job_on_its_nodes():
         ("kubernetes", "--name", "ads", "--image", ""),
         ("kubernetes", "--name", "ads", "--image", "e", "--namespace", "My NS"),
         ("kubernetes", "--name", "ads", "--image", "a b"),
+        ("kubernetes", "--name", "ads", "--image", "e:\N{LATIN SMALL LETTER U WITH DIAERESIS}"),
         ("kubernetes", "--name", "ads", "--image", "e", "--worker-image", "a\nb"),
         ("kubernetes", "--name", "ads", "--image", "e", "--storage", "10 apples"),
         ("kubernetes", "--name", "ads", "--image", "e", "--data-claim", "A_b"),
