@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +22,12 @@ from embershard.proto.errors import EmbershardError, Status
 ONE_CORE: Mapping[str, float] = MappingProxyType({"CPU": 1})
 _REACHED_SECONDS = 10.0
 ROOM_TIMEOUT = timedelta(minutes=2)  # for a cluster to find room; one that grows by itself needs a while
+_LOOK_SECONDS = 1
+_SAID_SECONDS = 10.0  # waiting for room for longer is said
 _SIGNALLED = 128  # exit code of ray_step.py for a process that a signal ended is this and its number
+
+
+_log = logging.getLogger(__name__)
 
 
 class NoRay(EmbershardError):
@@ -135,7 +142,7 @@ class RayEngine:
         if (before := self._groups.pop(what, None)) is not None:  # an attempt that has ended
             remove_placement_group(before)
         group = self._groups[what] = placement_group([dict(each)] * count, strategy=strategy)
-        if not group.wait(self._room_seconds):
+        if not self._await_room(group, what):
             error = _no_room(f"{what}s", count, each, strategy)
             self.close()
             raise error
@@ -149,6 +156,18 @@ class RayEngine:
             )
             for number, node in enumerate(nodes_of)
         ]
+
+    def _await_room(self, group: Any, what: str) -> bool:
+        """Whether a group has its places in time; asked by the second, for Ray obeys no signal while it waits."""
+        began, said = time.monotonic(), False
+        while not group.wait(_LOOK_SECONDS):
+            waited = time.monotonic() - began
+            if waited >= self._room_seconds:
+                return False
+            if waited > _SAID_SECONDS and not said:
+                said = True
+                _log.warning("waiting up to %.0f s for a Ray cluster with room for the %ss", self._room_seconds, what)
+        return True
 
     def _step(self, group: Any, bundle: int, each: Mapping[str, float]) -> tuple[str, ...]:
         return (

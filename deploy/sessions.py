@@ -12,11 +12,23 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 _ROUNDS = 20  # in which all that a session's processes start meanwhile is found
 _POLL_SECONDS = 0.05
+
+
+def start_each(starts: Iterable[Callable[[], object]]) -> None:
+    """Call functions that each start a process and keep it: one that an interrupt meets has kept it, when this raises.
+
+    Python raises KeyboardInterrupt in the main thread alone, so no process is started there and then not known.
+    """
+    with ThreadPoolExecutor(1) as starter:
+        for start in starts:
+            starter.submit(start).result()
 
 
 def wait_for_end(process: subprocess.Popen[Any]) -> int:

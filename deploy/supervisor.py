@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
@@ -338,8 +339,7 @@ class LocalShards:
 
     def start(self) -> None:
         """Start all shards, and do not wait for them. `close` ends them."""
-        for index in range(len(self._listen)):
-            self._processes.append(self._spawn(index))
+        sessions.start_each(partial(self._begin, index) for index in range(len(self._listen)))
 
     def wait_until_serving(self) -> None:
         """Wait until all shards serve. ShardFailed, with its last log lines, where one does not."""
@@ -349,6 +349,9 @@ class LocalShards:
             watcher = threading.Thread(target=self._watch, args=(index,), name=f"shard {index}", daemon=True)
             self._watchers.append(watcher)
             watcher.start()
+
+    def _begin(self, index: int) -> None:
+        self._processes.append(self._spawn(index))
 
     def _spawn(self, index: int) -> _Process:
         place, listen = self._places[index], self._listen[index]

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
@@ -100,8 +101,7 @@ class LocalWorkers:
         port = self._port.getsockname()[1]
         self._meeting = meeting(self._places[0], port)
         try:
-            for rank in range(self._least):
-                self._begin(rank)
+            sessions.start_each(partial(self._begin, rank) for rank in range(self._least))
         except BaseException:
             self.close()
             raise

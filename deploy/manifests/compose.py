@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, Deployment, check_image
+from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment, check_image
 
 USER = 10001  # of the image, which has the folders below for it
 _STATE, _CHECKPOINTS, _RUN = "/state", "/checkpoints", "/run/embershard"
@@ -23,7 +23,7 @@ def compose_file(
     them; without it connections are not encrypted.
     """
     check_image(image, worker_image or image)
-    job, keys = _path(job), _path(keys) if keys else ""
+    job, keys = _path("job", job), _path("--tls", keys) if keys else ""
     services: dict[str, Any] = {}
     for shard in range(deployment.shards):
         words = deployment.shard_words(shard=str(shard), listen=f"0.0.0.0:{PORT}")
@@ -60,8 +60,12 @@ def compose_file(
     }
 
 
-def _path(path: str) -> str:
-    """A path as compose tells it from a volume's name."""
+def _path(what: str, path: str) -> str:
+    """A path as compose tells it from a volume's name, and from a variable; a colon would end it."""
+    if not path or ":" in path or not path.isprintable():
+        reason = "compose takes no such path for a volume: choose one of printable characters without a colon"
+        raise BadDeployment(what=f"{what} {path!r}", reason=reason)
+    path = path.replace("$", "$$")
     return path if path.startswith((".", "/", "~")) else f"./{path}"
 
 

@@ -11,6 +11,9 @@ from embershard.proto.errors import EmbershardError, Status
 PORT = 7700  # of a shard, or of the first one on a machine
 METRICS_PORT = 7790
 Durability = Literal["memory", "log", "fsync"]
+_MOST_WORKERS = 65_535  # the number behind the last one is of who only reads
+_MOST_MIB = 2**30  # a PiB: engines count bytes in 64 bits
+_MOST_CPUS = 4096
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # a label of DNS, with room for what is put behind it
 
 
@@ -46,16 +49,16 @@ class Deployment:
         for url in self.snapshots:
             if not url or any(ord(c) < 32 for c in url):
                 raise BadDeployment(what=f"snapshots {url!r}", reason="it is no folder or URL")
-        for what, number, least in (
-            ("shards", self.shards, 1),
-            ("workers", self.workers, 0),
-            ("memory", self.memory, 256),
-            ("worker_memory", self.worker_memory, 256),
-            ("cpus", self.cpus, 1),
-            ("worker_cpus", self.worker_cpus, 1),
+        for what, number, least, most in (
+            ("shards", self.shards, 1, 4096),
+            ("workers", self.workers, 0, _MOST_WORKERS),
+            ("memory", self.memory, 256, _MOST_MIB),
+            ("worker_memory", self.worker_memory, 256, _MOST_MIB),
+            ("cpus", self.cpus, 1, _MOST_CPUS),
+            ("worker_cpus", self.worker_cpus, 1, _MOST_CPUS),
         ):
-            if number < least:
-                raise BadDeployment(what=f"{what} {number}", reason=f"it is at least {least}")
+            if not least <= number <= most:
+                raise BadDeployment(what=f"{what} {number}", reason=f"it is {least} to {most}")
 
     @property
     def memory_of_tables(self) -> int:
@@ -74,5 +77,5 @@ class Deployment:
 def check_image(*images: str) -> None:
     """BadDeployment where one cannot be the name of an image."""
     for image in images:
-        if not image or not image.isprintable() or " " in image:
+        if not (image and image.isascii() and image.isprintable()) or " " in image:
             raise BadDeployment(what=f"image {image!r}", reason="name an image, as registry/embershard:1")

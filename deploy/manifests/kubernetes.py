@@ -15,8 +15,8 @@ Object = dict[str, Any]
 
 USER = 10001  # of the image
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?|Ki)?")
+_OBJECT = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_QUANTITY = re.compile(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(k|[KMGTPE]i|[MGTPE])?")
 _STATE, _KEYS, _JOB, _ACCESS, _SCRATCH = "/state", "/keys", "/job", "/access", "/tmp"  # in the container
 _READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
 _WORKERS_MINUTES = 30  # until the last worker has found a node
@@ -45,7 +45,9 @@ def kubernetes_objects(
     workers mount at /data. Pods have the rights of `service_account`, as to object storage. BadDeployment where a job
     would not survive what a cluster does.
     """
-    checkpoints = _checkpoint_folder(job)
+    sections = _sections(job)
+    _check_strategy(sections)
+    checkpoints = _checkpoint_folder(sections)
     if checkpoints and "://" not in checkpoints:
         reason = "pods do not share a folder: name a URL, as in s3://bucket/ads"
         raise BadDeployment(what=f"checkpoint.folder {checkpoints}", reason=reason)
@@ -80,8 +82,8 @@ def kubernetes_objects(
     return objects
 
 
-def _checkpoint_folder(job: str) -> str:
-    """checkpoint.folder of a job file; empty where it has none."""
+def _sections(job: str) -> Object:
+    """What a job file says, by section."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -91,7 +93,22 @@ def _checkpoint_folder(job: str) -> str:
         raise BadDeployment(what="job", reason=f"it is no YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(found, dict):
         raise BadDeployment(what="job", reason="it is no job file: YAML with sections, as `embershard init` writes it")
-    checkpoint = found.get("checkpoint")
+    return found
+
+
+def _check_strategy(sections: Object) -> None:
+    """BadDeployment where workers would need more than shards to find each other, or no shards at all."""
+    strategy, dense = sections.get("strategy") or "ps", sections.get("dense")
+    mode = (dense.get("mode") if isinstance(dense, dict) else None) or "ps"
+    for what, found in (("strategy", strategy), ("dense.mode", mode)):
+        if found != "ps":
+            reason = "pods of workers find the shards, and not each other: only a job of strategy ps runs there so"
+            raise BadDeployment(what=f"{what} {found}", reason=reason)
+
+
+def _checkpoint_folder(sections: Object) -> str:
+    """checkpoint.folder of a job; empty where it has none."""
+    checkpoint = sections.get("checkpoint")
     return str(checkpoint.get("folder") or "") if isinstance(checkpoint, dict) else ""
 
 

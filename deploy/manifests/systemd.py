@@ -6,10 +6,14 @@ A service per shard, not a template of one: a template cannot compute the port o
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import PurePosixPath
 
 from embershard.deploy.manifests.deployment import PORT, BadDeployment, Deployment
 from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY
+
+_HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*", re.ASCII)
+_COMMAND = re.compile(r"/.*|[0-9A-Za-z][^/]*")
 
 # What `systemd-analyze security` asks for and a shard can do without. Not MemoryDenyWriteExecute and ProcSubset: Numba
 # loads compiled code, and a shard reads /proc for the memory of the machine.
@@ -64,6 +68,11 @@ def systemd_units(
     for what, word in (("host", host), ("executable", executable), ("--tls", keys), ("--access", access)):
         if word is not None and not (str(word) and str(word).isprintable()):  # a line's end would begin another setting
             raise BadDeployment(what=f"{what} {str(word)!r}", reason="it has to be one line of text, and not empty")
+    if not (_HOST.fullmatch(host) or _is_ip(host)):
+        raise BadDeployment(what=f"host {host!r}", reason="it is the name or the IP address of this machine")
+    if not _COMMAND.fullmatch(executable):  # others are ignored, or change how systemd starts it (-, +, !)
+        reason = "systemd takes a whole path, as /usr/local/bin/embershard, or a name that is in its own PATH"
+        raise BadDeployment(what=f"executable {executable!r}", reason=reason)
     address = f"[{host}]" if ":" in host else host
     shards = range(first, deployment.shards if count is None else first + count)
     target = f"embershard-{deployment.name}.target"
@@ -134,6 +143,14 @@ def _service(
         "OOMPolicy=stop",
     ]
     return "\n".join(lines) + "\n" + _SANDBOX + f"\n[Install]\nWantedBy={target}\n"
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

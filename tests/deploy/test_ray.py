@@ -284,6 +284,17 @@ def test_a_cluster_without_room_is_an_error_that_says_what_there_is(make_engine,
 
 @pytest.mark.integration
 @pytest.mark.timeout(4 * PATIENCE)
+def test_the_wait_for_room_may_be_interrupted(make_engine):
+    engine = make_engine(room_timeout=timedelta(hours=1))
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.shards(3)
+    timer.join()
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(4 * PATIENCE)
 def test_a_process_whose_place_has_lost_its_node_waits_for_another_not_for_ever(make_engine, cluster):
     engine = make_engine(room_timeout=timedelta(seconds=5), worker_resources={"other": 1})
     (place,) = engine.workers(1)

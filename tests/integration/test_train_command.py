@@ -135,6 +135,20 @@ def test_a_process_that_is_killed_ends_the_job_and_is_named(start, role, words, 
     assert all_end(everyone)
 
 
+def test_half_a_checkpoint_is_gone_when_the_job_has_ended(start, tmp_path):
+    halves = [tmp_path / folder / "step-000000007" for folder in ("checkpoints", "out/best")]
+    for half in halves:
+        (half / "shards").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-of-mine").mkdir()
+    process = start(FOREVER, *ALONE, "--set", f"checkpoint.folder={tmp_path / 'checkpoints'}")
+    everyone = family_in_training(process, 2)
+    process.send_signal(signal.SIGINT)
+    said(process, 130)
+    assert all_end(everyone)
+    assert not any(half.exists() for half in halves)
+    assert (tmp_path / "checkpoints" / "step-of-mine").exists()
+
+
 def test_a_profile_says_where_the_time_of_a_step_goes(start, tmp_path):
     text = said(start(JOB, *LOADER, "--profile", "--set", "train.samples=20000", "--set", "evaluate.every=20000"))
     assert "39 steps" in text  # 79 of the one worker, of which 40 warmed up or were traced

@@ -34,6 +34,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from embershard.proto.errors import EmbershardError, JobError, SnapshotNotWritten, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
+from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, NAME
+from embershard.worker.checkpoint.names import MANIFEST as MANIFEST
 from embershard.worker.checkpoint.snapshots import (
     RunningSnapshot,
     begin_snapshot,
@@ -48,12 +50,9 @@ from embershard.worker.job.tabular import TabularSection
 if TYPE_CHECKING:
     from embershard.worker.checkpoint.tensors import State
 
-MANIFEST = "checkpoint.json"
 SNAPSHOT = "shards"
 LATEST, BEST = "latest", "best"
-_BEST_FILE = "BEST"
-_FOLDER, _ENDING, _PROBE = "step-", ".safetensors", ".embershard-probe"
-_OURS = re.compile(rf"{_FOLDER}\d{{9,}}(-\d+)?")
+_ENDING, _PROBE = ".safetensors", ".embershard-probe"
 _VERSION = 1
 
 # what a resumed run may not change, and the parts of it that it may
@@ -268,11 +267,11 @@ def best_checkpoint(url: str) -> Checkpoint | None:
     """
     storage = Storage(url)
     try:
-        name = storage.read(_BEST_FILE).decode(errors="replace").strip()
+        name = storage.read(BEST_FILE).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
-    if not _OURS.fullmatch(name):
-        raise BadCheckpoint(path=storage.at(_BEST_FILE), reason="it names no checkpoint; name one yourself")
+    if not NAME.fullmatch(name):
+        raise BadCheckpoint(path=storage.at(BEST_FILE), reason="it names no checkpoint; name one yourself")
     return Checkpoint.open(storage.at(name))
 
 
@@ -376,9 +375,9 @@ class CheckpointFolder:
         """Name the best one, where it is in this folder."""
         name = "" if best is None else posixpath.basename(best)
         if name and self._storage.at(name) == best:
-            self._storage.replace(_BEST_FILE, f"{name}\n".encode())
+            self._storage.replace(BEST_FILE, f"{name}\n".encode())
         else:  # a run that went back to before what is marked, or that keeps no best one any more
-            self._storage.remove(_BEST_FILE)
+            self._storage.remove(BEST_FILE)
 
     def _prune(self, whole: list[str], best: str | None) -> None:
         """Keep the newest ones, and what another writer may still write; halves of earlier steps are no use to anyone.
@@ -387,7 +386,7 @@ class CheckpointFolder:
         """
         newest = whole[len(whole) - self._keep :] if self._keep < len(whole) else whole
         own = _step_of(whole[-1])
-        names = [name for name in self._storage.sizes("") if _OURS.fullmatch(name)]
+        names = [name for name in self._storage.sizes("") if NAME.fullmatch(name)]
         kept = {name for name in names if name in newest or self._storage.at(name) in (self._source, best)}
         try:
             kept |= {parent for name in kept for parent in self._parents(name)}
@@ -451,7 +450,7 @@ class WritingCheckpoint:
 
 def _whole(storage: Storage) -> list[str]:
     """Names of the whole checkpoints in a folder, the newest last."""
-    names = [name for name in storage.sizes("") if name.startswith(_FOLDER) and MANIFEST in storage.sizes(name)]
+    names = [name for name in storage.sizes("") if name.startswith(FOLDER) and MANIFEST in storage.sizes(name)]
 
     def age(name: str) -> float:
         try:
@@ -463,12 +462,12 @@ def _whole(storage: Storage) -> list[str]:
 
 
 def _step_of(name: str) -> int:
-    return int(name.removeprefix(_FOLDER).partition("-")[0])
+    return int(name.removeprefix(FOLDER).partition("-")[0])
 
 
 def _free_name(step: int, taken: list[str]) -> str:
     """A folder's name: a run that was resumed from an earlier step comes by later ones again."""
-    name = first = f"{_FOLDER}{step:09d}"
+    name = first = f"{FOLDER}{step:09d}"
     for number in count(2):
         if name not in taken:
             break

@@ -109,11 +109,12 @@ def _in_order(connections: list[ShardConnection]) -> list[ShardConnection]:
                 "restart the shards together"
             )
         if mine.shard in by_index:
-            other = by_index[mine.shard].transport.address
-            raise WrongShards(
-                reason=f"{other} and {connection.transport.address} are both shard {mine.shard}; "
-                "start each with its own --shard"
-            )
+            other = by_index[mine.shard]
+            remedy = "start each with its own --shard"
+            if mine.instance == other.greeting.instance:
+                remedy = "one process answers at both, so name each shard by one address"
+            both = f"{other.transport.address} and {connection.transport.address}"
+            raise WrongShards(reason=f"{both} are both shard {mine.shard}; {remedy}")
         by_index[mine.shard] = connection
     missing = [str(i) for i in range(first.num_shards) if i not in by_index]
     if missing:

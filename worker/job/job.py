@@ -18,7 +18,6 @@ from embershard.worker.job.sections import (
     AnyModel,
     Code,
     CodeSection,
-    Count,
     DINSection,
     Section,
     SimpleXSection,
@@ -58,6 +57,10 @@ def _number_of_shards(value: object) -> object:
     return value
 
 
+Workers = Annotated[int, Field(ge=1, le=65_535)]  # the number behind the last one is of who only reads
+Shards = Annotated[int, Field(ge=1, le=4096)]  # as `embershard ps --of` takes
+
+
 class Job(Section):
     """A training job.
 
@@ -85,8 +88,8 @@ class Job(Section):
     ] = CheckpointSection()
     compression: AnyCompression = None
     network: NetworkSection = NetworkSection()
-    workers: Count = 1
-    shards: Annotated[Count, BeforeValidator(_number_of_shards, json_schema_input_type=Count)] = 2
+    workers: Workers = 1
+    shards: Annotated[Shards, BeforeValidator(_number_of_shards, json_schema_input_type=Shards)] = 2
     durability: Literal["memory", "log", "fsync"] = "memory"  # of shards started by `train`: docs/durability.md
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
     output: Path | None = None

@@ -34,6 +34,7 @@ from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettin
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed
 from embershard.proto.security.tls import TLS
+from embershard.worker.checkpoint.names import remove_unfinished
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
 
@@ -104,6 +105,8 @@ class LocalJob:
         """Start shards, unless there are some, and workers; wait for them, and end them all."""
         job, ps = self.job, self.ps
         with contextlib.ExitStack() as stack:
+            if ps is None:  # others may still write
+                stack.callback(self._remove_unfinished)  # by then all processes have ended
             local = self._local_shards(stack) if job.has_shards and ps is None else None
             if ps is not None:
                 _meet_shards(ps, checkpoint, self.replace, timeout, self.tls)
@@ -190,6 +193,12 @@ class LocalJob:
         if scaling is not None:
             scaling.look(running)
         return None if local is None else local.failure
+
+    def _remove_unfinished(self) -> None:
+        """Remove the checkpoint that the end of this attempt met half written; one at a URL stays."""
+        for folder in (str(self.folder / "best"), self.job.checkpoint.folder):
+            if folder is not None and "://" not in folder:
+                remove_unfinished(Path(folder))
 
     def _latest(self, began: float) -> Checkpoint | None:
         """The latest checkpoint that this job has made; a folder may hold later steps of a run before it."""

@@ -11,7 +11,8 @@ RANK_VARIABLES = ["RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"]  # torchrun's,
 
 RankOption = Annotated[int, typer.Option("--rank", envvar=RANK_VARIABLES, help="This worker's number.", min=0)]
 WorldSizeOption = Annotated[
-    int, typer.Option("--world-size", envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="Number of workers.", min=1)
+    int,
+    typer.Option("--world-size", envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="Number of workers.", min=1, max=65_535),
 ]
 StartWorkersOption = Annotated[
     int | None,

@@ -28,6 +28,7 @@ from embershard.cli.engines import (
     WorkerResourcesOption,
     parse_resources,
 )
+from embershard.cli.folders import kept_from_others
 from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.local_job import LocalJob
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, say
@@ -172,6 +173,9 @@ def train(
     command += ["--start-workers", str(least)] if least < settings.workers else []
     cluster = on.open(settings, ps, folder, tls=tls_of(tls, tls_server_name), metrics=metrics)
     make_folder(folder)
+    # two jobs would write one log, and each would remove checkpoints of the other
+    kept = kept_from_others({"--output": folder, "checkpoint.folder": settings.checkpoint.folder})
+    context.with_resource(kept)
     certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
     if certificates is None and settings.has_shards and ps is None and not (cluster.is_local or insecure):
         from embershard.deploy.authority import issue_for_run  # loads cryptography

@@ -225,9 +225,9 @@ def test_fewer_nodes_have_more_cores_each_and_a_users_variables_stay_words():
 
 
 def test_paths_of_a_compose_file_are_no_names_of_volumes():
-    text = run("compose", "--name", "ads", "--image", "e:1", "--job", "job.yaml", "--tls", "keys")
+    text = run("compose", "--name", "ads", "--image", "e:1", "--job", "$job.yaml", "--tls", "keys")
     volumes = YAML(typ="safe").load(text)["services"]["worker-0"]["volumes"]
-    assert {"./job.yaml:/job/job.yaml:ro", "./keys:/keys:ro"} <= set(volumes)
+    assert {"./$$job.yaml:/job/job.yaml:ro", "./keys:/keys:ro"} <= set(volumes)  # nor variables
 
 
 def test_a_batch_script_trains_the_job_on_its_nodes():
@@ -248,11 +248,18 @@ def test_a_batch_script_trains_the_job_on_its_nodes():
         ("kubernetes", "--name", "ads", "--image", ""),
         ("kubernetes", "--name", "ads", "--image", "e", "--namespace", "My NS"),
         ("kubernetes", "--name", "ads", "--image", "a b"),
+        ("kubernetes", "--name", "ads", "--image", "e:\N{LATIN SMALL LETTER U WITH DIAERESIS}"),
         ("kubernetes", "--name", "ads", "--image", "e", "--worker-image", "a\nb"),
         ("kubernetes", "--name", "ads", "--image", "e", "--storage", "10 apples"),
         ("kubernetes", "--name", "ads", "--image", "e", "--data-claim", "A_b"),
         ("kubernetes", "--name", "ads", "--image", "e", "--issuer", "a/b"),
         ("kubernetes", "--name", "ads", "--image", "e", "--service-account", "a\nb"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--issuer", "a..b"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--storage", "20ki"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--storage", "0Gi"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--workers", "65536"),
+        ("kubernetes", "--name", "ads", "--image", "e", "--memory", "9" * 20),
+        ("kubernetes", "--name", "ads", "--image", "e", "--worker-cpus", "9" * 20),
         ("slurm", "--name", "ads", "--job", "j", "--executable", "a'b"),
         ("slurm", "--name", "ads", "--job", "j", "--executable", ""),
         ("systemd", "--name", "ads", "--shards", "2", "--first", "2"),
@@ -260,14 +267,29 @@ def test_a_batch_script_trains_the_job_on_its_nodes():
         ("systemd", "--name", "ads", "--shards", "2", "--executable", "/a\nExecStartPre=/b"),
         ("systemd", "--name", "ads", "--shards", "2", "--access", "/a\nUser=root"),
         ("systemd", "--name", "ads", "--shards", "2", "--executable", ""),
+        ("systemd", "--name", "ads", "--shards", "2", "--executable", "bin/embershard"),
+        ("systemd", "--name", "ads", "--shards", "2", "--executable", "-/bin/embershard"),
+        ("systemd", "--name", "ads", "--shards", "2", "--host", "10.0.0.1 ", "--tls", "keys"),
+        ("systemd", "--name", "ads", "--shards", "2", "--host", "[::1]"),
         ("compose", "--name", "-ads", "--image", "e"),
         ("compose", "--name", "ads", "--image", ""),
+        ("compose", "--name", "ads", "--image", "e", "--workers", str(10**9)),
+        ("compose", "--name", "ads", "--image", "e", "--job", ""),
+        ("compose", "--name", "ads", "--image", "e", "--job", "a:b.yaml"),
+        ("compose", "--name", "ads", "--image", "e", "--tls", "keys\n"),
     ],
 )
 def test_what_no_engine_could_start_is_an_error_that_says_why(words, job):
     extra = ("--job", job) if words[0] == "kubernetes" else ()
     with pytest.raises(BadDeployment):
         run(*words, *extra)
+
+
+@pytest.mark.parametrize("settings", ["strategy: hybrid\n", "strategy: local\n", "dense: {mode: fsdp}\n"])
+def test_a_job_whose_workers_would_not_find_each_other_in_pods_is_refused(settings, tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB + settings)
+    with pytest.raises(BadDeployment, match="strategy ps"):
+        kubernetes(str(tmp_path / "job.yaml"))
 
 
 def test_a_job_file_that_is_missing_and_a_folder_that_cannot_be_written_are_named(tmp_path):

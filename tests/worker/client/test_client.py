@@ -316,8 +316,8 @@ def test_messages_cover_every_row_once_in_order_and_within_the_limit(tables, lim
     assert all(p.is_whole == (p.rows.stop - p.rows.start == counts[p.part]) for p in chunks)
 
 
-def greeter(shard, num_shards, epoch=1, address=""):
-    fields = {"placement_epoch": epoch, "version": "", "instance": f"i{shard}", "max_message_bytes": 2**26}
+def greeter(shard, num_shards, epoch=1, address="", instance=""):
+    fields = {"placement_epoch": epoch, "version": "", "instance": instance or f"i{shard}", "max_message_bytes": 2**26}
     greeting = Greeting(shard=shard, num_shards=num_shards, **fields)
     return LocalTransport(lambda _: greeting, address or f"host{shard}:1")
 
@@ -325,7 +325,11 @@ def greeter(shard, num_shards, epoch=1, address=""):
 @pytest.mark.parametrize(
     ("transports", "text"),
     [
-        ([greeter(0, 2), greeter(0, 2, address="other:1")], "host0:1 and other:1 are both shard 0"),
+        ([greeter(0, 2), greeter(0, 2, address="other:1")], "host0:1 and other:1 are both shard 0; one process"),
+        (
+            [greeter(0, 2), greeter(0, 2, address="other:1", instance="other")],
+            "host0:1 and other:1 are both shard 0; start each",
+        ),
         ([greeter(0, 3), greeter(2, 3)], "of 3 shards, 1 is not among the addresses host0:1, host2:1"),
         ([greeter(0, 2), greeter(1, 3)], "host0:1 and host1:1 were started for 2 and 3 shards"),
         ([greeter(0, 2), greeter(1, 2, epoch=4)], "host0:1 and host1:1 hold placement epochs 1 and 4"),

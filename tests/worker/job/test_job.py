@@ -463,6 +463,8 @@ model={name: deepfm, batch_norm: true}; train.batch_size=1 -> train.batch_size: 
 data.valid=walid.csv -> data.valid: no file
 data.stream=true; train.lr_schedule={name: cosine} -> train.lr_schedule.name: cosine needs the number of steps
 checkpoint.every=1; checkpoint.keep=3 -> checkpoint.every: has no meaning without -> checkpoint.keep: has no meaning
+shards=4097 -> shards: input should be less than or equal to 4096
+workers=65536 -> workers: input should be less than or equal to 65535
 shards={durability: log} -> shards: is a number; what else is said of shards stands beside it
 train.recover=true -> train.recover: goes on from checkpoints: name a checkpoint.folder
 checkpoint={best: false, restore_best: true} -> checkpoint.restore_best: the best weights are not kept

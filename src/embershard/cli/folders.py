@@ -1,0 +1,45 @@
+"""Folders that one job alone writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from embershard.proto.errors import EmbershardError, Status
+
+
+class FolderTaken(EmbershardError):
+    """Another `embershard train` writes to the same folder."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "another `embershard train` that runs now writes to {folder}: choose another folder for this one with "
+        "{setting}, or wait for the end of that one"
+    )
+
+
+@contextlib.contextmanager
+def kept_from_others(folders: Mapping[str, str | Path | None]) -> Iterator[None]:
+    """Keep other jobs of this machine out of some folders, each by the setting that names it. FolderTaken.
+
+    A URL, None, and a file system without locks are left as they are. The lock ends with this process, however that
+    ends, and leaves no file.
+    """
+    locked: set[Path] = set()
+    with contextlib.ExitStack() as stack:
+        for setting, folder in folders.items():
+            if folder is None or "://" in str(folder) or (path := Path(folder).resolve()) in locked:
+                continue
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FolderTaken(folder=str(folder), setting=setting) from None
+            except OSError:
+                continue
+            locked.add(path)
+        yield

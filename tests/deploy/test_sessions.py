@@ -1,0 +1,32 @@
+"""Processes that are started here, and an interrupt that meets their start."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.workers import LocalWorkers
+
+
+@pytest.mark.parametrize("kind", ["shards", "workers"])
+def test_an_interrupt_that_meets_the_start_of_a_process_leaves_none_behind(kind, monkeypatch, tmp_path):
+    started, popen = [], subprocess.Popen
+
+    def interrupted(_, **options):  # an srun, say, which does not end with its parent
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(3600)"], **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    local = LocalShards(2) if kind == "shards" else LocalWorkers(2, [], tmp_path)
+    try:
+        with pytest.raises(KeyboardInterrupt), local:
+            pass
+        assert started
+        assert all(process.returncode is not None for process in started)
+    finally:
+        for process in started:
+            process.kill()
