@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embershard.deploy.sessions import start_each
 from embershard.proto.errors import EmbershardError
 
 __all__ = ["Result", "RunFailed", "run"]
@@ -95,19 +95,14 @@ def run(
 def _wait_for(start: Callable[[], subprocess.Popen[bytes]]) -> int:
     """The exit code of a process. It is interrupted, and has ended, if this function is interrupted at any moment."""
     started: list[subprocess.Popen[bytes]] = []
-    # Python raises KeyboardInterrupt in the main thread alone: no process is started there and then not known.
-    starter = ThreadPoolExecutor(1)
     try:
-        starter.submit(lambda: started.append(start())).result()
+        start_each([lambda: started.append(start())])
         return started[0].wait()
     except BaseException:
-        starter.shutdown()
         for process in started:
             process.send_signal(signal.SIGINT)  # it ends what it has started
             process.wait()
         raise
-    finally:
-        starter.shutdown()
 
 
 def _resources(amounts: Mapping[str, float] | None) -> str | None:

@@ -19,7 +19,6 @@ train: {batch_size: 256, samples: 512}
 def test_a_folder_that_a_job_writes_to_is_refused_to_another_job_until_it_ends(taken, setting, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(JOB)
-    (tmp_path / taken).mkdir()
     monkeypatch.setattr(local_job.LocalJob, "train", lambda self, checkpoint: None)
 
     def train():

@@ -25,8 +25,8 @@ class FolderTaken(EmbershardError):
 def kept_from_others(folders: Mapping[str, str | Path | None]) -> Iterator[None]:
     """Keep other jobs of this machine out of some folders, each by the setting that names it. FolderTaken.
 
-    A URL, None, and a file system without locks are left as they are. The lock ends with this process, however that
-    ends, and leaves no file.
+    A folder that is not there is made. A URL, None, and a file system without locks are left as they are. The lock ends
+    with this process, however that ends, and leaves no file.
     """
     locked: set[Path] = set()
     with contextlib.ExitStack() as stack:
@@ -34,12 +34,13 @@ def kept_from_others(folders: Mapping[str, str | Path | None]) -> Iterator[None]
             if folder is None or "://" in str(folder) or (path := Path(folder).resolve()) in locked:
                 continue
             try:
+                path.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise FolderTaken(folder=str(folder), setting=setting) from None
-            except OSError:
+            except OSError:  # who writes there says what is wrong
                 continue
             locked.add(path)
         yield
