@@ -22,9 +22,10 @@ _POLL_SECONDS = 0.05
 
 
 def start_each(starts: Iterable[Callable[[], object]]) -> None:
-    """Call functions that each start a process and keep it: one that an interrupt meets has kept it, when this raises.
+    """Call functions that each start a process and record it. After an interrupt no process is left unrecorded.
 
-    Python raises KeyboardInterrupt in the main thread alone, so no process is started there and then not known.
+    They run in another thread: Python raises KeyboardInterrupt in the main thread alone, and this waits for
+    the function that an interrupt meets.
     """
     with ThreadPoolExecutor(1) as starter:
         for start in starts:

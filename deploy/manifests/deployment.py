@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.messages import READ_ONLY_WORKER
 
 PORT = 7700  # of a shard, or of the first one on a machine
 METRICS_PORT = 7790
 Durability = Literal["memory", "log", "fsync"]
-_MOST_WORKERS = 65_535  # the number behind the last one is of who only reads
 _MOST_MIB = 2**30  # a PiB: engines count bytes in 64 bits
 _MOST_CPUS = 4096
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # a label of DNS, with room for what is put behind it
@@ -51,7 +51,7 @@ class Deployment:
                 raise BadDeployment(what=f"snapshots {url!r}", reason="it is no folder or URL")
         for what, number, least, most in (
             ("shards", self.shards, 1, 4096),
-            ("workers", self.workers, 0, _MOST_WORKERS),
+            ("workers", self.workers, 0, READ_ONLY_WORKER),
             ("memory", self.memory, 256, _MOST_MIB),
             ("worker_memory", self.worker_memory, 256, _MOST_MIB),
             ("cpus", self.cpus, 1, _MOST_CPUS),

@@ -102,7 +102,7 @@ def _check_strategy(sections: Object) -> None:
     mode = (dense.get("mode") if isinstance(dense, dict) else None) or "ps"
     for what, found in (("strategy", strategy), ("dense.mode", mode)):
         if found != "ps":
-            reason = "pods of workers find the shards, and not each other: only a job of strategy ps runs there so"
+            reason = "workers in pods find the shards but not each other: use strategy ps with dense.mode ps"
             raise BadDeployment(what=f"{what} {found}", reason=reason)
 
 

@@ -57,9 +57,7 @@ class SharedMemories:
     def __init__(self, counters: TransportCounters, limit: int = ALL_SHARED_BYTES) -> None:
         self._counters = counters
         self._limit = limit
-        self._mapped: WeakValueDictionary[tuple[int, int], _CountedMemory] = (
-            WeakValueDictionary()
-        )  # by device and inode
+        self._mapped = WeakValueDictionary[tuple[int, int], _CountedMemory]()  # by device and inode
         self._has_told = False
 
     def map(self, file: int) -> SharedMemory | None:

@@ -93,7 +93,7 @@ def run(
 
 
 def _wait_for(start: Callable[[], subprocess.Popen[bytes]]) -> int:
-    """The exit code of a process. It is interrupted, and has ended, if this function is interrupted at any moment."""
+    """Start a process and return its exit code. An interrupt at any moment ends the process before this raises."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         start_each([lambda: started.append(start())])

@@ -40,7 +40,7 @@ def kept_from_others(folders: Mapping[str, str | Path | None]) -> Iterator[None]
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise FolderTaken(folder=str(folder), setting=setting) from None
-            except OSError:  # who writes there says what is wrong
+            except OSError:  # the job writes there soon, and its error says more
                 continue
             locked.add(path)
         yield

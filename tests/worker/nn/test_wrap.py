@@ -337,9 +337,8 @@ def test_a_default_dtype_of_torch_changes_nothing_of_a_model_of_float32(make_ses
             model = es.wrap(copy.deepcopy(start), session := make_session(2), optimizer=es.Adagrad(lr=0.05)).to("cpu")
             curve = []
             for x, y in BATCHES:
-                again = (
-                    model.users(x[:, 1]).square().sum() + model.users.weight.sum() * 1e-3
-                )  # ids of two reads, and all
+                # the table is read by ids twice, and as a whole
+                again = model.users(x[:, 1]).square().sum() + model.users.weight.sum() * 1e-3
                 loss = (model(x) - y).square().mean() + again
                 loss.backward()
                 session.step()
