@@ -37,12 +37,8 @@ def batch_script(
     processes = -(-(deployment.shards + deployment.workers) // nodes)  # of a node
     words = [*program, "train", str(job), "--engine", "slurm", "--output", _RUN, "--resume", "auto"]
     words += ["--shards", str(deployment.shards), "--workers", str(deployment.workers)]
-    words += [
-        "--set",
-        f"durability={deployment.durability}",
-        "--set",
-        f"checkpoint.folder={checkpoints or _RUN + '/checkpoints'}",
-    ]
+    words += ["--set", f"durability={deployment.durability}"]
+    words += ["--set", f"checkpoint.folder={checkpoints or _RUN + '/checkpoints'}"]
     words += ["--insecure"] if insecure else []
     lines = [
         "#!/bin/bash",
