@@ -5,6 +5,7 @@ from embershard.local_shards import local as local
 from embershard.proto.codec.user_defined import values_codec as values_codec
 from embershard.proto.errors import EmbershardError as EmbershardError
 from embershard.proto.security.tls import TLS as TLS
+from embershard.proto.snapshot.stored import open_snapshot as open_snapshot
 from embershard.proto.spec import FTRL as FTRL
 from embershard.proto.spec import SGD as SGD
 from embershard.proto.spec import Adagrad as Adagrad
@@ -19,7 +20,6 @@ from embershard.proto.spec import TableSpec as TableSpec
 from embershard.proto.spec import Uniform as Uniform
 from embershard.ps.table.optimizers import row_optimizer as row_optimizer
 from embershard.worker.checkpoint.snapshots import begin_snapshot as begin_snapshot
-from embershard.worker.checkpoint.snapshots import open_snapshot as open_snapshot
 from embershard.worker.checkpoint.snapshots import restore_snapshot as restore_snapshot
 from embershard.worker.checkpoint.snapshots import take_snapshot as take_snapshot
 from embershard.worker.client.client import Client as Client
