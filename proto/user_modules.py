@@ -26,6 +26,16 @@ INSTALLED = tuple(
 )
 
 
+def search_from(folder: Path) -> None:
+    """Have this process, and those that it starts, find modules in a folder.
+
+    The folder comes last, so that a module in it hides no installed one.
+    """
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.append(path)
+
+
 def members_of(module: str) -> Mapping[str, object]:
     """Import a module and return its members by name. BadModule, with file and line, where it cannot be imported.
 
