@@ -45,7 +45,7 @@ from embershard.proto.errors import CannotWrite, EmbershardError, OutputClosed, 
 from embershard.proto.monitoring.exporter import check_addresses, parse_address
 from embershard.proto.monitoring.logs import log_as_json
 from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.job.checks import compression_advice
+from embershard.worker.job.compression_checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.tabular import TabularSection
