@@ -25,14 +25,14 @@ from embershard.worker.checkpoint.snapshots import take_snapshot as take_snapsho
 from embershard.worker.client.client import Client as Client
 from embershard.worker.compression.settings import Compression as Compression
 from embershard.worker.data.batch import Batch as Batch
+from embershard.worker.data.batch import Field as Field
+from embershard.worker.data.batch import IdTable as IdTable
 from embershard.worker.data.batch import RowsDataset as RowsDataset
 from embershard.worker.data.batch import Samples as Samples
 from embershard.worker.data.batch import Schema as Schema
-from embershard.worker.data.features import PADDING as PADDING
-from embershard.worker.data.features import Field as Field
-from embershard.worker.data.features import IdTable as IdTable
 from embershard.worker.data.hashing import hash_ids as hash_ids
 from embershard.worker.data.inputs.feature_ids import feature_id as feature_id
+from embershard.worker.data.inputs.rows import PADDING as PADDING
 from embershard.worker.data.inputs.rows import CategoricalInput as CategoricalInput
 from embershard.worker.data.inputs.rows import ListInput as ListInput
 from embershard.worker.data.inputs.rows import NumericInput as NumericInput

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
-from embershard.worker.data.features import PADDING, Field, IdTable, Pooling
+from embershard.worker.data.batch import NUM_HASHED_IDS, Field, IdTable, Pooling, Schema
+from embershard.worker.data.inputs.rows import PADDING
 
 Kind = Literal["category", "list", "sequence", "number", "cross"]
 Transform = Literal["log", "standardise", "min_max", "quantile"]

@@ -18,8 +18,7 @@ from embershard.proto.snapshot.stored import open_snapshot
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.checkpoint.snapshots import take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import RowsDataset, Samples, Schema
-from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.batch import Field, IdTable, RowsDataset, Samples, Schema
 from embershard.worker.data.interactions.gowalla import InteractionLists
 from embershard.worker.data.interactions.sequences import ActionSequences
 from embershard.worker.models.recommender import ListRecommender
