@@ -388,7 +388,8 @@ def _features(job: Job) -> Problems:
         return
     if not job.data.features:
         return
-    from embershard.worker.data.preprocess import MAX_LENGTH, BadFeature
+    from embershard.worker.data.preprocess import MAX_LENGTH
+    from embershard.worker.data.values import BadFeature
 
     try:
         job.data.preprocessor()
