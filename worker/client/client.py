@@ -51,7 +51,7 @@ from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, is_kept
 from embershard.worker.client.push import LrScale as LrScale
-from embershard.worker.client.routes import Part, placed_gradients, placed_reads
+from embershard.worker.client.routes import Directory, Part, placed_gradients, placed_reads
 from embershard.worker.client.shard_connection import handshake
 from embershard.worker.compression.compressor import Compressor, rate_of
 
@@ -62,26 +62,6 @@ DEFAULT_TIMEOUT = timedelta(seconds=60)
 _FAREWELL = timedelta(seconds=5)
 
 _log = logging.getLogger(__name__)
-
-
-class Directory:
-    """The placement now. Any thread may read it; a route of an earlier placement is regrouped when it is used."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.current = placement
-        self._followers: list[Callable[[Placement], None]] = []
-
-    def subscribe(self, follow: Callable[[Placement], None]) -> None:
-        """Have `follow` called with each placement that takes the place of the one now."""
-        self._followers.append(follow)
-
-    def move(self, placement: Placement) -> None:
-        """Replace the placement by a newer one; an older one, or the current one, changes nothing."""
-        if placement.epoch <= self.current.epoch:
-            return
-        self.current = placement
-        for follow in self._followers:
-            follow(placement)
 
 
 class Client:
