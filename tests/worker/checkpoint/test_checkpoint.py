@@ -18,12 +18,10 @@ from embershard.worker.checkpoint.checkpoint import (
     SNAPSHOT,
     BadCheckpoint,
     Checkpoint,
-    CheckpointFolder,
-    CheckpointFolderInUse,
-    CheckpointNotWritten,
     OtherJob,
     find_checkpoint,
 )
+from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointFolderInUse, CheckpointNotWritten
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, read_manifest, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup

@@ -20,7 +20,8 @@ from embershard.proto.snapshot.manifest import MANIFEST, Parent, pack_manifest, 
 from embershard.proto.snapshot.storage import Storage
 from embershard.ps import snapshot as shard_side
 from embershard.worker.checkpoint import snapshots as module
-from embershard.worker.checkpoint.checkpoint import SNAPSHOT, CheckpointFolder, CheckpointNotWritten
+from embershard.worker.checkpoint.checkpoint import SNAPSHOT
+from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointNotWritten
 from embershard.worker.checkpoint.snapshots import (
     MOST_INCREMENTS,
     begin_snapshot,
