@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import posixpath
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,8 @@ from embershard.worker.checkpoint.checkpoint import (
     CheckpointManifest,
     checkpoint_names,
 )
-from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME
+from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME, remove_unfinished
+from embershard.worker.checkpoint.owner import FolderOwner
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, open_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
@@ -52,7 +54,9 @@ class CheckpointFolderInUse(EmbershardError):
 
 
 class CheckpointFolder:
-    """A folder of checkpoints, of which the newest `keep` and the best one stay. One process writes into it.
+    """A folder of checkpoints, of which the newest `keep` and the best one stay. One job writes into it.
+
+    If another job begins to write into it, this one stops: CheckpointFolderTaken (see owner.py).
 
     `source`, from which the run was resumed, stays too: workers that are started again begin with it. So do those that
     the ones that stay are increments of.
@@ -62,6 +66,8 @@ class CheckpointFolder:
         self._storage = Storage(url)
         self._keep = keep
         self._source = None if source is None else source.url
+        self._owner = FolderOwner(self._storage)
+        self._process = secrets.token_hex(8)
 
     @property
     def url(self) -> str:
@@ -112,17 +118,11 @@ class CheckpointFolder:
             output=None if output is None else str(output.absolute()),
             time=time.time(),
         )
+        owner = self._owner_of(job, shards)
         snapshot: RunningSnapshot | None = None
         failure: EmbershardError | None = None
         try:
-            with self._undone(name, before):
-                self._storage.make_folder(name)
-                if shards is not None:
-                    parent = self._storage.at(f"{before[-1]}/{SNAPSHOT}") if before else None
-                    incremental = job.checkpoint.incremental
-                    snapshot = begin_snapshot(
-                        shards, self._storage.at(name), SNAPSHOT, at_clock=0, incremental=incremental, parent_url=parent
-                    )
+            snapshot = self._start(name, before, owner, job, shards)
         except EmbershardError as error:
             failure = error
 
@@ -134,12 +134,37 @@ class CheckpointFolder:
                     self._storage.replace(f"{name}/{file}{ENDING}", data)
                 if snapshot is not None:
                     snapshot.finish()
+                self._owner.check(owner)
                 self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
                 self._mark(best)
             self._prune([*before, name], best)
             return url
 
         return WritingCheckpoint(finish)
+
+    def _start(
+        self, name: str, before: list[str], owner: str, job: Job, shards: Client | None
+    ) -> RunningSnapshot | None:
+        """Take the folder for this job, and begin the snapshot of its shards, if it has any."""
+        with self._undone(name, before):
+            self._storage.make_folder("")
+            if self._owner.claim(owner):
+                remove_unfinished(self._storage)  # nobody finishes them: see owner.py
+            self._storage.make_folder(name)
+            if shards is None:
+                return None
+            return begin_snapshot(
+                shards,
+                self._storage.at(name),
+                SNAPSHOT,
+                at_clock=0,
+                incremental=job.checkpoint.incremental,
+                parent_url=self._storage.at(f"{before[-1]}/{SNAPSHOT}") if before else None,
+            )
+
+    def _owner_of(self, job: Job, shards: Client | None) -> str:
+        """A name of the job that all who may write its checkpoints know, and no other job has."""
+        return self._process if shards is None else f"{shards.lineage.number:016x}/{job.prefix}"
 
     def _mark(self, best: str | None) -> None:
         """Name the best one, where it is in this folder."""
@@ -187,10 +212,11 @@ class CheckpointFolder:
         except BaseException as error:
             with contextlib.suppress(EmbershardError):
                 self._storage.remove(name)
-            if not isinstance(error, SnapshotNotWritten):
+            if not isinstance(error, SnapshotNotWritten | SnapshotUnreadable):
                 raise
-            reason, previous = str(error.fields["reason"]), self._storage.at(before[-1]) if before else "none"
-            raise CheckpointNotWritten(path=self._storage.at(name), reason=reason, previous=previous) from None
+            reason = error.fields["reason"] if isinstance(error, SnapshotNotWritten) else error
+            previous = self._storage.at(before[-1]) if before else "none"
+            raise CheckpointNotWritten(path=self._storage.at(name), reason=str(reason), previous=previous) from None
 
 
 class WritingCheckpoint:

@@ -95,7 +95,8 @@ def checkpoint(folder, step):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """Of the files in a folder of checkpoints, apart from that of its owner."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "OWNER")
 
 
 ADAM = {"name": "adam", "lr": 0.01}
