@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from embershard.deploy.manifests.deployment import BadDeployment, Deployment
 
 _RUN = "\0run"  # stands for the folder of the run: no word of a user has it
+_NOTHING = ("null", "Null", "NULL", "~")  # in YAML, as which a setting is read
 
 
 def batch_script(
@@ -33,6 +34,8 @@ def batch_script(
         raise BadDeployment(what=f"executable {executable!r}", reason=str(error)) from None
     if not program:
         raise BadDeployment(what="executable ''", reason="name the command, as embershard")
+    if checkpoints in _NOTHING:
+        raise BadDeployment(what=f"checkpoints {checkpoints}", reason="YAML reads it as nothing; name a folder")
     nodes = nodes or deployment.shards + deployment.workers
     processes = -(-(deployment.shards + deployment.workers) // nodes)  # of a node
     words = [*program, "train", str(job), "--engine", "slurm", "--output", _RUN, "--resume", "auto"]

@@ -42,9 +42,7 @@ from embershard.proto.snapshot.manifest import (
     unpack_part,
 )
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot.stored import StoredSnapshot
-from embershard.proto.snapshot.stored import open_snapshot as open_snapshot
-from embershard.proto.snapshot.stored import read_manifest as read_manifest
+from embershard.proto.snapshot.stored import StoredSnapshot, open_snapshot
 from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 

@@ -18,11 +18,9 @@ from embershard.worker.checkpoint.checkpoint import (
     SNAPSHOT,
     BadCheckpoint,
     Checkpoint,
-    CheckpointFolder,
-    CheckpointNotWritten,
-    WritingCheckpoint,
     whole_checkpoint,
 )
+from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointNotWritten, WritingCheckpoint
 from embershard.worker.checkpoint.snapshots import restore_rows
 from embershard.worker.checkpoint.tensors import State, Stateful, pack
 from embershard.worker.client.client import Client

@@ -305,7 +305,8 @@ def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     """The checkpoint to go on from; the folder of new ones is looked at too, before anything starts."""
     if resume is None and job.checkpoint.folder is None:
         return None
-    from embershard.worker.checkpoint.checkpoint import LATEST, CheckpointFolder, checkpoint_at, find_checkpoint
+    from embershard.worker.checkpoint.checkpoint import LATEST, checkpoint_at, find_checkpoint
+    from embershard.worker.checkpoint.folder import CheckpointFolder
 
     if resume == "auto":
         folder = job.checkpoint.folder

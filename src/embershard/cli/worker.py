@@ -61,10 +61,10 @@ from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.user_modules import search_from
 from embershard.worker.checkpoint.checkpoint import (
     Checkpoint,
-    CheckpointNotWritten,
     find_checkpoint,
     with_preprocessing,
 )
+from embershard.worker.checkpoint.folder import CheckpointNotWritten
 from embershard.worker.checkpoint.recovery import FirstWorkerMissing, NoProgress, RunFile
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup

@@ -19,12 +19,10 @@ from embershard.worker.checkpoint.checkpoint import (
     SNAPSHOT,
     BadCheckpoint,
     Checkpoint,
-    CheckpointFolder,
-    CheckpointFolderInUse,
-    CheckpointNotWritten,
     OtherJob,
     find_checkpoint,
 )
+from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointFolderInUse, CheckpointNotWritten
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
@@ -98,7 +96,8 @@ def checkpoint(folder, step):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """Of the files in a folder of checkpoints, apart from that of its owner."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "OWNER")
 
 
 ADAM = {"name": "adam", "lr": 0.01}
