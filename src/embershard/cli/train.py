@@ -220,7 +220,10 @@ def _own_certificates(folder: Path) -> TLS:
 
 
 def _explain(error: Exception, folder: Path, *, can_resume: bool) -> None:
-    """Say how a run that an error has stopped can go on; raise what is behind the error, a full disk or no reader."""
+    """Say how a run that an error has stopped can go on.
+
+    Raise the error that is behind it, if one is: the disk is full, or nobody reads the output.
+    """
     check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
     if can_resume and isinstance(error, WorkerFailed | ShardUnavailable):
         say(f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
