@@ -182,6 +182,9 @@ bench-growth: setup  ## worst pull while a table grows to 20 million rows: at mo
 bench-lookup: setup  ## forward and backward of a lookup against torch's own
 	$(BIN)/python bench/lookup.py
 
+bench-route: setup  ## what the route of a large batch takes, its ids scattered by hash first and not
+	$(BIN)/python bench/route.py $(ARGS)
+
 bench-linear: setup  ## a linear layer by oneDNN against torch's own
 	$(BIN)/python bench/linear.py
 
@@ -275,7 +278,7 @@ bar-ray: $(VENV)/.ray  ## a job on four Ray nodes: the bits of this machine, a l
 bar-containers: $(VENV)/.compose  ## images are built, and run a job in four containers with TLS: the bits of this machine, a lost shard and worker (15 minutes, 8 GB; root; the packages of apt that it names; ARGS=--fresh: build all anew)
 	$(BIN)/python bench/bar_containers.py $(ARGS)
 
-bar-objects: $(VENV)-objects/.ready $(VENV)-emulators/.ready  ## checkpoints and data on s3:// and gs:// against emulators: bits, a lost shard, wrong credentials, a slow and a broken link (10 minutes)
+bar-objects: $(VENV)-objects/.ready $(VENV)-emulators/.ready  ## checkpoints and data on s3:// and gs:// against emulators: bits, a lost shard, two jobs in one folder, wrong credentials, a slow and a broken link (10 minutes)
 	$(VENV)-objects/bin/python bench/bar_objects.py $(ARGS)
 
 bar-install: setup  ## both installs in empty environments: sizes, times, a shard without torch (3 minutes, 3 GB)

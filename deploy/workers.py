@@ -183,7 +183,7 @@ class LocalWorkers:
             self._restarts -= 1
             self._again.add(rank)
             self._places[rank] = self._engine.again(self._places[rank])
-            self._processes[rank] = self._start(rank)
+            sessions.start_each([partial(self._begin_again, rank)])
             self._say(f"worker {rank} ended ({how}) and was started again; training goes on with the others meanwhile")
             return
         if rank >= self._least and (lines := self._tail(rank).splitlines()):
@@ -206,16 +206,19 @@ class LocalWorkers:
         self._places[rank : rank + 1] = [place]
         self._again.add(rank)
         if rank == len(self._processes):
-            self._begin(rank)
+            sessions.start_each([partial(self._begin, rank)])
             return
         self._gone.discard(rank)
-        self._processes[rank] = self._start(rank)
+        sessions.start_each([partial(self._begin_again, rank)])
 
     def _begin(self, rank: int) -> None:
         file = (self._logs / f"worker-{rank}.log").open("ab")
         self._files.append(file)
         self._starts.append(file.tell())
         self._processes.append(self._start(rank))
+
+    def _begin_again(self, rank: int) -> None:
+        self._processes[rank] = self._start(rank)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         place = self._places[rank]

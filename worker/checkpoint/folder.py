@@ -150,7 +150,7 @@ class CheckpointFolder:
         with self._undone(name, before):
             self._storage.make_folder("")
             if self._owner.claim(owner):
-                remove_unfinished(self._storage)  # nobody finishes them: see owner.py
+                remove_unfinished(self.url)  # nobody finishes them: see owner.py
             self._storage.make_folder(name)
             if shards is None:
                 return None
