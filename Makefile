@@ -24,12 +24,19 @@ help:  ## list the targets
 
 setup: $(VENV)/.ready  ## create .venv with every version pinned
 
+# One make at a time makes the environment: two that install into it leave a broken one. The other waits, and finds it.
+LOCKED := $(PYTHON) -c 'import fcntl, subprocess, sys; lock = open(sys.argv[1], "w"); fcntl.flock(lock, fcntl.LOCK_EX); sys.exit(subprocess.call(sys.argv[2:]))' $(VENV).lock
+
 $(VENV)/.ready: pyproject.toml constraints.txt
+ifndef HOLDS_LOCK
+	@$(LOCKED) $(MAKE) --no-print-directory HOLDS_LOCK=1 $@
+else
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "embershard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/embershard compile
 	touch $@
+endif
 
 $(VENV)/.ray: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'

@@ -301,7 +301,9 @@ def check_outage(bench: Bench) -> dict[str, Any]:
 
 
 def check_shared(bench: Bench) -> dict[str, Any]:
-    long, place = ("--set", "train.epochs=1000"), bench.storage.url("checkpoints/shared")
+    place = bench.storage.url("checkpoints/shared")
+    # the checkpoint that the later job begins with must not be dropped before it is read
+    long = ("--set", "train.epochs=1000", "--set", "checkpoint.keep=100")
     with bench.training("shared", *long) as first:
         first.await_(lambda: bench.num_whole("shared") > 0)
         with bench.training("shared-2", *long, "--set", f"checkpoint.folder={place}", "--resume", "latest") as second:
