@@ -43,8 +43,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from bar_undisturbed import Tables, differing, kill_all, marked
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, checkpoint_at
-from embershard.worker.checkpoint.snapshots import read_manifest, read_table
 from objects.emulators import ROOT, Link, ObjectStorage, storages
 from timing import finish, load, print_table
 
@@ -185,8 +185,9 @@ def last_tables(bench: Bench, url: str) -> Tables:
         newest = checkpoint_at(url)
         assert newest is not None, url
         found: Tables = {}
-        for name in read_manifest(newest.url, SNAPSHOT).tables:
-            parts = [np.concatenate(part) for part in zip(*read_table(newest.url, name, SNAPSHOT), strict=True)]
+        stored = open_snapshot(newest.url, SNAPSHOT)
+        for name in stored.manifest.tables:
+            parts = [np.concatenate(part) for part in zip(*stored.read_table(name), strict=True)]
             order = np.argsort(parts[0])
             found[name] = [part[order] for part in parts]
         return found

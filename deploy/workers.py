@@ -19,6 +19,7 @@ from typing import IO, Self
 from embershard.deploy import sessions
 from embershard.deploy.engine import LOCAL, ClusterEngine, meeting
 from embershard.proto.errors import EmbershardError, WorkerLost
+from embershard.proto.user_modules import environment_for_child
 
 LAST_LINES = 12  # of a worker that died, shown with the report
 STOP_TIMEOUT = timedelta(seconds=10)
@@ -227,9 +228,7 @@ class LocalWorkers:
             "WORLD_SIZE": self._most,
             "LOCAL_WORLD_SIZE": place.of,
         }
-        environment = {**os.environ, **self._meeting, **{key: str(value) for key, value in ranks.items()}}
-        # what this process can import, its workers can
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment = environment_for_child() | self._meeting | {key: str(value) for key, value in ranks.items()}
         command = [*place.prefix, sys.executable, "-P", "-m", "embershard.cli", "worker", *self._command]
         command += ["--parent-pid", str(os.getpid())] if self._engine.is_local else []
         command += ["--metrics", self._metrics[rank]] if self._metrics else []

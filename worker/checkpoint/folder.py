@@ -15,6 +15,7 @@ from pathlib import Path
 
 from embershard.proto.errors import EmbershardError, SnapshotNotWritten, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.worker.checkpoint.checkpoint import (
     ENDING,
     SNAPSHOT,
@@ -24,7 +25,7 @@ from embershard.worker.checkpoint.checkpoint import (
 )
 from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME, remove_unfinished
 from embershard.worker.checkpoint.owner import FolderOwner
-from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, open_snapshot
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 
