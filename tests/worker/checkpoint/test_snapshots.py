@@ -339,6 +339,8 @@ def forgets_once(wire, kind, step):
     def forget(request):
         if isinstance(request, kind) and request.step == step and not forgotten:
             forgotten.append(request)
+            if (writer := wire.shard._snapshots._writer) is not None:
+                writer._thread.join(30)  # a process that ended writes no more
             wire.shard._snapshots._writer = wire.shard._restores._reader = None
 
     wire.before = forget
