@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Garbage is searched for in what tests make, and not in the modules: a search of them takes half a second."""
     gc.freeze()
+    gc.set_threshold(5000)  # a search of all that tests have left takes a tenth of a second
     gc.enable()
 
 
