@@ -49,6 +49,9 @@ class Deployment:
         for url in self.snapshots:
             if not url or any(ord(c) < 32 for c in url):
                 raise BadDeployment(what=f"snapshots {url!r}", reason="it is no folder or URL")
+            if "://" not in url and not url.startswith("/"):
+                reason = "the shards run in another folder: name the whole path, as /mnt/snapshots, or a URL"
+                raise BadDeployment(what=f"snapshots {url!r}", reason=reason)
         for what, number, least, most in (
             ("shards", self.shards, 1, 4096),
             ("workers", self.workers, 0, READ_ONLY_WORKER),

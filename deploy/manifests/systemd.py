@@ -13,6 +13,7 @@ from embershard.deploy.manifests.deployment import PORT, BadDeployment, Deployme
 from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY
 
 _HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*", re.ASCII)
+_NUMBERS = re.compile(r"[0-9.]+", re.ASCII)  # which is an IP address, or nothing
 _COMMAND = re.compile(r"/.*|[0-9A-Za-z][^/]*")
 
 # What `systemd-analyze security` asks for and a shard can do without. Not MemoryDenyWriteExecute and ProcSubset: Numba
@@ -68,7 +69,8 @@ def systemd_units(
     for what, word in (("host", host), ("executable", executable), ("--tls", keys), ("--access", access)):
         if word is not None and not (str(word) and str(word).isprintable()):  # a line's end would begin another setting
             raise BadDeployment(what=f"{what} {str(word)!r}", reason="it has to be one line of text, and not empty")
-    if not (_HOST.fullmatch(host) or _is_ip(host)):
+    is_name = _HOST.fullmatch(host) and not _NUMBERS.fullmatch(host)
+    if not (is_name or _is_ip(host)):
         raise BadDeployment(what=f"host {host!r}", reason="it is the name or the IP address of this machine")
     if not _COMMAND.fullmatch(executable):  # others are ignored, or change how systemd starts it (-, +, !)
         reason = "systemd takes a whole path, as /usr/local/bin/embershard, or a name that is in its own PATH"

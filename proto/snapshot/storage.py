@@ -34,7 +34,12 @@ class Storage:
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:  # a storage's own package may fail in any way, and each does in its own
-            raise BadSnapshotName(name=url, what="a folder of snapshots", reason=_reason(error)) from None
+            scheme, is_url, _ = url.partition("://")
+            if is_url and scheme not in fsspec.available_protocols():
+                reason = f"there is no storage {scheme}://; name a folder, or a URL as s3://, gs:// or abfs://"
+            else:
+                reason = _reason(error)
+            raise BadSnapshotName(name=url, what="a folder of snapshots", reason=reason) from None
         self._local = isinstance(self._files, LocalFileSystem)
         self.url = self._root if self._local else url.rstrip("/")
 

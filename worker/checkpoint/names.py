@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
-from pathlib import Path
+
+from embershard.proto.errors import EmbershardError
+from embershard.proto.snapshot.storage import Storage
 
 MANIFEST = "checkpoint.json"
-BEST_FILE = "BEST"
+BEST_FILE, OWNER_FILE = "BEST", "OWNER"
 FOLDER = "step-"
 NAME = re.compile(rf"{FOLDER}\d{{9,}}(-\d+)?")
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished(url: str) -> None:
     """Remove what was never finished from a job's folder of checkpoints, once all that write to it have ended."""
-    with contextlib.suppress(OSError):  # it is in nobody's way
-        (folder / f"{BEST_FILE}.new").unlink(missing_ok=True)
-        for found in folder.glob(f"{FOLDER}*"):
-            if NAME.fullmatch(found.name) and not (found / MANIFEST).exists():
-                shutil.rmtree(found, ignore_errors=True)
+    with contextlib.suppress(EmbershardError):  # it is in nobody's way
+        storage = Storage(url)
+        for name in storage.sizes(""):
+            is_half = NAME.fullmatch(name) and MANIFEST not in storage.sizes(name)
+            if is_half or name in (f"{BEST_FILE}.new", f"{OWNER_FILE}.new"):
+                storage.remove(name)

@@ -19,6 +19,11 @@ class Lineage:
     def __init__(self, connections: ShardConnections, worker: int) -> None:
         self._connections, self._worker = connections, worker
 
+    @property
+    def number(self) -> int:
+        """The lineage; 0 before this client has declared a table or compared the shards."""
+        return self._connections.lineage
+
     def check(self) -> None:
         """Compare the shards; RowsLost where one does not have the rows that belong to those of the others."""
         # twice: another worker may have given the shards a lineage while they were asked one after the other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoin
 
 _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
+_REMOVAL_SECONDS = 15
 _LOGS = "shard-logs"
 
 
@@ -195,10 +197,17 @@ class LocalJob:
         return None if local is None else local.failure
 
     def _remove_unfinished(self) -> None:
-        """Remove the checkpoint that the end of this attempt met half written; one at a URL stays."""
-        for folder in (str(self.folder / "best"), self.job.checkpoint.folder):
-            if folder is not None and "://" not in folder:
-                remove_unfinished(Path(folder))
+        """Remove the checkpoint that the end of this attempt met half written."""
+        if (best := self.folder / "best").is_dir():
+            remove_unfinished(str(best))
+        folder = self.job.checkpoint.folder
+        if folder is not None:
+            # a thread: a storage that does not answer may take minutes to say so
+            removal = threading.Thread(target=remove_unfinished, args=[folder], daemon=True)
+            removal.start()
+            removal.join(_REMOVAL_SECONDS)
+            if removal.is_alive():
+                say(f"{folder} does not answer: half of a checkpoint may have stayed there", err=True)
 
     def _latest(self, began: float) -> Checkpoint | None:
         """The latest checkpoint that this job has made; a folder may hold later steps of a run before it."""

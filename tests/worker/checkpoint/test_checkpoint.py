@@ -13,18 +13,17 @@ import torch
 from embershard.local_shards import local
 from embershard.proto.errors import JobError, SnapshotNotWritten, SnapshotUnknown
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import read_manifest
 from embershard.worker.checkpoint.checkpoint import (
     MANIFEST,
     SNAPSHOT,
     BadCheckpoint,
     Checkpoint,
-    CheckpointFolder,
-    CheckpointFolderInUse,
-    CheckpointNotWritten,
     OtherJob,
     find_checkpoint,
 )
-from embershard.worker.checkpoint.snapshots import RunningSnapshot, read_manifest, restore_snapshot
+from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointFolderInUse, CheckpointNotWritten
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.training import CheckpointSection
@@ -97,7 +96,8 @@ def checkpoint(folder, step):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """Of the files in a folder of checkpoints, apart from that of its owner."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "OWNER")
 
 
 ADAM = {"name": "adam", "lr": 0.01}

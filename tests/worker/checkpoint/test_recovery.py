@@ -10,7 +10,8 @@ from embershard.local_shards import InProcessShards
 from embershard.proto import spec
 from embershard.proto.errors import EmbershardError, JobError, StaleRun, StaleWorker, TablesInTheWay
 from embershard.proto.routing import make_route
-from embershard.worker.checkpoint.checkpoint import CheckpointFolder, checkpoint_at
+from embershard.worker.checkpoint.checkpoint import checkpoint_at
+from embershard.worker.checkpoint.folder import CheckpointFolder
 from embershard.worker.checkpoint.recovery import FILE, FirstWorkerMissing, NoProgress, Run, RunFile
 from embershard.worker.checkpoint.tensors import pack
 from embershard.worker.client.client import Client

@@ -66,7 +66,7 @@ class Run:
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != "OWNER")
 
 
 CASES = {

@@ -119,7 +119,7 @@ def test_a_pause_for_a_checkpoint_is_no_evaluation(make_session, tmp_path):
     saved = {"folder": str(tmp_path), "every": 15, "keep": 9, "best": False}
     _, notes = run(make_session(), click_job("lr", train={"steps": 50}, evaluate={"every": 20}, checkpoint=saved))
     assert [e.step for e in notes.evaluations] == [20, 40, 50]
-    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [15, 30, 45, 50]
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [15, 30, 45, 50]
 
 
 def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_one(make_session, tmp_path, monkeypatch):
