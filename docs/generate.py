@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +71,29 @@ def _comments(section: type) -> dict[str, str]:
     """Field -> the text below it, or the comment behind it, of a section and its bases."""
     found: dict[str, str] = {}
     for cls in reversed(section.__mro__):
-        if not cls.__module__.startswith("embershard."):
+        if cls.__module__.startswith("embershard."):
+            found |= _own_comments(cls)
+    return found
+
+
+@cache  # inspect parses the whole file for each class that it finds there
+def _own_comments(cls: type) -> dict[str, str]:
+    """The same of a section without its bases."""
+    found: dict[str, str] = {}
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):  # made at run time from proto/spec.py
+        return found
+    lines, (body,) = source.splitlines(), ast.parse(source).body
+    assert isinstance(body, ast.ClassDef)
+    for node, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        try:
-            source = textwrap.dedent(inspect.getsource(cls))
-        except (OSError, TypeError):  # made at run time from proto/spec.py
-            continue
-        lines, (body,) = source.splitlines(), ast.parse(source).body
-        assert isinstance(body, ast.ClassDef)
-        for node, after in zip(body.body, [*body.body[1:], None], strict=True):
-            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-                continue
-            comment = lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                comment = inspect.cleandoc(str(after.value.value))
-            if comment:
-                found[node.target.id] = comment
+        comment = lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            comment = inspect.cleandoc(str(after.value.value))
+        if comment:
+            found[node.target.id] = comment
     return found
 
 

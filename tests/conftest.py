@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Garbage is searched for in what tests make, and not in the modules: a search of them takes half a second."""
     gc.freeze()
+    gc.set_threshold(5000)  # a search of all that tests have left takes a tenth of a second
     gc.enable()
 
 
@@ -81,7 +82,10 @@ def gpu(request):
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # torch.manual_seed formats the stack for each kind of device that is not there: a millisecond per test
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

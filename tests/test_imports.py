@@ -77,6 +77,7 @@ def parsed(path):
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def sources(*folders):
     """The files of some folders, with their syntax trees; rglob does not follow the links in src/embershard."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -84,9 +85,15 @@ def sources(*folders):
 
 
 @functools.cache
+def nodes(tree):
+    """The imports, calls and classes of a file."""
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call, ast.ClassDef))]
+
+
+@functools.cache
 def imported(tree):
     names = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -94,6 +101,16 @@ def imported(tree):
     return names
 
 
+@functools.cache
+def file_of(name):
+    """The file of a module of ours; None of any other name, which may be a name inside a module."""
+    words = name.split(".")
+    file = ROOT.joinpath(*words[1:]).with_suffix(".py")
+    is_ours = words[0] == "embershard" and len(words) > 2 and file.exists() and "_pb2" not in file.name
+    return file if is_ours else None
+
+
+@functools.cache
 def part_of(path):
     """The part that a file belongs to."""
     path = path.relative_to(ROOT)
@@ -110,10 +127,8 @@ def test_a_part_imports_only_those_below_it(floors):
     for floor in floors:
         for path, tree in sources(*FOLDERS):
             for name in imported(tree) if part_of(path) in floor else ():
-                words = name.split(".")
-                assert words[0] not in FOLDERS, f"{path}: import {name} through embershard.{name}"
-                file = ROOT.joinpath(*words[1:]).with_suffix(".py")
-                if words[0] == "embershard" and len(words) > 2 and file.exists() and "_pb2" not in file.name:
+                assert name.split(".")[0] not in FOLDERS, f"{path}: import {name} through embershard.{name}"
+                if file := file_of(name):
                     part = part_of(file)
                     assert part == part_of(path) or part in below, f"{path} imports {part}"
         below |= floor
@@ -139,7 +154,7 @@ def test_only_the_command_line_imports_itself_and_a_shard_needs_no_trainer_libra
 def test_nothing_executes_what_it_receives():
     for path, tree in sources(*FOLDERS, "src"):
         assert not {"pickle", "marshal", "shelve"} & {name.split(".")[0] for name in imported(tree)}, path
-        for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for call in (node.func for node in nodes(tree) if isinstance(node, ast.Call)):
             if isinstance(call, ast.Name):
                 assert call.id not in FORBIDDEN_CALLS, f"{path}:{call.lineno}"
             if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name):
@@ -149,7 +164,7 @@ def test_nothing_executes_what_it_receives():
 def test_the_name_of_a_public_class_stands_for_one_class():
     found = defaultdict(list)
     for path, tree in sources(*FOLDERS, "src"):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert len(found) > 300

@@ -48,7 +48,7 @@ STEPS = """
 import resource, torch
 from embershard.worker.device import keep_freed_memory
 def step():
-    return [torch.ones(2**21) for _ in range(8)]  # 8 MiB each
+    return [torch.ones(2**19) for _ in range(8)]  # 2 MiB each
 def faults():
     for number in range(13):
         if number == 3:

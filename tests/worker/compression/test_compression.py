@@ -195,7 +195,7 @@ def test_rows_that_max_norm_scales_are_not_rounded_on_the_shards():
 def test_what_sends_everything_is_none_to_the_bit(optimizer):
     def trained(codec, shards=2, ahead=True):
         run = Run(Compression(push=codec, dense={"push": codec}), shards, optimizer=optimizer, dense=optimizer)
-        run.train(0, 12, ahead=ahead)
+        run.train(0, 6, ahead=ahead)
         return run.weights()
 
     plain = trained("none")

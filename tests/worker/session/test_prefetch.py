@@ -117,8 +117,9 @@ def wrapped(build, session, optimizer):
     return es.wrap(build(), session, optimizer=optimizer, id_space={"items": "x", "wide": "x"})
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("optimizer", [es.Adagrad(lr=0.1), es.Adam(lr=0.1)], ids=["adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("shards", "optimizer"), [(1, es.Adagrad(lr=0.1)), (2, es.Adam(lr=0.1))], ids=["adagrad", "adam"]
+)
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["", "max_norm"])
 @pytest.mark.parametrize("kind", [Announcing, Partly, Net], ids=["announcing", "partly", "silent"])
 def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(wire, shards, optimizer, max_norm, kind):

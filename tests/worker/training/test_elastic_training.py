@@ -22,7 +22,7 @@ from embershard.worker.trained.reading import ReadOnlySession, remote_tables, tr
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import Notes, click_data, click_job
 
-WORKERS, SAMPLES, EPOCHS = 3, 1500, 3
+WORKERS, SAMPLES, HELD_OUT, EPOCHS = 3, 900, 200, 3
 
 
 class Killed(Exception):
@@ -74,7 +74,7 @@ class Cluster:
 
         group = ShardGroup(client, rank, WORKERS + (output is not None), at_start=WORKERS)
         end = die if dies else (lambda: setattr(group, "leaving", True)) if leaves else None
-        data = Recorded(click_data(train=SAMPLES, valid=500, test=500), end, idle=idle)
+        data = Recorded(click_data(train=SAMPLES, valid=HELD_OUT, test=HELD_OUT), end, idle=idle)
         trainer = Trainer(self.job, data, Session(client), group, [notes], output=output)
         try:
             result = trainer.run()
@@ -103,7 +103,7 @@ def test_the_others_train_on_where_one_dies(staleness, splits, victim):
     first = 1 if victim == 0 else 0
     result, notes = runs[first]
     assert notes.result is result
-    assert result.figures["valid"]["samples"] == 500
+    assert result.figures["valid"]["samples"] == HELD_OUT
     assert result.figures["valid"]["auc"] > 0.8
     assert result.expired_leases >= 1
     assert [e.epoch for e in notes.evaluations] == ([2, 3] if victim == 0 else [1, 2, 3])

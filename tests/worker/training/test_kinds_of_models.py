@@ -127,7 +127,7 @@ def test_a_job_learns_the_same_on_any_shards_with_prefetch_and_in_plain_torch(ma
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_trains_with_codecs_and_bounded_staleness(make_session, folder, name):
-    words = ("compression={push: int8, pull: fp16s}", "train.staleness=0")
+    words = ("compression={push: int8, pull: fp16s}", "train.staleness=0", "train.epochs=1")
     last = train(folder, name, make_session(2), *words).evaluations[-1].figures["test"]
     assert all(value > 0 for value in last.values())
 
