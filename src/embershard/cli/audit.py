@@ -32,5 +32,5 @@ def verify(
     """
     count, last, found = verify_log(file, expect)
     if not found:
-        fail(f"{file}: no line has the hash {expect}: the log was cut off, or written anew")
+        fail(f"{file}: no line has the hash {expect}: the audit log was truncated or rewritten")
     typer.echo(f"{file}: {count} lines, none changed; the last one has the hash {last}")

@@ -49,8 +49,8 @@ class RunsFailed(EmbershardError):
     """The report lacks runs; it is written."""
 
     template = (
-        "{failed} of {runs} runs failed twice; the first of them: {first}; its log: {log}; the same command makes them "
-        "again"
+        "{failed} of {runs} runs failed twice; the first of them: {first}; its output: {log}; the same command runs "
+        "them again"
     )
 
 

@@ -151,7 +151,7 @@ class LocalJob:
             say(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
         if self.recoveries.made:
             say(self.recoveries.summary())
-        say(f"log: {self.folder / 'log.jsonl'}")
+        say(f"run log: {self.folder / 'log.jsonl'}")
 
     def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""
