@@ -104,7 +104,10 @@ def _remark(line: dict[str, str], left: Sequence[int], say: Callable[[str], obje
         )
     if line["started"] and left:
         where = ", ".join(dict.fromkeys(line["started"]))
-        say(f"note: {where} starts processes that go on (here {len(left)}); they are ended with each worker")
+        say(
+            f"note: {where} starts processes that keep running (here {len(left)}); they are killed at the end of each "
+            "worker"
+        )
 
 
 def _ended(process: subprocess.Popen[bytes], stderr: IO[bytes], doing: str, where: str) -> CheckEnded:

@@ -114,7 +114,7 @@ def test_shards_that_it_starts_are_reached_by_any_transport(transport, tmp_path)
 def test_train_compares_itself_with_torch(prefetch, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "can_draw", lambda: False)
     words = ("--transport", "local", "--batch", "16", "--prefetch", prefetch, "--output", str(tmp_path))
-    assert "no picture: it needs matplotlib" in run("train", *SMALL, *words)
+    assert "no chart: it needs matplotlib" in run("train", *SMALL, *words)
     assert not (tmp_path / "train.svg").exists()
     found = json.loads((tmp_path / "train.json").read_text())
     assert found["ratio_to_torch"] > 0

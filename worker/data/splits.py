@@ -95,8 +95,8 @@ class SplitSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._epoch == self._begun:  # the others have it: this worker would be given nothing, or what they left
             raise ValueError(
-                f"epoch {self._epoch} was begun before, and is dealt out once: "
-                f"call set_epoch({self._epoch + 1}) on all workers before the next pass"
+                f"epoch {self._epoch} has already begun, and its input splits are assigned only once: "
+                f"call set_epoch({self._epoch + 1}) on all workers before the next epoch"
             )
         self._begun = self._epoch
         order = permutation(self._num_samples, self._seed, self._epoch)

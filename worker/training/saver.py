@@ -227,7 +227,7 @@ class Saver:
             failure = error
         failed, given_up = self._group.decide(failure is not None, isinstance(failure, SnapshotUnknown))
         if given_up:
-            _log.warning("checkpoint %s was given up: a shard was started anew while it was written", self._begun)
+            _log.warning("checkpoint %s was dropped: a shard restarted while it was written", self._begun)
             return False
         if failed and not self.saves:  # the result says so
             self._best.checkpoint, self.not_kept = None, str(failure or "")

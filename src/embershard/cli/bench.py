@@ -200,7 +200,7 @@ def _measure(measure: Callable[[], AnyResult], output: Path | None, name: str) -
 
 def _draw(path: Path, draw: Callable[[Path], None]) -> None:
     if not can_draw():
-        typer.echo("no picture: it needs matplotlib, pip install 'embershard[bench]'", err=True)
+        typer.echo("no chart: it needs matplotlib, pip install 'embershard[bench]'", err=True)
         return
     draw(path)
     typer.echo(f"written: {path} and {path.with_suffix('.json').name}")

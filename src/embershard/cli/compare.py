@@ -222,8 +222,8 @@ def _carry_out(plan: ComparisonPlan, setup: RunSetup, margin: float | None, *, r
             if not report_only:
                 engine.run()
         except (KeyboardInterrupt, SystemExit):
-            show.say(f"stopped; the same command goes on where it was: {shlex.join(_command())}")
-            show.say("with --report-only it reports the runs that are there")
+            show.say(f"stopped; the same command continues with the first missing run: {shlex.join(_command())}")
+            show.say("with --report-only it reports the existing runs")
             raise
         _report(engine, plan, folder, setup.job, margin, show)
 

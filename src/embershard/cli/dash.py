@@ -87,7 +87,7 @@ def dash(
     sampler = Sampler(addresses, log, tls=tls_of(tls, tls_server_name))
     if ps == FROM_STDIN:
         threading.Thread(target=_follow_stdin, args=(sampler,), name="stdin", daemon=True).start()
-    typer.echo(f"panel: {url_of(sock)}" + ("" if of_job else "  (Ctrl-C ends the panel; training goes on)"))
+    typer.echo(f"panel: {url_of(sock)}" + ("" if of_job else "  (Ctrl-C ends the panel; training continues)"))
     sys.stdout.flush()
     if not is_loopback(sock):
         typer.echo("warning: everybody who reaches this address sees the panel; it has no password", err=True)

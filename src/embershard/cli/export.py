@@ -95,7 +95,7 @@ def export(
         typer.echo(f"{folder / 'model.safetensors'}: {num_dense} dense tensors")
         inputs = inputs_of(settings, dataset)
         if inputs is None:
-            typer.echo(f"reader {settings.data.reader} does not tell what it does with columns: serve by score_ids")
+            typer.echo(f"reader {settings.data.reader} has no `inputs`: use score_ids to serve the model")
         if onnx:
             with averaged():
                 part = part_of_trained(settings, strategy.model, dataset, folder / ONNX)

@@ -47,7 +47,7 @@ def inspect(
     console.print(view)
     if verify:
         _verify(stored)
-        console.print("every file is what was written")
+        console.print("all files are intact")
 
 
 def _verify(stored: StoredSnapshot) -> None:

@@ -69,9 +69,9 @@ def truncate(
             typer.echo(f"{folder}: {count:,} events up to LSN {lost.last_lsn}, {size}, would be lost")
             typer.echo("; ".join(f"{name}: {number:,}" for name, number in _named(lost.kinds).items()))
         elif at < locked.manifest.end_lsn:
-            typer.echo(f"{folder}: events {at:,} to {locked.manifest.end_lsn - 1:,} are missing, and would be given up")
+            typer.echo(f"{folder}: events {at:,} to {locked.manifest.end_lsn - 1:,} are missing, and would be lost")
         else:
-            typer.echo(f"{folder}: it has no intact event from LSN {at} on; nothing is cut")
+            typer.echo(f"{folder}: it has no intact event from LSN {at} on; nothing is truncated")
             return
         if not yes:
             typer.confirm("Cut them off?", abort=True)

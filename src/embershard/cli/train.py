@@ -224,7 +224,7 @@ def train(
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
         stopped = isinstance(error, WorkerFailed | ShardUnavailable)
         if stopped and ps is not None and settings.checkpoint.folder is not None:
-            say(f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
+            say(f"to continue from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
         if isinstance(error, WorkerFailed):
             check_stdout(error)
         raise
@@ -243,7 +243,7 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
         return []
     if checkpoint is None:
         counted = ", ".join(f"{count:,} of {part}" for part, count in data.fitted["samples"].items())
-        say(f"read the data once for what its features need: {counted}")
+        say(f"read the data once to prepare its features: {counted}")
     path = folder / "preprocessing.json"
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))
