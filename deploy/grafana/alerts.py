@@ -87,7 +87,7 @@ ALERTS = (
         wait="0m",
         severity="warning",
         summary="Shard {{ $labels.shard }} was started again.",
-        remedy="The log of its supervisor has its last lines.",
+        remedy="The output of its supervisor has its last lines.",
         labels=_SHARD,
         fires=((f'{_S}_restarts_total{{shard="0"}}', "0 0 0 1x10"),),
         minutes=6,

@@ -92,9 +92,9 @@ def access(case: Case) -> Finding | None:
 
 @check(
     "system times",
-    asks="whether the shards' machines have the time of this one: workers take their numbers from it, and certificates "
-    "are valid from one time to another",
-    remedy="set the clocks of the machines that are named by NTP (timedatectl set-ntp true)",
+    asks="whether the shards' machines have the same time as this one: worker epochs and run numbers are times, and "
+    "certificates have a period of validity",
+    remedy="set the system time of the named machines by NTP (timedatectl set-ntp true)",
 )
 def system_times(case: Case) -> Finding | None:
     """Compare the shards' clocks with this machine's."""
