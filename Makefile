@@ -24,12 +24,19 @@ help:  ## list the targets
 
 setup: $(VENV)/.ready  ## create .venv with every version pinned
 
+# One make at a time makes the environment: two that install into it leave a broken one. The other waits, and finds it.
+LOCKED := $(PYTHON) -c 'import fcntl, subprocess, sys; lock = open(sys.argv[1], "w"); fcntl.flock(lock, fcntl.LOCK_EX); sys.exit(subprocess.call(sys.argv[2:]))' $(VENV).lock
+
 $(VENV)/.ready: pyproject.toml constraints.txt
+ifndef HOLDS_LOCK
+	@$(LOCKED) $(MAKE) --no-print-directory HOLDS_LOCK=1 $@
+else
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "embershard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/embershard compile
 	touch $@
+endif
 
 $(VENV)/.ray: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
@@ -182,6 +189,9 @@ bench-growth: setup  ## worst pull while a table grows to 20 million rows: at mo
 bench-lookup: setup  ## forward and backward of a lookup against torch's own
 	$(BIN)/python bench/lookup.py
 
+bench-route: setup  ## what the route of a large batch takes, its ids scattered by hash first and not
+	$(BIN)/python bench/route.py $(ARGS)
+
 bench-linear: setup  ## a linear layer by oneDNN against torch's own
 	$(BIN)/python bench/linear.py
 
@@ -275,7 +285,7 @@ bar-ray: $(VENV)/.ray  ## a job on four Ray nodes: the bits of this machine, a l
 bar-containers: $(VENV)/.compose  ## images are built, and run a job in four containers with TLS: the bits of this machine, a lost shard and worker (15 minutes, 8 GB; root; the packages of apt that it names; ARGS=--fresh: build all anew)
 	$(BIN)/python bench/bar_containers.py $(ARGS)
 
-bar-objects: $(VENV)-objects/.ready $(VENV)-emulators/.ready  ## checkpoints and data on s3:// and gs:// against emulators: bits, a lost shard, wrong credentials, a slow and a broken link (10 minutes)
+bar-objects: $(VENV)-objects/.ready $(VENV)-emulators/.ready  ## checkpoints and data on s3:// and gs:// against emulators: bits, a lost shard, two jobs in one folder, wrong credentials, a slow and a broken link (10 minutes)
 	$(VENV)-objects/bin/python bench/bar_objects.py $(ARGS)
 
 bar-install: setup  ## both installs in empty environments: sizes, times, a shard without torch (3 minutes, 3 GB)

@@ -25,7 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.proto import shared_memory
-from embershard.proto.transport import stream_connection
+from embershard.proto.transport import stream
 from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.session import Session
@@ -169,7 +169,7 @@ def processes(num_shards: int, imports: list[str], transport: str) -> Iterator[l
         for shard in range(num_shards)
     ]  # fmt: skip
     # all arrays lie in shared memory, or none; by default the large ones do
-    shared_memory.SHARED_FROM_BYTES = stream_connection.SHARED_FROM_BYTES = 1 if "shared" in transport else 2**30
+    shared_memory.SHARED_FROM_BYTES = stream.SHARED_FROM_BYTES = 1 if "shared" in transport else 2**30
     try:
         place = TRANSPORTS[transport.removesuffix(", prefetch")]
         yield [place(json.loads(shard.stdout.readline())) for shard in started if shard.stdout]

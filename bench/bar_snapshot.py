@@ -38,8 +38,8 @@ from embershard.proto.arrays import mix64
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot.blocks import read_block
-from embershard.proto.snapshot.stored import StoredSnapshot
-from embershard.worker.checkpoint.snapshots import SnapshotInfo, begin_snapshot, list_snapshots
+from embershard.proto.snapshot.stored import StoredSnapshot, list_snapshots
+from embershard.worker.checkpoint.snapshots import SnapshotInfo, begin_snapshot
 from embershard.worker.client.client import Client
 from timing import finish, machine, print_table
 

@@ -40,10 +40,10 @@ import psutil
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, ShardStatus
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT
-from embershard.worker.checkpoint.snapshots import read_manifest, read_table
 from timing import finish, load, median, print_table
 from train_job import EXAMPLES
 
@@ -218,8 +218,9 @@ def last_tables(folder: Path) -> Tables:
     """Table -> ids, rows and optimizer states of the last checkpoint, by id."""
     path = max((folder / "checkpoints").glob("step-*"))
     found: Tables = {}
-    for name in read_manifest(str(path), SNAPSHOT).tables:
-        parts = [np.concatenate(part) for part in zip(*read_table(str(path), name, SNAPSHOT), strict=True)]
+    stored = open_snapshot(str(path), SNAPSHOT)
+    for name in stored.manifest.tables:
+        parts = [np.concatenate(part) for part in zip(*stored.read_table(name), strict=True)]
         order = np.argsort(parts[0])
         found[name] = [part[order] for part in parts]
     return found

@@ -16,6 +16,7 @@ from typing import IO
 
 from embershard.deploy import sessions
 from embershard.proto.errors import EmbershardError, from_wire
+from embershard.proto.user_modules import environment_for_child
 
 LAST_LINES = 12  # of what it wrote to stderr
 FIRST_NEWS_SECONDS, NEWS_SECONDS = 5.0, 10.0
@@ -57,7 +58,7 @@ def check_job(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=environment_for_child(),
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -24,6 +24,7 @@ from typing import IO, Self
 from embershard.deploy import sessions
 from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.proto.errors import ShardFailed
+from embershard.proto.user_modules import environment_for_child
 
 MEMORY_PERCENT = 80  # of the machine, or its container, for the tables of all shards
 LOG_LINES = 12  # of a shard that died, shown with the report
@@ -366,8 +367,7 @@ class LocalShards:
         command += ["--restarts", str(self._restarts[index])] if self._restarts[index] else []
         command += ["--memory", f"{MEMORY_PERCENT / place.of:.6f}%"]
         command += ["--parent-pid", str(os.getpid())] if self._engine.is_local else []
-        # what this process can import, its shards can: a notebook's folder, a test's, a script's
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = environment_for_child()
         process = _Process(command, environment, self._forward, lambda code: self._engine.exit_code(code, place))
         self._engine.watch(process.popen, place)
         return process

@@ -19,6 +19,7 @@ from typing import IO, Self
 from embershard.deploy import sessions
 from embershard.deploy.engine import LOCAL, ClusterEngine, meeting
 from embershard.proto.errors import EmbershardError, WorkerLost
+from embershard.proto.user_modules import environment_for_child
 
 LAST_LINES = 12  # of a worker that died, shown with the report
 STOP_TIMEOUT = timedelta(seconds=10)
@@ -182,7 +183,7 @@ class LocalWorkers:
             self._restarts -= 1
             self._again.add(rank)
             self._places[rank] = self._engine.again(self._places[rank])
-            self._processes[rank] = self._start(rank)
+            sessions.start_each([partial(self._begin_again, rank)])
             self._say(f"worker {rank} ended ({how}) and was restarted; the others continue training meanwhile")
             return
         if rank >= self._least and (lines := self._tail(rank).splitlines()):
@@ -205,16 +206,19 @@ class LocalWorkers:
         self._places[rank : rank + 1] = [place]
         self._again.add(rank)
         if rank == len(self._processes):
-            self._begin(rank)
+            sessions.start_each([partial(self._begin, rank)])
             return
         self._gone.discard(rank)
-        self._processes[rank] = self._start(rank)
+        sessions.start_each([partial(self._begin_again, rank)])
 
     def _begin(self, rank: int) -> None:
         file = (self._logs / f"worker-{rank}.log").open("ab")
         self._files.append(file)
         self._starts.append(file.tell())
         self._processes.append(self._start(rank))
+
+    def _begin_again(self, rank: int) -> None:
+        self._processes[rank] = self._start(rank)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         place = self._places[rank]
@@ -224,9 +228,7 @@ class LocalWorkers:
             "WORLD_SIZE": self._most,
             "LOCAL_WORLD_SIZE": place.of,
         }
-        environment = {**os.environ, **self._meeting, **{key: str(value) for key, value in ranks.items()}}
-        # what this process can import, its workers can
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment = environment_for_child() | self._meeting | {key: str(value) for key, value in ranks.items()}
         command = [*place.prefix, sys.executable, "-P", "-m", "embershard.cli", "worker", *self._command]
         command += ["--parent-pid", str(os.getpid())] if self._engine.is_local else []
         command += ["--metrics", self._metrics[rank]] if self._metrics else []

@@ -26,6 +26,24 @@ INSTALLED = tuple(
 )
 
 
+def search_from(folder: Path) -> None:
+    """Have this process, and those that it starts, find modules in a folder.
+
+    The folder comes last, so that a module in it hides no installed one.
+    """
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.append(path)
+
+
+def environment_for_child() -> dict[str, str]:
+    """Return the environment for a process that is to find the modules that this one finds.
+
+    These may lie in the folder of a notebook, a test or a script.
+    """
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def members_of(module: str) -> Mapping[str, object]:
     """Import a module and return its members by name. BadModule, with file and line, where it cannot be imported.
 

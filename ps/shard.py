@@ -7,11 +7,9 @@ be read at any time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
@@ -79,7 +77,7 @@ from embershard.ps.events import (
     Term,
     check_size,
 )
-from embershard.ps.memory import MemoryBudget
+from embershard.ps.memory import MemoryBudget, resident_memory
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.security.table_quotas import TableQuotas
@@ -292,7 +290,7 @@ class Shard:
             instance=self.greeting.instance,
             uptime_seconds=self.system.now() - self._started,
             system_time=self.system.since_1970(),
-            resident_bytes=_resident_bytes(),
+            resident_bytes=resident_memory(),
             requests=self._requests,
             pulled_rows=self._pulled_rows,
             pushed_rows=core.pushes.rows,
@@ -636,12 +634,3 @@ class _Rate:
     def count(self) -> None:
         """Count a new table against the limit of tables made in a second."""
         self._allowed -= 1
-
-
-def _resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -6,8 +6,8 @@ Plain objects, no operator and no templates: kubectl, kustomize, Argo and Flux t
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment, check_image
 
@@ -17,69 +17,67 @@ USER = 10001  # of the image
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _OBJECT = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _QUANTITY = re.compile(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(k|[KMGTPE]i|[MGTPE])?")
-_STATE, _KEYS, _JOB, _ACCESS, _SCRATCH = "/state", "/keys", "/job", "/access", "/tmp"  # in the container
+# in the container
+_STATE, _KEYS, _JOB, _ACCESS, _DATA, _SCRATCH = "/state", "/keys", "/job", "/access", "/data", "/tmp"
 _READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
 _WORKERS_MINUTES = 30  # until the last worker has found a node
 _LOST_EXIT_CODE, _NO_PROGRESS_EXIT_CODE = 75, 76  # deploy/attempts.py
 _FAILED_EXIT_CODE = 1
 
 
-def kubernetes_objects(
-    deployment: Deployment,
-    job: str,
-    *,
-    image: str,
-    worker_image: str = "",
-    namespace: str = "default",
-    issuer: str = "",
-    storage: str = "20Gi",
-    spread: bool = True,
-    data_claim: str = "",
-    service_account: str = "",
-) -> list[Object]:
-    """The objects, in the order in which they can be applied; `job` is the text of the job file.
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSettings:
+    """What pods run and what their cluster gives them. BadDeployment where Kubernetes would refuse a name or a size.
 
     `issuer` is a cert-manager Issuer of the namespace, which issues the certificates of shards and workers; without one
     connections are not encrypted, and the NetworkPolicy alone keeps strangers away. `storage` is the size of each
     shard's volume for its log. Shards `spread` over nodes: two never share one. `data_claim` is a volume claim that
-    workers mount at /data. Pods have the rights of `service_account`, as to object storage. BadDeployment where a job
-    would not survive what a cluster does.
+    workers mount at /data. Pods have the rights of `service_account`, as to object storage.
+    """
+
+    image: str
+    worker_image: str = ""  # by default that of the shards
+    namespace: str = "default"
+    issuer: str = ""
+    storage: str = "20Gi"
+    spread: bool = True
+    data_claim: str = ""
+    service_account: str = ""
+
+    def __post_init__(self) -> None:
+        check_image(self.image, self.worker_image or self.image)
+        for what in ("issuer", "data_claim", "service_account"):
+            if (found := getattr(self, what)) and not _OBJECT.fullmatch(found):
+                raise BadDeployment(what=f"{what} {found!r}", reason="a name of an object has a-z, 0-9, - and .")
+        if not _QUANTITY.fullmatch(self.storage):
+            raise BadDeployment(what=f"storage {self.storage!r}", reason="it is a size, as 20Gi")
+        if not _NAMESPACE.fullmatch(self.namespace):
+            reason = "a namespace has at most 63 of a-z, 0-9 and -"
+            raise BadDeployment(what=f"namespace {self.namespace!r}", reason=reason)
+
+
+def kubernetes_objects(deployment: Deployment, job: str, settings: KubernetesSettings) -> list[Object]:
+    """The objects, in the order in which they can be applied; `job` is the text of the job file.
+
+    BadDeployment where a job would not survive what a cluster does.
     """
     sections = _sections(job)
     _check_strategy(sections)
-    checkpoints = _checkpoint_folder(sections)
-    if checkpoints and "://" not in checkpoints:
-        reason = "pods do not share a folder: name a URL, as in s3://bucket/ads"
-        raise BadDeployment(what=f"checkpoint.folder {checkpoints}", reason=reason)
-    if deployment.durability == "memory" and not checkpoints:
-        reason = (
-            "shards that lose their rows need a checkpoint: give the job a checkpoint.folder, or choose log or fsync"
-        )
-        raise BadDeployment(what="durability memory", reason=reason)
+    checkpoints = _checkpoint_folder(sections, deployment)
     if deployment.workers < 1:
         raise BadDeployment(what="workers 0", reason="a job has at least one")
-    check_image(image, worker_image or image)
-    for what, found in (("issuer", issuer), ("data_claim", data_claim), ("service_account", service_account)):
-        if found and not _OBJECT.fullmatch(found):
-            raise BadDeployment(what=f"{what} {found!r}", reason="a name of an object has a-z, 0-9, - and .")
-    if not _QUANTITY.fullmatch(storage):
-        raise BadDeployment(what=f"storage {storage!r}", reason="it is a size, as 20Gi")
-    if not _NAMESPACE.fullmatch(namespace):
-        raise BadDeployment(what=f"namespace {namespace!r}", reason="a namespace has at most 63 of a-z, 0-9 and -")
     if checkpoints and checkpoints not in deployment.snapshots:  # one below another is no harm
         deployment = replace(deployment, snapshots=(*deployment.snapshots, checkpoints))
-    names = _Names(deployment, namespace, bool(issuer), service_account)
-    objects = [
+    names = _Names(deployment, settings)
+    return [
         _config_map(names, job),
+        *([_certificate(names, "shard"), _certificate(names, "worker")] if settings.issuer else []),
         _service(names),
-        _stateful_set(names, image, storage, spread),
+        _stateful_set(names),
         _disruption_budget(names),
         _network_policy(names),
-        _worker_job(names, worker_image or image, data_claim, recovers=bool(checkpoints)),
+        _worker_job(names, recovers=bool(checkpoints)),
     ]
-    if issuer:
-        objects[1:1] = [_certificate(names, "shard", issuer), _certificate(names, "worker", issuer)]
-    return objects
 
 
 def _sections(job: str) -> Object:
@@ -106,18 +104,27 @@ def _check_strategy(sections: Object) -> None:
             raise BadDeployment(what=f"{what} {found}", reason=reason)
 
 
-def _checkpoint_folder(sections: Object) -> str:
-    """checkpoint.folder of a job; empty where it has none."""
+def _checkpoint_folder(sections: Object, deployment: Deployment) -> str:
+    """checkpoint.folder of a job, empty where it has none. BadDeployment where pods need one, or cannot share it."""
     checkpoint = sections.get("checkpoint")
-    return str(checkpoint.get("folder") or "") if isinstance(checkpoint, dict) else ""
+    folder = str(checkpoint.get("folder") or "") if isinstance(checkpoint, dict) else ""
+    if folder and "://" not in folder:
+        reason = "pods do not share a folder: name a URL, as in s3://bucket/ads"
+        raise BadDeployment(what=f"checkpoint.folder {folder}", reason=reason)
+    if deployment.durability == "memory" and not folder:
+        reason = (
+            "shards that lose their rows need a checkpoint: give the job a checkpoint.folder, or choose log or fsync"
+        )
+        raise BadDeployment(what="durability memory", reason=reason)
+    return folder
 
 
 class _Names:
     """What the objects of a deployment are called, and how they find each other."""
 
-    def __init__(self, deployment: Deployment, namespace: str, tls: bool, service_account: str) -> None:
-        self.deployment, self.namespace, self.tls = deployment, namespace, tls
-        self.account: Object = {"serviceAccountName": service_account} if service_account else {}
+    def __init__(self, deployment: Deployment, settings: KubernetesSettings) -> None:
+        self.deployment, self.settings = deployment, settings
+        self.namespace, self.tls = settings.namespace, bool(settings.issuer)
         self.job = f"{deployment.name}-job"
         self.service = f"{deployment.name}-shards"
         self.shard = f"{deployment.name}-shard"
@@ -156,10 +163,10 @@ def _config_map(names: _Names, job: str) -> Object:
     return names.object("v1", "ConfigMap", names.job, data=data)
 
 
-def _certificate(names: _Names, role: str, issuer: str) -> Object:
+def _certificate(names: _Names, role: str) -> Object:
     spec: Object = {
         "secretName": f"{names.deployment.name}-{role}-tls",
-        "issuerRef": {"name": issuer, "kind": "Issuer"},
+        "issuerRef": {"name": names.settings.issuer, "kind": "Issuer"},
         "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
         "usages": ["digital signature", "server auth", "client auth"],
         "uris": [names.identity(role)],
@@ -180,92 +187,62 @@ def _service(names: _Names) -> Object:
     return names.object("v1", "Service", names.service, spec=spec)
 
 
-def _stateful_set(names: _Names, image: str, storage: str, spread: bool) -> Object:
-    deployment = names.deployment
+def _stateful_set(names: _Names) -> Object:
+    deployment, settings = names.deployment, names.settings
     words = deployment.shard_words(shard="auto", listen=f"0.0.0.0:{PORT}")
     has_log = deployment.durability != "memory"
     words += ["--log-dir", _STATE] if has_log else []
     words += ["--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
     words += ["--tls", _KEYS, "--access", f"{_ACCESS}/access.yaml"] if names.tls else ["--insecure"]
-    mounts: list[Object] = [{"name": "scratch", "mountPath": _SCRATCH}]
-    mounts += [{"name": "state", "mountPath": _STATE}] if has_log else []
-    volumes: list[Object] = [{"name": "scratch", "emptyDir": {}}]
-    if names.tls:
-        mounts += [{"name": "keys", "mountPath": _KEYS, "readOnly": True}]
-        mounts += [{"name": "access", "mountPath": _ACCESS, "readOnly": True}]
-        volumes += [_secret(f"{deployment.name}-shard-tls")]
-        volumes += [{"name": "access", "configMap": {"name": names.job, "items": [_item("access.yaml")]}}]
+    volumes = [_SCRATCH_VOLUME, *([_Volume("state", _STATE, None, read_only=False)] if has_log else [])]
+    volumes += [_keys(names, "shard"), _configured(names, "access", _ACCESS)] if names.tls else []
+    index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
     container: Object = {
-        "name": "shard",
-        "image": image,
+        "image": settings.image,
         "args": words,
-        "env": [
-            {
-                "name": "EMBERSHARD_INDEX",
-                "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}},
-            }
-        ],
+        "env": [{"name": "EMBERSHARD_INDEX", "valueFrom": index}],
         "ports": [{"name": "shard", "containerPort": PORT}, {"name": "metrics", "containerPort": METRICS_PORT}],
         "resources": _resources(deployment.cpus, deployment.memory),
         "startupProbe": _probe("/livez", failureThreshold=6 * _READY_MINUTES, periodSeconds=10),
         "livenessProbe": _probe("/livez", failureThreshold=3, periodSeconds=10),
         "readinessProbe": _probe("/readyz", failureThreshold=1, periodSeconds=5),
-        "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": mounts,
     }
-    pod: Object = {
-        "securityContext": {**_POD_SECURITY, "fsGroup": USER},
-        "automountServiceAccountToken": False,
-        **names.account,
-        "terminationGracePeriodSeconds": 60,  # a shard finishes what it has accepted, within 30 s
-        "containers": [container],
-        "volumes": volumes,
-    }
-    if spread:
+    rest: Object = {"terminationGracePeriodSeconds": 60}  # a shard finishes what it has accepted, within 30 s
+    if settings.spread:
         apart = {"labelSelector": {"matchLabels": names.labels("shard")}, "topologyKey": "kubernetes.io/hostname"}
-        pod["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+        rest["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
     claim = {
         "metadata": {"name": "state"},
-        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": storage}}},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": settings.storage}}},
     }
     spec = {
         "serviceName": names.service,
         "replicas": deployment.shards,
         "podManagementPolicy": "Parallel",
         "selector": {"matchLabels": names.labels("shard")},
-        "template": {"metadata": {"labels": names.labels("shard")}, "spec": pod},
+        "template": _pod_template(names, "shard", container, volumes, **rest),
         **({"volumeClaimTemplates": [claim]} if has_log else {}),
     }
     return names.object("apps/v1", "StatefulSet", names.shard, spec=spec)
 
 
-def _worker_job(names: _Names, image: str, data_claim: str, *, recovers: bool) -> Object:
-    deployment = names.deployment
+def _worker_job(names: _Names, *, recovers: bool) -> Object:
+    deployment, settings = names.deployment, names.settings
     words = ["worker", f"{_JOB}/job.yaml", "--ps", names.addresses, "--output", f"{_SCRATCH}/run"]
     words += ["--world-size", str(deployment.workers), "--local-rank", "0", "--local-world-size", "1"]
     words += ["--metrics", f"0.0.0.0:{METRICS_PORT}", "--log-format", "json"]
     words += ["--recover", "--join-timeout", str(60 * _WORKERS_MINUTES)] if recovers else []
     words += ["--tls", _KEYS, "--tls-server-name", names.server_name] if names.tls else []
-    mounts = [{"name": "job", "mountPath": _JOB, "readOnly": True}, {"name": "scratch", "mountPath": _SCRATCH}]
-    volumes: list[Object] = [
-        {"name": "job", "configMap": {"name": names.job, "items": [_item("job.yaml")]}},
-        {"name": "scratch", "emptyDir": {}},
-    ]
-    if names.tls:
-        mounts += [{"name": "keys", "mountPath": _KEYS, "readOnly": True}]
-        volumes += [_secret(f"{deployment.name}-worker-tls")]
-    if data_claim:
-        words += ["--data", "/data"]
-        mounts += [{"name": "data", "mountPath": "/data", "readOnly": True}]
-        volumes += [{"name": "data", "persistentVolumeClaim": {"claimName": data_claim, "readOnly": True}}]
+    volumes = [_configured(names, "job", _JOB), _SCRATCH_VOLUME, *([_keys(names, "worker")] if names.tls else [])]
+    if settings.data_claim:
+        words += ["--data", _DATA]
+        claim = {"claimName": settings.data_claim, "readOnly": True}
+        volumes.append(_Volume("data", _DATA, {"persistentVolumeClaim": claim}))
     container = {
-        "name": "worker",
-        "image": image,
+        "image": settings.worker_image or settings.image,
         "args": words,
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
         "resources": _resources(deployment.worker_cpus, deployment.worker_memory),
-        "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": mounts,
     }
     lost = {"containerName": "worker", "operator": "In", "values": [_LOST_EXIT_CODE]}
     own = {"containerName": "worker", "operator": "In", "values": [_FAILED_EXIT_CODE, 2, _NO_PROGRESS_EXIT_CODE]}
@@ -282,17 +259,7 @@ def _worker_job(names: _Names, image: str, data_claim: str, *, recovers: bool) -
         "backoffLimitPerIndex": 10,
         "maxFailedIndexes": 0,
         "podFailurePolicy": {"rules": rules},
-        "template": {
-            "metadata": {"labels": names.labels("worker")},
-            "spec": {
-                "restartPolicy": "Never",
-                "securityContext": {**_POD_SECURITY, "fsGroup": USER},  # so that it may read its key
-                "automountServiceAccountToken": False,
-                **names.account,
-                "containers": [container],
-                "volumes": volumes,
-            },
-        },
+        "template": _pod_template(names, "worker", container, volumes, restartPolicy="Never"),
     }
     return names.object("batch/v1", "Job", names.worker, spec=spec)
 
@@ -320,12 +287,60 @@ def _network_policy(names: _Names) -> Object:
     return names.object("networking.k8s.io/v1", "NetworkPolicy", names.shard, spec=spec)
 
 
-_POD_SECURITY: Object = {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}}
 _CONTAINER_SECURITY: Object = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+
+
+class _Volume(NamedTuple):
+    """A volume and where the container sees it; one without a source is a claim of the StatefulSet."""
+
+    name: str
+    path: str
+    source: Object | None
+    read_only: bool = True
+
+    @property
+    def mount(self) -> Object:
+        """What the container says of it."""
+        return {"name": self.name, "mountPath": self.path, **({"readOnly": True} if self.read_only else {})}
+
+
+_SCRATCH_VOLUME = _Volume("scratch", _SCRATCH, {"emptyDir": {}}, read_only=False)
+
+
+def _keys(names: _Names, role: str) -> _Volume:
+    """The certificate of a role's pods."""
+    secret = {"secretName": f"{names.deployment.name}-{role}-tls", "defaultMode": 0o440}
+    return _Volume("keys", _KEYS, {"secret": secret})
+
+
+def _configured(names: _Names, name: str, path: str) -> _Volume:
+    """One file of the deployment's ConfigMap."""
+    file = f"{name}.yaml"
+    return _Volume(name, path, {"configMap": {"name": names.job, "items": [{"key": file, "path": file}]}})
+
+
+def _pod_template(names: _Names, role: str, container: Object, volumes: list[_Volume], **rest: Any) -> Object:
+    """The pods of a role: one container, which has no rights on its node and writes to its volumes alone."""
+    account = names.settings.service_account
+    mounts = [volume.mount for volume in volumes]
+    spec = {
+        **rest,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "fsGroup": USER,  # so that it may read its key, and write its log
+        },
+        "automountServiceAccountToken": False,
+        **({"serviceAccountName": account} if account else {}),
+        "containers": [{"name": role, **container, "securityContext": _CONTAINER_SECURITY, "volumeMounts": mounts}],
+        "volumes": [{"name": volume.name, **volume.source} for volume in volumes if volume.source is not None],
+    }
+    return {"metadata": {"labels": names.labels(role)}, "spec": spec}
 
 
 def _resources(cpus: int, memory: int) -> Object:
@@ -335,11 +350,3 @@ def _resources(cpus: int, memory: int) -> Object:
 
 def _probe(path: str, **times: int) -> Object:
     return {"httpGet": {"path": path, "port": "metrics"}, "timeoutSeconds": 5, **times}
-
-
-def _secret(name: str) -> Object:
-    return {"name": "keys", "secret": {"secretName": name, "defaultMode": 0o440}}
-
-
-def _item(name: str) -> Object:
-    return {"key": name, "path": name}

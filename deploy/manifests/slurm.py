@@ -28,24 +28,14 @@ def batch_script(
     the run's own. All nodes have to see the folder that the script is submitted from. `executable` may be several
     words.
     """
-    try:
-        program = shlex.split(executable)
-    except ValueError as error:
-        raise BadDeployment(what=f"executable {executable!r}", reason=str(error)) from None
-    if not program:
-        raise BadDeployment(what="executable ''", reason="name the command, as embershard")
     if checkpoints in _NOTHING:
         raise BadDeployment(what=f"checkpoints {checkpoints}", reason="YAML reads it as nothing; name a folder")
     nodes = nodes or deployment.shards + deployment.workers
     processes = -(-(deployment.shards + deployment.workers) // nodes)  # of a node
-    words = [*program, "train", str(job), "--engine", "slurm", "--output", _RUN, "--resume", "auto"]
+    words = [*_program(executable), "train", str(job), "--engine", "slurm", "--output", _RUN, "--resume", "auto"]
     words += ["--shards", str(deployment.shards), "--workers", str(deployment.workers)]
-    words += [
-        "--set",
-        f"durability={deployment.durability}",
-        "--set",
-        f"checkpoint.folder={checkpoints or _RUN + '/checkpoints'}",
-    ]
+    words += ["--set", f"durability={deployment.durability}"]
+    words += ["--set", f"checkpoint.folder={checkpoints or _RUN + '/checkpoints'}"]
     words += ["--insecure"] if insecure else []
     lines = [
         "#!/bin/bash",
@@ -66,6 +56,17 @@ def batch_script(
         "exec " + " ".join(map(_quoted, words)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _program(executable: str) -> list[str]:
+    """The words of a command. BadDeployment where it has none, or a quotation without an end."""
+    try:
+        words = shlex.split(executable)
+    except ValueError as error:
+        raise BadDeployment(what=f"executable {executable!r}", reason=str(error)) from None
+    if not words:
+        raise BadDeployment(what="executable ''", reason="name the command, as embershard")
+    return words
 
 
 def _quoted(word: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import io
 import json
 import logging
 import sys
@@ -17,6 +19,7 @@ from embershard.proto.monitoring import tracing
 LogFormat = Literal["text", "json"]
 
 _log = logging.getLogger(__name__)
+_printed = logging.getLogger("stdout")
 
 
 class JsonFormatter(logging.Formatter):
@@ -50,10 +53,13 @@ class JsonFormatter(logging.Formatter):
 def log_as_json(stream: IO[str], **fields: object) -> JsonFormatter:
     """Have everything that this process logs go to `stream` as JSON; fields may be added to what is returned.
 
-    So do Python's warnings, and exceptions that nobody catches, of each thread.
+    So do Python's warnings, exceptions that nobody catches, of each thread, and where `stream` is stdout, lines that
+    are printed.
     """
     formatter, handler = JsonFormatter(fields), _JsonHandler(stream)
     handler.setFormatter(formatter)
+    if stream is sys.stdout:  # what a user's code prints would not be JSON
+        sys.stdout = _Printed(stream)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
@@ -78,6 +84,40 @@ class _JsonHandler(logging.StreamHandler[IO[str]]):
             said = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)
             with suppress(OSError):
                 sys.stderr.write(self.format(said) + self.terminator)
+
+
+class _Printed(io.TextIOBase):
+    """Takes the place of a stream, and logs each line that is printed to it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._lock = threading.RLock()  # of one thread, as logging may print
+        self._rest = ""
+        atexit.register(self._end)
+
+    def write(self, text: str, /) -> int:
+        """Log the lines that end with this text."""
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            _printed.info(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream; the beginning of a line waits for its end."""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """That of the stream, for a child process, whose lines are not logged."""
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        """True: it takes text."""
+        return True
+
+    def _end(self) -> None:
+        if self._rest:
+            self.write("\n")
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None, /) -> None:

@@ -1,4 +1,4 @@
-"""A snapshot as it lies in its storage, and those that it is an increment of."""
+"""Snapshots as they lie in a storage, read without shards: each with those that it is an increment of."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from functools import cached_property
 import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import SnapshotDamaged, UnknownTable
+from embershard.proto.errors import EmbershardError, SnapshotDamaged, SnapshotNotFound, UnknownTable
 from embershard.proto.snapshot.blocks import read_block
-from embershard.proto.snapshot.manifest import MANIFEST, Manifest, Parent, TableBlocks, unpack_manifest
+from embershard.proto.snapshot.manifest import (
+    LATEST,
+    MANIFEST,
+    Manifest,
+    Parent,
+    TableBlocks,
+    check_name,
+    unpack_manifest,
+)
 from embershard.proto.snapshot.storage import Storage
 
 # A shard's part of a table in snapshots, the newest first, down to one with all rows: the first row of an id counts.
@@ -71,6 +79,55 @@ class StoredSnapshot:
             raise UnknownTable(shard=self.url, table=table, known=known)
         for layers in self.layers[table]:
             yield from _newest_rows(layers)
+
+
+def open_snapshot(url: str, name: str = "") -> StoredSnapshot:
+    """Open the snapshot `name` of a folder, without shards; by default the folder itself, or the latest snapshot in it.
+
+    SnapshotNotFound, SnapshotDamaged, SnapshotTooNew, SnapshotUnreadable.
+    """
+    storage = Storage(url)
+    folder = check_name(name) if name else ""
+    try:
+        data = storage.read(posixpath.join(folder, MANIFEST))
+    except FileNotFoundError:
+        if not folder:
+            folder = _latest(storage)
+        try:
+            data = storage.read(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            reason = f"it has no {MANIFEST}: it was never finished, or is none. {_others(storage)}"
+            raise SnapshotNotFound(path=storage.at(folder), reason=reason) from None
+    manifest = unpack_manifest(data, storage.at(posixpath.join(folder, MANIFEST)))
+    return StoredSnapshot(storage, folder, manifest, hashlib.sha256(data).hexdigest())
+
+
+def read_manifest(url: str, name: str = "") -> Manifest:
+    """Read a snapshot's manifest; see `open_snapshot`."""
+    return open_snapshot(url, name).manifest
+
+
+def list_snapshots(url: str) -> list[str]:
+    """Names of the whole snapshots in a folder, sorted."""
+    storage = Storage(url)
+    folders = [name for name, size in storage.sizes("").items() if size is None]
+    return sorted(name for name in folders if MANIFEST in storage.sizes(name))
+
+
+def _latest(storage: Storage) -> str:
+    try:
+        name = storage.read(LATEST).decode(errors="replace").strip()
+    except FileNotFoundError:
+        raise SnapshotNotFound(path=storage.url, reason=f"there is no {LATEST} in it. {_others(storage)}") from None
+    try:
+        return check_name(name)
+    except EmbershardError as error:
+        raise SnapshotDamaged(path=storage.at(LATEST), reason=str(error)) from None
+
+
+def _others(storage: Storage) -> str:
+    names = list_snapshots(storage.url)
+    return f"Snapshots there: {', '.join(names[-5:])}" if names else "There are no snapshots in it"
 
 
 def _layers(chain: Sequence[StoredSnapshot], blocks: Sequence[TableBlocks | None], what: str) -> Layers:

@@ -1,4 +1,4 @@
-"""One connection of the `stream` transport to a shard, and the calls that are under way on it."""
+"""One connection of the `stream` transport to a shard: requests out, replies in."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import os
 import socket
 import sys
 import termios
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
-from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
 from embershard.proto.errors import (
     BadToken,
     EmbershardError,
@@ -29,10 +25,10 @@ from embershard.proto.errors import (
     WrongVersion,
     from_wire,
 )
-from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Pull, Push, Reply, Request, Rows
+from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS
 from embershard.proto.protobuf import read
 from embershard.proto.security.tokens import pack_token
-from embershard.proto.shared_memory import SHARED_FROM_BYTES, Process, SharedHeap, shared_heap
+from embershard.proto.shared_memory import Process, SharedHeap, shared_heap
 from embershard.proto.timing import span
 from embershard.proto.transport.io_thread import peer_credentials
 from embershard.proto.transport.shared_socket import Poller, SharedSocket, SocketProtocol
@@ -40,7 +36,6 @@ from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
     IN_FRAME,
-    MAX_BUFFERS,
     Feature,
     Frame,
     FrameReader,
@@ -53,162 +48,9 @@ from embershard.proto.wire import (
 
 if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS
-    from embershard.proto.transport.stream import StreamTransport
+    from embershard.proto.transport.stream import StreamCall, StreamTransport
 
 _SOCKET_BYTES = 4 * 2**20  # a message of some MiB passes a Unix socket without waiting for its reader at each 200 KiB
-# A call whose deadline has passed ends once nothing writes into its arrays any more. So much later we stop waiting.
-_GRACE_SECONDS = 10.0
-# So long a thread waits for another one to read its reply, before it looks whether one does.
-_FIRST_SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.02, 0.2
-
-
-@dataclass(slots=True, eq=False)
-class StreamCall:
-    """A request under way, and its reply."""
-
-    owner: StreamTransport
-    request: type[Request]
-    head: bytes
-    bulk: list[Array]  # C-contiguous
-    into: Sequence[Array]
-    seconds: float
-    started: float = field(default_factory=time.monotonic)
-    number: int = 0
-    sent_bytes: int = 0  # of its frames, with what lies in shared memory in place of them
-    received_bytes: int = 0
-    in_memory: list[Array] = field(default_factory=list)  # what the shard reads or writes in shared memory
-    into_offsets: Sequence[int] = ()  # where the arrays of the reply may lie there, or IN_FRAME
-    end: int = 0  # of its bytes among those sent on its connection
-    gone: int = 0  # bytes of its connection that had arrived before it was sent
-    places: Sequence[memoryview] | None = None  # where its reply arrives
-    outcome: Reply | Exception | None = None  # once it has ended
-    ended: threading.Event | None = None  # of the threads that wait for that and do not read
-    reader: int = 0  # the thread that waits for that and reads; another one may read its reply
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that the call has moved until now, both ways."""
-        return self.sent_bytes + self.received_bytes
-
-    def result(self) -> Reply:
-        """Wait for the reply and return it; see PendingReply."""
-        end = self.started + self.seconds
-        if not self._wait(end):
-            self.owner.expire(self)
-            self._wait(time.monotonic() + _GRACE_SECONDS)
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        if self.outcome is None:
-            raise Unreachable("no answer")
-        return self.outcome
-
-    def is_done(self) -> bool:
-        """Whether the call has its reply, or an error in its place."""
-        return self.outcome is not None
-
-    def _wait(self, end: float) -> bool:
-        """Wait until it has ended, or until the time `end`; whether it has."""
-        poller, began, slice_seconds = self.owner.poller, 0.0, _FIRST_SLICE_SECONDS
-        while self.outcome is None and (now := time.monotonic()) < end:
-            self.reader = threading.get_ident()
-            if poller is None:
-                self._ended().wait(end - now)
-            elif not poller.run_until(self.is_done, end):
-                began = began or now
-                self._ended().wait(min(slice_seconds, end - now))
-                slice_seconds = min(2 * slice_seconds, _LONGEST_SLICE_SECONDS)
-                if self.outcome is None:
-                    poller.take_over(time.monotonic() - began)
-        return self.outcome is not None
-
-    def _ended(self) -> threading.Event:
-        """What is set when another thread ends it."""
-        with self.owner.lock:
-            ended = self.ended = self.ended or threading.Event()
-        if self.outcome is not None:  # before the event was there to be set
-            ended.set()
-        return ended
-
-    def fail(self, error: Exception) -> None:
-        """End with an error, unless it has ended."""
-        self._end(error)
-
-    def _end(self, outcome: Reply | Exception) -> None:
-        """End, unless it has ended, and wake who waits."""
-        if self.outcome is not None:
-            return
-        self.outcome = outcome
-        if self.ended is not None:  # looked for only now: who waits puts it there and then looks at the outcome
-            self.ended.set()
-        if self.reader not in (0, threading.get_ident()) and (poller := self.owner.poller) is not None:
-            poller.wake()
-
-    def lay_out(self, heap: SharedHeap) -> tuple[list[Array], list[int]]:
-        """Return the arrays of the request's frame, and where each lies in shared memory, or IN_FRAME.
-
-        Large gradients are copied there, unless they lie there already. Behind the ids of a pull come the arrays for
-        its rows, where a shard can write them there.
-        """
-        travels = [IN_FRAME] * len(self.bulk)
-        if self.request is Push:
-            placed = [_in_heap(heap, array) for array in self.bulk]
-            self.bulk, offsets = [array for array, _ in placed], [offset for _, offset in placed]
-            self.in_memory = [array for array, offset in zip(self.bulk, offsets, strict=True) if offset != IN_FRAME]
-            return self.bulk, offsets
-        if self.request is Pull and len(self.into) == len(self.bulk) <= MAX_BUFFERS // 2:
-            places = [_offset(heap, array) for array in self.into]
-            if any([place != IN_FRAME for place in places]):
-                self.into_offsets, none = places, self.bulk[0][:0]
-                self.in_memory = [array for array, place in zip(self.into, places, strict=True) if place != IN_FRAME]
-                into = [none if place == IN_FRAME else array for array, place in zip(self.into, places, strict=True)]
-                return [*self.bulk, *into], travels + places
-        return self.bulk, travels
-
-    def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
-        """Return the memory for an array of the reply: the caller's own, where it fits."""
-        if len(lengths) != len(self.into):
-            self.into = [np.empty(length, np.uint8) for length in lengths]
-        return [
-            (array if array.nbytes == length else np.empty(length, np.uint8)).data
-            for array, length in zip(self.into, lengths, strict=True)
-        ]
-
-    def finish(self, reply: Reply) -> None:
-        """End with the reply, whose rows are the caller's own arrays where they came there, unless it has ended."""
-        if isinstance(reply, Rows):
-            reply = Rows(
-                tuple(map(_same, self.into, reply.tables)),
-                reply.version,
-                reply.codecs,
-                reply.settings,
-                reply.coding_seconds,
-                reply.held_seconds,
-                reply.acknowledged,
-            )
-        self._end(reply)
-
-
-def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
-    """The caller's own array, where it is what was received into, see place."""
-    same = array.nbytes == received.nbytes and array.dtype == received.dtype
-    return cast("Floats | Bytes", array) if same else received
-
-
-def _in_heap(heap: SharedHeap, array: Array) -> tuple[Array, int]:
-    """An array, or its copy in shared memory where that spares the socket much, and its `_offset` there."""
-    offset = _offset(heap, array)
-    if offset != IN_FRAME or array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES:
-        return array, offset
-    copied = heap.copy(cast(Floats, array))
-    return (array, offset) if copied is None else (copied, _offset(heap, copied))
-
-
-def _offset(heap: SharedHeap, array: Array) -> int:
-    """Where an array of float32 lies in shared memory; IN_FRAME where it does not, or is small."""
-    if array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES or not array.flags.c_contiguous:
-        return IN_FRAME
-    offset = heap.offset_of(array)
-    return IN_FRAME if offset is None else offset
 
 
 class StreamConnection(SocketProtocol):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import LogLocked
 from embershard.ps.journal.disk import Disk, DiskFile, DiskLock
+from embershard.ps.journal.manifest import LogManifest
 from embershard.ps.journal.record import HEADER_BYTES, VERSION, SegmentFlag, SegmentHeader, encode_segment_header
 
 SEGMENT_BYTES = 256 * 2**20
@@ -63,8 +64,7 @@ class SegmentWriter:
     """The segment at the end of a log, and its spares.
 
     `write`, `sync` and `rotate` belong to the thread that writes the log; `prepare_spare` and `recycle` to another one.
-    `segments` are those that the log has already, `previous` is the id of the last of them. `syncs`: what is written
-    counts only once it is on the disk.
+    `segments` are those that the log of this manifest has already, `previous` is the id of the last of them.
     """
 
     def __init__(
@@ -72,10 +72,8 @@ class SegmentWriter:
         disk: Disk,
         folder: Path,
         lock: DiskLock,
+        manifest: LogManifest,
         *,
-        shard: int,
-        lineage: int,
-        syncs: bool,
         segments: Sequence[SegmentName],
         previous: int,
         segment_bytes: int = SEGMENT_BYTES,
@@ -83,14 +81,14 @@ class SegmentWriter:
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.folder = folder
-        self.syncs = syncs
+        self.syncs = manifest.mode == "fsync"  # what is written counts only once it is on the disk
         self.no_room: OSError | None = None  # why the last spare could not be made
         self.limit_bytes: int | None = None  # of all segments, beyond which no spare is made
         self.wants_spare = clock.event()
         self.wants_spare.set()
         self._disk = disk
         self._lock = lock
-        self._shard, self._lineage = shard, lineage
+        self._shard, self._lineage = manifest.shard, manifest.lineage
         self._segment_bytes = segment_bytes
         self._new_id = new_id
         self._boot = disk.boot_id()

@@ -19,6 +19,7 @@ from typing import Any
 
 from embershard.deploy.sessions import start_each
 from embershard.proto.errors import EmbershardError
+from embershard.proto.user_modules import environment_for_child
 
 __all__ = ["Result", "RunFailed", "run"]
 
@@ -80,7 +81,7 @@ def run(
     words += [word for setting in settings for word in ("--set", setting)]
     words += [word for module in imports for word in ("--import", module)]
     words += [option for option, given in (("--insecure", insecure), ("--pack", pack)) if given]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = environment_for_child()
     if (cluster := address or _own_cluster()) is not None:
         environment["RAY_ADDRESS"] = cluster
     command = [sys.executable, "-m", "embershard.cli", *words]

@@ -12,8 +12,8 @@ import torch
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint
-from embershard.worker.checkpoint.snapshots import read_manifest, read_table
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
 from embershard.worker.training.trainer import Trainer
@@ -53,8 +53,9 @@ def await_checkpoint(process, folder):
 def tables(path):
     """Table -> ids, rows and optimizer states, by id."""
     found = {}
-    for name in read_manifest(str(path), SNAPSHOT).tables:
-        parts = [np.concatenate(part) for part in zip(*read_table(str(path), name, SNAPSHOT), strict=True)]
+    stored = open_snapshot(str(path), SNAPSHOT)
+    for name in stored.manifest.tables:
+        parts = [np.concatenate(part) for part in zip(*stored.read_table(name), strict=True)]
         found[name] = [part[np.argsort(parts[0])] for part in parts]
     return found
 

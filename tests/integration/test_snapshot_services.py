@@ -25,7 +25,8 @@ from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto import spec
 from embershard.proto.errors import RowsLost, ShardRestarted, ShardUnavailable, SnapshotNotWritten
 from embershard.proto.routing import make_route
-from embershard.worker.checkpoint.snapshots import list_snapshots, read_manifest, restore_snapshot, take_snapshot
+from embershard.proto.snapshot.stored import list_snapshots, read_manifest
+from embershard.worker.checkpoint.snapshots import restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
 from harness.processes import EMBERSHARD, run_command
 

@@ -21,7 +21,7 @@ from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard
 from embershard.proto.shared_memory import empty_floats
-from embershard.proto.transport import stream_connection
+from embershard.proto.transport import stream
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 from harness import shards
@@ -98,7 +98,7 @@ def transport(request, served, connect, monkeypatch):
     shares = "shared memory" in request.param  # every array then, not large ones alone, as by default
     monkeypatch.setattr(shared_memory, "_is_possible", shares)
     monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 1)
-    monkeypatch.setattr(stream_connection, "SHARED_FROM_BYTES", 1)
+    monkeypatch.setattr(stream, "SHARED_FROM_BYTES", 1)
     connected = connect(ADDRESSES[request.param](served.ready))
     if shares:
         ask(connected, m.Hello())

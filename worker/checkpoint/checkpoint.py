@@ -30,9 +30,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from embershard.proto.errors import EmbershardError, JobError, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import read_manifest
 from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, NAME
 from embershard.worker.checkpoint.names import MANIFEST as MANIFEST
-from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot
+from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 from embershard.worker.job.tabular import TabularSection

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from embershard.proto.errors import EmbershardError, SnapshotNotWritten, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.worker.checkpoint.checkpoint import (
     ENDING,
     SNAPSHOT,
@@ -24,7 +25,7 @@ from embershard.worker.checkpoint.checkpoint import (
 )
 from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME, remove_unfinished
 from embershard.worker.checkpoint.owner import FolderOwner
-from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, open_snapshot
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 
@@ -149,7 +150,7 @@ class CheckpointFolder:
         with self._undone(name, before):
             self._storage.make_folder("")
             if self._owner.claim(owner):
-                remove_unfinished(self._storage)  # nobody finishes them: see owner.py
+                remove_unfinished(self.url)  # nobody finishes them: see owner.py
             self._storage.make_folder(name)
             if shards is None:
                 return None

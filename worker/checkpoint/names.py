@@ -14,9 +14,10 @@ FOLDER = "step-"
 NAME = re.compile(rf"{FOLDER}\d{{9,}}(-\d+)?")
 
 
-def remove_unfinished(storage: Storage) -> None:
+def remove_unfinished(url: str) -> None:
     """Remove what was never finished from a job's folder of checkpoints, once all that write to it have ended."""
     with contextlib.suppress(EmbershardError):  # it is in nobody's way
+        storage = Storage(url)
         for name in storage.sizes(""):
             is_half = NAME.fullmatch(name) and MANIFEST not in storage.sizes(name)
             if is_half or name in (f"{BEST_FILE}.new", f"{OWNER_FILE}.new"):

@@ -11,20 +11,18 @@ import posixpath
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
-from embershard.proto.arrays import Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import (
     EmbershardError,
     SnapshotDamaged,
     SnapshotExists,
-    SnapshotNotFound,
     SnapshotScattered,
     SnapshotTimeout,
     SnapshotTooLate,
@@ -44,7 +42,7 @@ from embershard.proto.snapshot.manifest import (
     unpack_part,
 )
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot.stored import StoredSnapshot
+from embershard.proto.snapshot.stored import StoredSnapshot, open_snapshot
 from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 
@@ -73,44 +71,6 @@ class SnapshotInfo:
     seconds: float
     stall_ms: float  # for how long a shard answered nobody, at most
     parent: str = ""  # the folder of the snapshot that it is an increment of
-
-
-def open_snapshot(url: str, name: str = "") -> StoredSnapshot:
-    """Open the snapshot `name` of a folder, without shards; by default the folder itself, or the latest snapshot in it.
-
-    SnapshotNotFound, SnapshotDamaged, SnapshotTooNew, SnapshotUnreadable.
-    """
-    storage = Storage(url)
-    folder = check_name(name) if name else ""
-    try:
-        data = storage.read(posixpath.join(folder, MANIFEST))
-    except FileNotFoundError:
-        if not folder:
-            folder = _latest(storage)
-        try:
-            data = storage.read(f"{folder}/{MANIFEST}")
-        except FileNotFoundError:
-            reason = f"it has no {MANIFEST}: it was never finished, or is none. {_others(storage)}"
-            raise SnapshotNotFound(path=storage.at(folder), reason=reason) from None
-    manifest = unpack_manifest(data, storage.at(posixpath.join(folder, MANIFEST)))
-    return StoredSnapshot(storage, folder, manifest, hashlib.sha256(data).hexdigest())
-
-
-def read_manifest(url: str, name: str = "") -> Manifest:
-    """Read a snapshot's manifest; see `open_snapshot`."""
-    return open_snapshot(url, name).manifest
-
-
-def read_table(url: str, table: str, name: str = "") -> Iterator[tuple[Ids, Floats, Floats]]:
-    """The rows of a table of a snapshot, without shards; see StoredSnapshot.read_table."""
-    return open_snapshot(url, name).read_table(table)
-
-
-def list_snapshots(url: str) -> list[str]:
-    """Names of the whole snapshots in a folder, sorted."""
-    storage = Storage(url)
-    folders = [name for name, size in storage.sizes("").items() if size is None]
-    return sorted(name for name in folders if MANIFEST in storage.sizes(name))
 
 
 def take_snapshot(
@@ -440,22 +400,6 @@ def _parent_for(storage: Storage, name: str, url: str | None) -> _ParentForNext 
     if room <= 0 or not is_parent_path(path):
         return None
     return _ParentForNext(parent.manifest.id, Parent(path, parent.sha256), room)
-
-
-def _latest(storage: Storage) -> str:
-    try:
-        name = storage.read(LATEST).decode(errors="replace").strip()
-    except FileNotFoundError:
-        raise SnapshotNotFound(path=storage.url, reason=f"there is no {LATEST} in it. {_others(storage)}") from None
-    try:
-        return check_name(name)
-    except EmbershardError as error:
-        raise SnapshotDamaged(path=storage.at(LATEST), reason=str(error)) from None
-
-
-def _others(storage: Storage) -> str:
-    names = list_snapshots(storage.url)
-    return f"Snapshots there: {', '.join(names[-5:])}" if names else "There are no snapshots in it"
 
 
 def _prune(storage: Storage, keep: int, newest: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -14,14 +14,12 @@ import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
-from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, UnknownTable, WrongDim
+from embershard.proto.errors import EmbershardError, LeaseLost, UnknownTable, WrongDim
 from embershard.proto.messages import (
     Declare,
     GetStatus,
-    Heartbeat,
     Load,
     Pull,
-    Push,
     Pushed,
     Request,
     ShardStatus,
@@ -43,15 +41,14 @@ from embershard.worker.client.connections import (
     Outcome,
     Places,
     ShardConnections,
-    raise_first,
 )
 from embershard.worker.client.lineage import Lineage
 from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
-from embershard.worker.client.push import Gradients, PushQueue, Update, Versions, is_kept
+from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
 from embershard.worker.client.push import LrScale as LrScale
-from embershard.worker.client.routes import Part, placed_gradients, placed_reads
+from embershard.worker.client.routes import Directory, Part, Travels, placed_gradients, placed_reads
 from embershard.worker.client.shard_connection import handshake
 from embershard.worker.compression.compressor import Compressor, rate_of
 
@@ -62,26 +59,6 @@ DEFAULT_TIMEOUT = timedelta(seconds=60)
 _FAREWELL = timedelta(seconds=5)
 
 _log = logging.getLogger(__name__)
-
-
-class Directory:
-    """The placement now. Any thread may read it; a route of an earlier placement is regrouped when it is used."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.current = placement
-        self._followers: list[Callable[[Placement], None]] = []
-
-    def subscribe(self, follow: Callable[[Placement], None]) -> None:
-        """Have `follow` called with each placement that takes the place of the one now."""
-        self._followers.append(follow)
-
-    def move(self, placement: Placement) -> None:
-        """Replace the placement by a newer one; an older one, or the current one, changes nothing."""
-        if placement.epoch <= self.current.epoch:
-            return
-        self.current = placement
-        for follow in self._followers:
-            follow(placement)
 
 
 class Client:
@@ -107,7 +84,6 @@ class Client:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be above zero, got {timeout}")
         self.worker = worker
-        self._clock = clock
         self.epoch = int(clock.since_1970() * 1e9)  # a later incarnation of this worker fences this one
         connections = handshake(transports, worker, Deadline(timeout, clock), recovery_timeout)
         self.connections = ShardConnections(connections, worker, timeout, recovery_timeout, clock)
@@ -121,7 +97,6 @@ class Client:
         self._numbers = itertools.count(1)  # of this incarnation's joins and pauses
         self.compressor = Compressor(worker, self.placement)
         self.directory.subscribe(self.compressor.follow)
-        self._kept = self.connections.kept
         self._pushes = PushQueue(self.connections, worker, self.epoch, self.limits, self.compressor)
         self._puller = Puller(self.connections, worker, self.epoch, self.limits, self.compressor)
         self._push_lock = clock.lock()
@@ -189,7 +164,7 @@ class Client:
         can = all(one.greeting.bundles for one in self.connections)
         return self.compressor.in_bundles(tables) if can else frozenset()
 
-    def _travels(self, placement: Placement, lr_scale: LrScale = 1.0) -> Callable[[Route], bool]:
+    def _travels(self, placement: Placement, lr_scale: LrScale = 1.0) -> Travels:
         """Whether a route may travel as it is: under this placement, and as a bundle where one rate is that of all."""
 
         def travels(route: Route) -> bool:
@@ -379,10 +354,10 @@ class Client:
         """Send all pushes that wait; where a member's lease is lost they are dropped, and it joins again."""
         member = self.membership
         if member is None:
-            return self._pushes.deliver(self._call_push)
+            return self._pushes.deliver(None)
         lost_leases = member.lost_leases
         try:
-            return self._pushes.deliver(self._call_push, member)
+            return self._pushes.deliver(member)
         except LeaseLost:
             member.rejoin(lost_leases)
             return Pushed(duplicate=False, applied=0, skipped=0)
@@ -439,47 +414,7 @@ class Client:
         if not self._pushes.is_empty:
             with self._push_lock:
                 self._deliver_waiting()
-        self._await_safe(self.connections.shards, self.timeout)
-
-    def _await_safe(self, shards: Iterable[int], timeout: timedelta, *, awaits_recovery: bool = True) -> None:
-        deadline = Deadline(timeout, self._clock)
-        while waiting := self._kept.unsafe(shards):
-            if deadline.seconds <= 0:
-                shard = self.connections[waiting[0]]
-                reason = "it has not said that all pushes are safe"
-                raise ShardUnavailable(
-                    shard=shard.name, seconds=timeout.total_seconds(), reason=reason, address=shard.transport.address
-                )
-            asked = {
-                shard: Heartbeat(worker=self.worker, epoch=self.epoch, flush=True, term=self.connections.term(shard))
-                for shard in waiting
-            }
-            raise_first(self.connections.call(asked, timeout=deadline.remaining, awaits_recovery=awaits_recovery))
-
-    def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
-        if not self._kept.is_empty and (full := [s for s, push in pushes.items() if self._kept.is_full(s, push)]):
-            self._await_safe(full, self.timeout)
-        for shard, push in pushes.items():
-            if push.early:
-                self._kept.add(shard, push)
-        outcomes = self._call_until_room(pushes)
-        for shard, outcome in outcomes.items():
-            if isinstance(outcome, Pushed) and outcome.early:
-                self._kept.answered(shard, pushes[shard])
-            elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and is_kept(outcome)):
-                self._kept.settle(shard, pushes[shard], outcome)
-        return outcomes
-
-    def _call_until_room(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
-        outcomes = self.connections.call(pushes)
-        ahead = {shard: pushes[shard] for shard, outcome in outcomes.items() if isinstance(outcome, ClockAhead)}
-        if ahead and self.membership is not None:  # too much waits there for other workers
-            outcomes.update(self.membership.wait(ahead))
-        replies = [reply for reply in outcomes.values() if isinstance(reply, Pushed)]
-        with self.connections.lock:
-            self.connections.stats.pushed_rows += sum(reply.applied for reply in replies)
-            self.connections.stats.skipped_rows += sum(reply.skipped for reply in replies)
-        return outcomes
+        self._pushes.await_safe(self.connections.shards, self.timeout)
 
     def status(self) -> tuple[ShardStatus, ...]:
         """Health, sizes and counters of every shard, in the order of their ids."""
@@ -488,7 +423,7 @@ class Client:
     def close(self) -> None:
         """Wait until all pushes are safe, leave the job and close the connections."""
         try:
-            self._await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
+            self._pushes.await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
         except EmbershardError as error:
             _log.warning("worker %d ends before its last pushes are known to be safe: %s", self.worker, error)
         if not self._pushes.is_empty:

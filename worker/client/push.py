@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from embershard.proto.arrays import Floats
 from embershard.proto.errors import (
+    ClockAhead,
     EmbershardError,
     InvalidRequest,
     LeaseLost,
@@ -16,14 +18,16 @@ from embershard.proto.errors import (
     ShardUnavailable,
     UnknownRoute,
 )
-from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients, TableKey
+from embershard.proto.messages import Heartbeat, Load, Loaded, Push, Pushed, PushToken, TableGradients, TableKey
 from embershard.proto.monitoring import tracing
 from embershard.proto.routing import BundleRoute, Placement, Route
+from embershard.proto.timing import Deadline
 from embershard.worker.client.connections import (
     MESSAGE_OVERHEAD,
     Chunk,
     Outcome,
     ShardConnections,
+    raise_first,
     split_into_messages,
     table_overhead,
 )
@@ -197,10 +201,8 @@ class PushQueue:
         self._next_seq[shard] = token.seq + 1
         waiting.append(push)
 
-    def deliver(
-        self, call: Callable[[Mapping[int, Push]], Mapping[int, Outcome]], member: Membership | None = None
-    ) -> Pushed:
-        """Send everything, a message per shard at a time; the counts of what was acknowledged.
+    def deliver(self, member: Membership | None) -> Pushed:
+        """Send everything, a message per shard at a time, for a member of the job; the counts of what was acknowledged.
 
         The first refusal is raised when everything else is done; what got no answer at once, and it is kept, as is a
         refusal of before it.
@@ -215,8 +217,8 @@ class PushQueue:
                 self._end_refused(shard, push, member)
         while batch := {shard: self._head(shard) for shard, waiting in sorted(self._waiting.items()) if waiting}:
             silent: EmbershardError | None = None
-            for shard, outcome in call(batch).items():
-                if isinstance(outcome, EmbershardError) and is_kept(outcome):
+            for shard, outcome in self._send(batch, member).items():
+                if isinstance(outcome, EmbershardError) and _is_kept(outcome):
                     # it stays, to be sent again; a loss, which no other try mends, is told first
                     silent = outcome if silent is None or isinstance(outcome, MemoryLost) else silent
                     continue
@@ -240,6 +242,48 @@ class PushQueue:
         if refused is not None:
             raise refused
         return Pushed(duplicate, applied, skipped)
+
+    def _send(self, pushes: Mapping[int, Push], member: Membership | None) -> dict[int, Outcome]:
+        """Send a push to each of these shards, once there is room to keep it until it is safe; the outcomes."""
+        if not self._kept.is_empty and (full := [s for s, push in pushes.items() if self._kept.is_full(s, push)]):
+            self.await_safe(full, self._connections.timeout)
+        for shard, push in pushes.items():
+            if push.early:
+                self._kept.add(shard, push)
+        outcomes = self._call_until_room(pushes, member)
+        for shard, outcome in outcomes.items():
+            if isinstance(outcome, Pushed) and outcome.early:
+                self._kept.answered(shard, pushes[shard])
+            elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and _is_kept(outcome)):
+                self._kept.settle(shard, pushes[shard], outcome)
+        return outcomes
+
+    def _call_until_room(self, pushes: Mapping[int, Push], member: Membership | None) -> dict[int, Outcome]:
+        outcomes = self._connections.call(pushes)
+        ahead = {shard: pushes[shard] for shard, outcome in outcomes.items() if isinstance(outcome, ClockAhead)}
+        if ahead and member is not None:  # too much waits there for other workers
+            outcomes.update(member.wait(ahead))
+        replies = [reply for reply in outcomes.values() if isinstance(reply, Pushed)]
+        with self._connections.lock:
+            self._connections.stats.pushed_rows += sum(reply.applied for reply in replies)
+            self._connections.stats.skipped_rows += sum(reply.skipped for reply in replies)
+        return outcomes
+
+    def await_safe(self, shards: Iterable[int], timeout: timedelta, *, awaits_recovery: bool = True) -> None:
+        """Wait until every push to these shards is safe there. ShardUnavailable. Any thread may call it."""
+        deadline = Deadline(timeout, self._connections.clock)
+        while waiting := self._kept.unsafe(shards):
+            if deadline.seconds <= 0:
+                shard = self._connections[waiting[0]]
+                reason = "it has not said that all pushes are safe"
+                raise ShardUnavailable(
+                    shard=shard.name, seconds=timeout.total_seconds(), reason=reason, address=shard.transport.address
+                )
+            asked = {
+                shard: Heartbeat(worker=self._worker, epoch=self._epoch, flush=True, term=self._connections.term(shard))
+                for shard in waiting
+            }
+            raise_first(self._connections.call(asked, timeout=deadline.remaining, awaits_recovery=awaits_recovery))
 
     def _end_refused(self, shard: int, push: Push, member: Membership | None) -> None:
         """End the clock of a member's push that a shard refused, by an empty push: all members wait for it.
@@ -319,7 +363,7 @@ def may_be_unhandled(outcome: EmbershardError) -> bool:
     return isinstance(outcome, ShardUnavailable | ShardRestarted) or outcome.retryable
 
 
-def is_kept(outcome: EmbershardError) -> bool:
+def _is_kept(outcome: EmbershardError) -> bool:
     """Whether a push with this outcome is kept: it may still have to be applied.
 
     MemoryLost may be what a shard has said of those before it, to the heartbeat of a new connection.

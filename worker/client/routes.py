@@ -16,6 +16,26 @@ Part = tuple[Floats, Ids, Floats]  # rows, some places in them, and the rows tha
 Travels = Callable[[Route], bool]  # whether a route may travel as it is
 
 
+class Directory:
+    """The placement now. Any thread may read it; a route of an earlier placement is regrouped when it is used."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.current = placement
+        self._followers: list[Callable[[Placement], None]] = []
+
+    def subscribe(self, follow: Callable[[Placement], None]) -> None:
+        """Have `follow` called with each placement that takes the place of the one now."""
+        self._followers.append(follow)
+
+    def move(self, placement: Placement) -> None:
+        """Replace the placement by a newer one; an older one, or the current one, changes nothing."""
+        if placement.epoch <= self.current.epoch:
+            return
+        self.current = placement
+        for follow in self._followers:
+            follow(placement)
+
+
 def placed_reads(
     reads: Sequence[tuple[TableKey, Route]], out: Sequence[Floats], placement: Placement, travels: Travels
 ) -> tuple[list[tuple[TableKey, Route]], list[Floats], list[Part]]:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.features import Field, IdTable
 from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.data.shuffle import Positions, batches, check_enough, check_share, permutation
 
@@ -181,6 +180,33 @@ class Batch:
 
     def __len__(self) -> int:
         return self.ids.shape[0]
+
+
+Pooling = Literal["none", "mean", "sum", "max", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The columns of one feature in a batch: `width` columns of ids, filled from the left, the rest PADDING.
+
+    `pooling` makes one vector of a list's rows; "none" is that of a single value, "sequence" leaves them one by one.
+    """
+
+    name: str
+    table: str
+    start: int  # its first column of ids
+    width: int = 1
+    pooling: Pooling = "none"
+    weights: int | None = None  # first column of its weights among the dense features, `width` of them
+
+
+@dataclass(frozen=True, slots=True)
+class IdTable:
+    """An embedding table and its ids."""
+
+    name: str
+    num_ids: int | None  # None: hashes in 0..2**62-1
+    dim: int | None = None  # None: that of the job
 
 
 @dataclass(frozen=True, slots=True)

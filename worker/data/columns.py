@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples, Schema
 from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
-from embershard.worker.data.preprocess import looks_separated
 from embershard.worker.data.text import Kind, Layout, column
+from embershard.worker.data.values import looks_separated
 
 
 @dataclass(frozen=True, kw_only=True)

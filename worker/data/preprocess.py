@@ -6,19 +6,29 @@ a dict of numbers and texts it is stored with a model. Its arrays depend on noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
-from embershard.worker.data.features import PADDING, Field, IdTable, Pooling
+from embershard.worker.data.batch import NUM_HASHED_IDS, Field, IdTable, Pooling, Schema
+from embershard.worker.data.inputs.rows import PADDING
+from embershard.worker.data.values import (
+    BRACKETS,
+    BadFeature,
+    BadValue,
+    ColumnValues,
+    as_array,
+    is_list,
+    looks_separated,
+    numbers_of,
+    texts_of,
+)
 
 Kind = Literal["category", "list", "sequence", "number", "cross"]
 Transform = Literal["log", "standardise", "min_max", "quantile"]
@@ -27,22 +37,6 @@ MAX_LENGTH = {"list": 20, "sequence": 50}
 _QUANTILES = 101
 _SAMPLE = 1 << 17  # values of a number that quantiles are taken from, and times that a split is
 _OF_TABLE = ("dim", "ids", "num_ids", "buckets", "vocabulary", "min_count")  # alike for all features of one
-
-
-class BadValue(ValueError):
-    """A value that a feature cannot have; `row` counts from 0 within the columns given."""
-
-    def __init__(self, row: int, column: str, reason: str) -> None:
-        super().__init__(f"column {column!r}: {reason}")
-        self.row, self.column, self.reason = row, column, reason
-
-
-class BadFeature(ValueError):
-    """Features that contradict each other, or that the columns' types contradict."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"feature {name!r}: {reason}")
-        self.name, self.reason = name, reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +138,7 @@ class Preprocessor:
 
         BadValue for a value that its feature cannot have; KeyError for a column that is missing.
         """
-        arrays = {name: _array(columns[name]) for name in self.columns}
+        arrays = {name: as_array(columns[name]) for name in self.columns}
         rows, *others = {len(array) for array in arrays.values()}
         if others:
             shown = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
@@ -154,7 +148,7 @@ class Preprocessor:
         floats = np.empty((rows, schema.num_dense_columns), np.float32)
         for place, name in enumerate(name for name, feature in self.features.items() if feature.is_dense):
             floats[:, place] = self._number(name, self.features[name], arrays)
-        first: _Values | None = None  # of the paired ones
+        first: ColumnValues | None = None  # of the paired ones
         for field in schema.fields:
             feature = self.features[field.name]
             values = self._values(field.name, feature, arrays)
@@ -247,18 +241,19 @@ class Preprocessor:
 
     # --- categories
 
-    def _values(self, name: str, feature: FeatureSpec, arrays: Columns) -> _Values:
+    def _values(self, name: str, feature: FeatureSpec, arrays: Columns) -> ColumnValues:
         """The values of a feature, one for each sample or any number."""
         column = feature.column or name
         if feature.kind == "cross":
-            return _Values(pc.binary_join_element_wise(*(texts_of(c, arrays[c]) for c in feature.of), CROSSED), name)
+            texts = (texts_of(column, arrays[column]) for column in feature.of)
+            return ColumnValues(pc.binary_join_element_wise(*texts, CROSSED), name)
         array = arrays[column]
         if feature.kind == "number":
-            return _Values(array, column)
+            return ColumnValues(array, column)
         if not feature.is_many:
             if is_list(array.type):
                 raise BadFeature(name, f"column {column!r} is a list ({array.type}): {_declare(name)}")
-            return _Values(array, column)
+            return ColumnValues(array, column)
         if pa.types.is_null(array.type):  # no row has any
             array = array.cast(pa.list_(pa.string()))
         if not is_list(array.type):
@@ -275,16 +270,16 @@ class Preprocessor:
             reason = f"{lengths[long[0]]} values, and max_length is {feature.width}"
             reason += f"; raise it, or have too_long: truncate keep the {kept} ones"
             raise BadValue(int(long[0]), column, reason)
-        return _Values(pc.list_flatten(array), column, starts, keep_last=feature.kind == "sequence")
+        return ColumnValues(pc.list_flatten(array), column, starts, keep_last=feature.kind == "sequence")
 
-    def _encoded(self, name: str, feature: FeatureSpec, values: _Values) -> Ids:
+    def _encoded(self, name: str, feature: FeatureSpec, values: ColumnValues) -> Ids:
         """The id of each value."""
         table = feature.table or name
         given = self._tables[table]
         if given["bucketised"]:
             ids = self._buckets(name, feature, values)
         elif given["ids"] == "exact":
-            ids = _exact(values, given["num_ids"] or NUM_HASHED_IDS)
+            ids = values.exact_ids(given["num_ids"] or NUM_HASHED_IDS)
         else:
             ids = values.hashes(table, feature.weight_separator)
             if given["buckets"] is not None:
@@ -308,7 +303,7 @@ class Preprocessor:
     def _vocabularies(self) -> dict[str, tuple[Ids, Ids]]:
         return {}
 
-    def _weights_of(self, name: str, feature: FeatureSpec, arrays: Columns, values: _Values) -> Floats:
+    def _weights_of(self, name: str, feature: FeatureSpec, arrays: Columns, values: ColumnValues) -> Floats:
         """The weight of each of a list's values."""
         if feature.weight_separator is not None:
             return values.weights(feature.weight_separator)
@@ -336,7 +331,7 @@ class Preprocessor:
                 x = np.where(np.isnan(x), x, np.interp(x, knots, np.linspace(0, 1, len(knots))))
         return np.where(np.isnan(x), feature.missing, x)
 
-    def _buckets(self, name: str, feature: FeatureSpec, values: _Values) -> Ids:
+    def _buckets(self, name: str, feature: FeatureSpec, values: ColumnValues) -> Ids:
         """(N,) 0 for a missing number, else 1 + the number of boundaries at or below it."""
         x = numbers_of(values.column, values.flat, values.row)
         if isinstance(feature.bucketise, int):
@@ -363,7 +358,7 @@ class Fitting:
     def observe(self, columns: Columns) -> None:
         """Take in a block of rows. BadValue for a value that its feature cannot have."""
         own = self._preprocessor
-        arrays = {name: _array(columns[name]) for name in own.columns}
+        arrays = {name: as_array(columns[name]) for name in own.columns}
         for name, figures in self._numbers.items():
             feature = own.features[name]
             column = feature.column or name
@@ -427,189 +422,6 @@ def _added(known: tuple[Ids, Ids] | None, found: Ids, counts: Ids) -> tuple[Ids,
     return keys, np.bincount(inverse, np.concatenate([known[1], counts])).astype(np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class _Values:
-    """Values of a column: one for each sample, or in `starts` where each sample's begin."""
-
-    flat: pa.Array
-    column: str
-    starts: Ids | None = None  # (N + 1,)
-    keep_last: bool = False
-
-    def row(self, place: int) -> int:
-        """The sample of a value."""
-        return place if self.starts is None else int(np.searchsorted(self.starts, place, side="right")) - 1
-
-    def check_lengths(self, other: _Values, what: str = "values") -> None:
-        """BadValue where a sample has not as many values as of another column."""
-        assert self.starts is not None
-        assert other.starts is not None
-        own, others = np.diff(self.starts), np.diff(other.starts)
-        differ = np.flatnonzero(own != others)
-        if len(differ):
-            reason = f"{own[differ[0]]} {what} for {others[differ[0]]} values of {other.column!r}"
-            raise BadValue(int(differ[0]), self.column, reason)
-
-    def hashes(self, table: str, weight_separator: str | None) -> Ids:
-        """The hash of each value."""
-        return hashes_of(table, self.column, self.flat, self.row, weight_separator)
-
-    def weights(self, separator: str) -> Floats:
-        """The weight that each value ends with, 1 where it has none."""
-        parts = pc.split_pattern(texts_of(self.column, self.flat), separator, max_splits=1, reverse=True)
-        has = pc.equal(pc.list_value_length(parts), 2)
-        given = pc.if_else(has, _last(parts), "1")
-        return numbers_of(self.column, given, self.row)
-
-    def write(self, numbers: npt.NDArray[Any], out: npt.NDArray[Any], fill: float) -> None:
-        """Write the numbers of each sample into its row of `out`, (N, width), from the left, and `fill` behind them."""
-        if self.starts is None:
-            out[:, 0] = numbers
-            return
-        lengths = np.diff(self.starts)
-        kept = np.minimum(lengths, out.shape[1])
-        if kept.sum() < len(numbers):
-            first = self.starts[:-1] + (lengths - kept if self.keep_last else 0)
-            place = np.arange(len(numbers)) - np.repeat(first, lengths)
-            numbers = numbers[(place >= 0) & (place < out.shape[1])]
-        out[...] = fill
-        out[np.arange(out.shape[1]) < kept[:, None]] = numbers
-
-
-def _last(parts: pa.Array) -> pa.Array:
-    """The last element of each list, none of which is empty."""
-    ends = np.asarray(parts.offsets)[1:] - 1
-    return parts.values.take(pa.array(ends))
-
-
-def _array(values: object) -> pa.Array:
-    if isinstance(values, pa.ChunkedArray):
-        return values.combine_chunks() if values.num_chunks != 1 else values.chunk(0)
-    return values if isinstance(values, pa.Array) else pa.array(values)
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether values of a type are lists."""
-    return bool(pa.types.is_list(kind)) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> pa.Array:
-    """Values as texts, an integer as its decimal text and a missing one as the empty text."""
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
-    kind = array.type
-    if pa.types.is_floating(kind):
-        reason = f"has {kind} values, and a category is a text or an integer: declare it as type: number"
-        raise BadFeature(column, f"{reason}, or save integers (of pandas Int64, which may be missing)")
-    if pa.types.is_temporal(kind) and not pa.types.is_date(kind):
-        reason = f"is {kind}, and a time would be another category in each unit and zone"
-        raise BadFeature(column, f"{reason}: save a date, a text or an integer (the hour, say)")
-    try:
-        texts = array if pa.types.is_string(array.type) else array.cast(pa.string())
-        texts = pc.fill_null(texts, "") if texts.null_count else texts
-    except pa.ArrowException:
-        raise BadFeature(column, f"is {kind}, and a category is a text or an integer: {_as_category(kind)}") from None
-    data = texts.buffers()[2]
-    if data is not None and (np.frombuffer(data, np.uint8) == 10).any():
-        broken = np.flatnonzero(np.asarray(pc.match_substring(texts, "\n")))
-        if len(broken):
-            value = texts[int(broken[0])].as_py()[:40]
-            raise BadValue(row(int(broken[0])), column, f"{value!r} has a line break, which no category may have")
-    return texts
-
-
-def hashes_of(
-    table: str,
-    column: str,
-    array: pa.Array,
-    row: Callable[[int], int] = int,
-    weight_separator: str | None = None,
-) -> Ids:
-    """(N,) the hash of each value, without the weight behind it; those of a dictionary are computed once each."""
-    # here: its kernels need numba, and a look at files not
-    from embershard.worker.data.hashing import hash_column, hash_texts, ids_of_indices
-
-    if pa.types.is_dictionary(array.type):
-        try:
-            own = hashes_of(table, column, array.dictionary, weight_separator=weight_separator)
-        except BadValue:  # has it a row of these, and which? Others may share the dictionary
-            return hashes_of(table, column, array.cast(array.type.value_type), row, weight_separator)
-        return ids_of_indices(table, own, array.indices)
-    if pa.types.is_integer(array.type):
-        return hash_column(table, array)
-    texts = texts_of(column, array, row)
-    if weight_separator is not None:
-        texts = pc.list_element(pc.split_pattern(texts, weight_separator, max_splits=1, reverse=True), 0)
-    return hash_texts(table, texts)
-
-
-def _exact(values: _Values, limit: int) -> Ids:
-    """Ids that are numbers already."""
-    bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
-    try:
-        array = values.flat.cast(pa.int64())
-    except pa.ArrowException:
-        texts = texts_of(values.column, values.flat)
-        wrong = np.flatnonzero(~np.asarray(pc.match_substring_regex(texts, r"^[0-9]{1,18}$")))
-        place = int(wrong[0]) if len(wrong) else 0
-        text = texts[place].as_py()
-        reason = f"id {text} is not in 0 to below {bound}" if text.isdecimal() else f"{text[:40]!r} is no integer id"
-        raise BadValue(values.row(place), values.column, reason) from None
-    ids: Ids = pc.fill_null(array, -1).to_numpy(zero_copy_only=False)
-    wrong = np.flatnonzero((ids < 0) | (ids >= limit))
-    if len(wrong):
-        place = int(wrong[0])
-        raise BadValue(values.row(place), values.column, f"id {array[place]} is not in 0 to below {bound}")
-    return ids
-
-
-def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> Floats:
-    """(N,) float64, NaN where missing. BadValue for a text that is no number, and for one without bounds."""
-    array = _array(array)
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
-    if is_list(array.type):
-        raise BadFeature(column, f"is a list ({array.type}), no number")
-    try:
-        if pa.types.is_temporal(array.type):
-            array = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64(), safe=False)
-        if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-            array = pc.utf8_trim_whitespace(array)  # as in CSV
-            array = pc.if_else(pc.equal(array, ""), None, array)
-        x: Floats = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    except pa.ArrowException:
-        for place, value in enumerate(array.to_pylist()):
-            if value is not None and not _is_number(value):
-                raise BadValue(row(place), column, f"{str(value)[:40]!r} is not a number") from None
-        raise BadFeature(column, f"is {array.type}, no number") from None
-    infinite = np.flatnonzero(np.abs(x) > np.finfo(np.float32).max)  # what a model computes with
-    if len(infinite):
-        reason = f"{x[infinite[0]]} is not a finite number; write a missing value in its place"
-        raise BadValue(row(int(infinite[0])), column, reason)
-    return x
-
-
-def _as_category(kind: pa.DataType) -> str:
-    """What to do with a type of Arrow that is no category."""
-    if pa.types.is_struct(kind):
-        return f"write its fields ({', '.join(field.name for field in kind)}) as columns of their own"
-    if pa.types.is_map(kind):
-        return "write its keys, and its values, as a list each; the values may be the weights of a feature of type list"
-    if is_list(kind):
-        return "write all values of a row as one list"
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-        return "write it as a text, in hexadecimal digits say"
-    return "write it as one of these"
-
-
-def _is_number(value: object) -> bool:
-    try:
-        pa.scalar(str(value)).cast(pa.float64())
-    except pa.ArrowException:
-        return False
-    return True
-
-
 def _declare(name: str) -> str:
     return f"declare it, {name}: {{type: list}}, or as a sequence, {name}: {{type: sequence, max_length: 50}}"
 
@@ -619,8 +431,8 @@ def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.Chunk
 
     And where those of a list with a separator are in brackets, which would be parts of its values.
     """
-    array = _array(array)
-    if feature.separator is not None and (shown := looks_separated(array, _BRACKETS)):
+    array = as_array(array)
+    if feature.separator is not None and (shown := looks_separated(array, BRACKETS)):
         reason = f"values of column {feature.column or name!r} are in brackets, as {shown!r}"
         raise BadFeature(name, f"{reason}, which a separator leaves in the first and the last value: write them as a|b")
     if feature.type is not None or feature.separator is not None:
@@ -632,20 +444,6 @@ def check_undeclared(name: str, feature: FeatureSpec, array: pa.Array | pa.Chunk
         declare = f"{'write them as a|b and ' if shown.startswith('[') else ''}declare {name}: "
         declare += f"{{type: list, separator: '|'}}, or {name}: {{type: category}} if each is one value"
         raise BadFeature(name, f"{reason}: {declare}")
-
-
-_BRACKETS = r"^\[.*\]$"
-
-
-def looks_separated(array: pa.Array | pa.ChunkedArray, pattern: str = rf"\||{_BRACKETS}") -> str:
-    """A value of texts that are lists, as a|b or [a, b], if a tenth of them or more are; else the empty text."""
-    array = _array(array)
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
-    if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
-        return ""
-    parted = array.filter(pc.fill_null(pc.match_substring_regex(array, pattern), False))
-    return str(parted[0].as_py())[:60] if len(parted) * 10 >= len(array) else ""
 
 
 def preprocessed_columns(preprocessor: Preprocessor) -> Iterator[tuple[str, str]]:

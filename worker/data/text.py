@@ -32,7 +32,7 @@ from embershard.worker.data.files import (
     read_range,
     reading,
 )
-from embershard.worker.data.preprocess import BadValue
+from embershard.worker.data.values import BadValue
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}

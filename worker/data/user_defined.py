@@ -25,8 +25,7 @@ from embershard.worker.data.batch import (
     Samples,
     Schema,
 )
-from embershard.worker.data.features import PADDING
-from embershard.worker.data.inputs.rows import RowInputs
+from embershard.worker.data.inputs.rows import PADDING, RowInputs
 from embershard.worker.data.shuffle import check_share
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset, in_batches, shuffled
 

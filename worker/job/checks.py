@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import JobError
 from embershard.proto.transport.emulated_link import parse_bandwidth
-from embershard.worker.compression.settings import advice
-from embershard.worker.job.compression import CompressionSection
+from embershard.worker.job.compression_checks import check_compression
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import (
     BceSection,
@@ -23,11 +21,10 @@ from embershard.worker.job.sections import (
 )
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.job.yaml import Path as Location
+from embershard.worker.job.yaml import Problems
 
 if TYPE_CHECKING:
     from embershard.worker.data.batch import Dataset
-
-Problems = Iterator[tuple[Location, str]]
 
 # what torch.optim has for dense gradients, and for the sparse ones of its own tables
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
@@ -403,7 +400,8 @@ def _features(job: Job) -> Problems:
         return
     if not job.data.features:
         return
-    from embershard.worker.data.preprocess import MAX_LENGTH, BadFeature
+    from embershard.worker.data.preprocess import MAX_LENGTH
+    from embershard.worker.data.values import BadFeature
 
     try:
         job.data.preprocessor()
@@ -518,7 +516,7 @@ def _judging(job: Job) -> Problems:
 def _unjudged(job: Job, remedy: str) -> Problems:
     needs = (
         (("train", "early_stop"), job.train.early_stop is not None),
-        (("train", "lr_schedule"), _plateau(job)),
+        (("train", "lr_schedule"), job.train.lr_schedule.name == "plateau"),
         (("checkpoint", "best"), job.checkpoint.best and _given(job, "checkpoint", "best")),
     )
     for at, given in needs:
@@ -535,119 +533,3 @@ def _checkpoints(job: Job) -> Problems:
             yield ("checkpoint", name), "has no meaning without checkpoint.folder; name one, or remove it"
     if not section.best and section.restore_best and _given(job, "checkpoint", "restore_best"):
         yield ("checkpoint", "restore_best"), "the best weights are not kept: remove it, or set checkpoint.best to true"
-
-
-def _plateau(job: Job) -> bool:
-    return job.train.lr_schedule.name == "plateau"
-
-
-_WARM_UP = "dgc begins with a quarter of all elements, which later steps do not send; set warmup_steps to 0"
-
-
-def check_compression(job: Job) -> Problems:
-    """Yield each contradiction of these fields: (field, reason)."""
-    section = job.compression
-    if section is None:
-        return
-    if not job.has_shards:
-        yield ("compression",), f"strategy {job.strategy} has no shards to send anything to; remove it"
-        return
-    if job.dense_mode != "ps" and "dense" in section.model_fields_set:
-        reason = f"torch all-reduces the dense weights (dense.mode {job.dense_mode}), past the shards"
-        yield ("compression", "dense"), f"{reason}; remove it, or use dense.mode ps"
-    yield from _cannot_serve(job, section)
-    yield from _without_meaning(section)
-    yield from _auto(job, section)
-    if section.unless_slower:
-        yield from _unless_slower(job, section)
-
-
-def compression_advice(job: Job) -> list[str]:
-    """A line for every codec that is a poor choice in front of its optimizer; the job is trained all the same."""
-    section = job.compression
-    if section is None:
-        return []
-    names = {False: job.embedding.optimizer.name, True: (job.dense.optimizer or job.embedding.optimizer).name}
-    found = []
-    for at, direction, dense, codec in section.choices():
-        line = advice(names[dense], codec) if direction == "push" and not _in_groups(job, at, dense) else ""
-        if line:
-            found.append(f"compression.{'.'.join(at)}: {line}")
-    return found
-
-
-def _cannot_serve(job: Job, section: CompressionSection) -> Problems:
-    momenta = {
-        False: _momentum(job.embedding.optimizer),
-        True: _momentum(job.dense.optimizer or job.embedding.optimizer),
-    }
-    seen = set()
-    for at, direction, dense, codec in section.choices():
-        try:
-            codec.check(direction, dense)
-        except ValueError as error:
-            yield ("compression", *at), str(error)
-            continue
-        if codec.select == "dgc" and momenta[dense] and not _in_groups(job, at, dense) and at not in seen:
-            seen.add(at)
-            reason = f"{codec} applies momentum before it selects, and the optimizer's {momenta[dense]:g} would again"
-            yield ("compression", *at), f"{reason}; set the optimizer's momentum to 0"
-        if codec.select == "dgc" and job.train.local_steps and at not in seen:
-            seen.add(at)
-            reason = (
-                f"{codec} keeps a momentum of gradients, and train.staleness {job.train.staleness} pushes differences"
-            )
-            yield ("compression", *at), f"{reason} of weights; use topk"
-
-
-def _in_groups(job: Job, at: tuple[str, ...], dense: bool) -> bool:
-    """Whether a codec is that of tables which may have the optimizer of a group: it is known once the tables are."""
-    return at[0] == "tables" and bool((job.dense if dense else job.embedding).groups)
-
-
-def _momentum(optimizer: OptimizerSection) -> float:
-    return float(getattr(optimizer, "momentum", 0.0))
-
-
-def _without_meaning(section: CompressionSection) -> Problems:
-    pushes = [(dense, codec) for _, direction, dense, codec in section.choices() if direction == "push"]
-    pushes += [(False, CodecName.parse(text)) for text in section.allow]
-    given = section.model_fields_set
-    if "residual_rows" in given and not any(codec.has_feedback and not dense for dense, codec in pushes):
-        yield ("compression", "residual_rows"), "no codec of an embedding table leaves anything for later; remove it"
-    for name in ("warmup_steps", "momentum", "clip_norm"):
-        if name in given and not any(codec.select == "dgc" for _, codec in pushes):
-            yield ("compression", name), "only dgc has it, and no push travels so; remove it"
-
-
-def _auto(job: Job, section: CompressionSection) -> Problems:
-    if section.auto:
-        if job.train.local_steps:
-            reason = f"most steps send nothing with train.staleness {job.train.staleness}, and auto judges by steps"
-            yield ("compression", "auto"), f"{reason}; name codecs"
-        for name in ("push", "pull", "dense"):
-            if name in section.model_fields_set:
-                yield ("compression", name), "auto chooses it; remove it, or name tables under compression.tables"
-        for position, text in enumerate(section.allow):
-            if CodecName.parse(text).select in ("powersgd", "delta"):
-                reason = f"what {text} sends is not known before it does; name it under compression.tables"
-                yield ("compression", "allow", position), reason
-            elif CodecName.parse(text).select == "dgc" and section.warmup_steps:
-                yield ("compression", "allow", position), _WARM_UP
-    elif section.allow:
-        yield ("compression", "allow"), "says what auto may choose; add auto: true"
-
-
-def _unless_slower(job: Job, section: CompressionSection) -> Problems:
-    at = ("compression", "unless_slower")
-    codecs = [codec for _, _, _, codec in section.choices()]
-    if section.auto:
-        yield at, "auto tries what it chooses anyway; remove it"
-    elif all(codec.is_plain for codec in codecs):
-        yield at, "there is no codec to try; remove it, or name one"
-    elif job.train.local_steps:
-        yield at, f"most steps send nothing with train.staleness {job.train.staleness}; remove either"
-    elif section.steps:
-        yield at, "codecs are tried in the first steps, and a schedule changes them later; remove either"
-    elif section.warmup_steps and any(codec.select == "dgc" for codec in codecs):
-        yield at, _WARM_UP

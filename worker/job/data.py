@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from embershard.proto.errors import JobError
-from embershard.worker.job.data_section import LOWER_IS_BETTER as LOWER_IS_BETTER
-from embershard.worker.job.data_section import METRICS as METRICS
 from embershard.worker.job.data_section import DataSection, Evaluation
 from embershard.worker.job.sections import CUSTOM, Count
 from embershard.worker.job.tabular import Delimiter, RaySection, TabularSection

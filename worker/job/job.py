@@ -11,8 +11,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from embershard.proto import spec
 from embershard.worker.job.compression import AnyCompression
-from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData, UserReaderSection
-from embershard.worker.job.data_section import MORE_METRICS
+from embershard.worker.job.data import AnyData, UserReaderSection
+from embershard.worker.job.data_section import LOWER_IS_BETTER, METRICS, MORE_METRICS
 from embershard.worker.job.sections import (
     AnyLoss,
     AnyModel,

@@ -12,12 +12,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
+from embershard.proto.user_modules import search_from
 from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
 from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import CUSTOM, UserModelSection
 from embershard.worker.job.training import BUDGETS
-from embershard.worker.job.user_code import search_from
 from embershard.worker.job.yaml import JobSource, Mistake
 from embershard.worker.job.yaml import Path as Location
 

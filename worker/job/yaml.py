@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent
 
 Path = tuple[str | int, ...]
+Problems = Iterator[tuple[Path, str]]  # which field contradicts others, and why
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
-from embershard.worker.data.features import PADDING, Field
+from embershard.worker.data.batch import NUM_HASHED_IDS, Field, Schema
+from embershard.worker.data.inputs.rows import PADDING
 
 Device = torch.device | str | None
 IdSpace = int | Schema  # the ids 0..n-1 of one table; or the data's schema, whose features may have several

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -14,25 +13,13 @@ from torch import Tensor, nn
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Route
+from embershard.worker.nn.rows_gradient import RowsGradient, TableTooLarge, changed_tensor
 from embershard.worker.session.dense import METADATA, ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.tables import RemoteTable
 
-W = TypeVar("W", bound=Tensor)
-
 _MOST_ROWS = 2**46  # in the shape of a weight: torch counts a tensor's bytes in 63 bits, and hashed ids have 62
 WHOLE_LIMIT = 64 * 2**20  # bytes of a table that may be read as a whole
-
-
-class TableTooLarge(EmbershardError):
-    """A table was read as a whole that has more bytes than may be read so."""
-
-    template = (
-        "table {table!r} was read as a whole, but it has {nbytes} bytes, over the limit of {limit}: read the rows of a "
-        "batch with emb(ids); score sampled candidates in place of all items (sampled softmax); regularise by the "
-        "optimizer's weight_decay, or over the rows of each batch by wrap(..., beyond_limit='batch_rows'); or raise "
-        "wrap(..., whole_limit=)"
-    )
 
 
 class NoRowsRead(EmbershardError):
@@ -274,7 +261,7 @@ class RemoteWeight(nn.Parameter):
             return _index_select(*args, **kwargs)
         if func is torch.autograd.grad:
             _refuse_rows(*args, **kwargs)
-        changed = _changed(func, args, kwargs, RemoteWeight)
+        changed = changed_tensor(func, args, kwargs, RemoteWeight)
         if changed is not None:
             raise ParameterChanged(parameter=changed.table.spec.name)
         return func(*_with_wholes(args), **_with_wholes(kwargs))
@@ -365,25 +352,6 @@ def _embedding_bag(
     return module(input, offsets, per_sample_weights)
 
 
-def _changed(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[W]) -> W | None:
-    """The tensor of a kind that a function would change."""
-    name = getattr(func, "__name__", "").partition(".")[0]
-    module = getattr(func, "__module__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    is_operator = name in ("__setitem__", "__set__", "__delete__") or (name.startswith("__i") and name != "__invert__")
-    is_operator = is_operator and name not in ("__index__", "__int__")
-    candidates: list[object] = [kwargs.get("out")]
-    if (is_in_place or is_operator) and args:
-        candidates.append(args[0])
-    if module == "torch.nn.init":
-        candidates.append(kwargs.get("tensor"))
-    for value in candidates:
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, kind):
-                return one
-    return None
-
-
 def _with_wholes(value: Any) -> Any:
     """The same arguments with the whole table in place of each weight."""
     if isinstance(value, RemoteWeight):
@@ -410,152 +378,3 @@ def _collector(weight: RemoteWeight, route: Route) -> Callable[[Tensor], None]:
             table.session.collect(RowGradients(table.spec, route, gradient[order.to(gradient.device)]))
 
     return collect
-
-
-class RowsGradient(Tensor):
-    """The gradient of a table's rows: those that were read have one, all others zero.
-
-    In-place functions by a number change what is pushed; norms and other reductions that zero rows do not change are
-    those of the rows read; any other function gets the gradient of the whole table, where that is within the limit: a
-    copy, which is not pushed and cannot be changed in place.
-    """
-
-    ids: Tensor  # (U,)
-    num_rows: int
-    limit: int
-    table: str
-
-    @staticmethod
-    def of(part: RowGradients, num_rows: int, limit: int) -> RowsGradient:
-        """Return the gradient of the step so far; it shares the memory of the part."""
-        gradient = part.gradients.as_subclass(RowsGradient)
-        gradient.ids, gradient.num_rows = torch.from_numpy(part.route.ids), num_rows
-        gradient.limit, gradient.table = limit, part.spec.name
-        return gradient
-
-    def detach(self) -> RowsGradient:
-        """The same memory, apart from autograd."""
-        gradient = self.as_subclass(Tensor).detach().as_subclass(RowsGradient)
-        gradient.__dict__.update(self.__dict__)
-        return gradient
-
-    @property
-    def data(self) -> RowsGradient:  # type: ignore[override]
-        """The same memory, apart from autograd: what changes in it is pushed."""
-        return self.detach()
-
-    def __deepcopy__(self, memo: object) -> Tensor:
-        """The gradient of the whole table, as a tensor of torch."""
-        return self.clone()
-
-    def numel(self) -> int:
-        """Return the number of elements of the whole weight, unread rows included."""
-        return self.shape.numel()
-
-    nelement = numel
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the whole weight, (num_embeddings, dim)."""
-        return torch.Size((self.num_rows, super().shape[1]))
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"RowsGradient({self.table!r}, {tuple(self.shape)}, {len(self.ids)} rows)"
-
-    @classmethod
-    @untraced
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        """Call the function with the rows, or with the gradient of the whole table."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is Tensor.detach_:  # as loops write before zero_(): it is apart already, and torch refuses for views
-            return args[0]
-        if name in _OF_ROWS and _is_by_number(name, args, kwargs):
-            result = func(*_unwrapped(args), **_unwrapped(kwargs))
-            return args[0] if name.endswith("_") else result
-        if (changed := _changed(func, args, kwargs, RowsGradient)) is not None:
-            raise NotImplementedError(
-                f"table {changed.table!r}: {name} would change gradients of rows that nobody read; scale by a "
-                "number, or add the term to the loss"
-            )
-        return func(*_densified(args), **_densified(kwargs))
-
-
-class _Copy(Tensor):
-    """The gradient of a whole table, or a part of it. What changes it would not be pushed, and is an error."""
-
-    @classmethod
-    @untraced
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        """Call the function; what shares memory with the copy is one, too."""
-        kwargs = kwargs or {}
-        if _changed(func, args, kwargs, _Copy) is not None:
-            raise NotImplementedError(
-                "a part of emb.weight.grad is a copy, and a change of it would not be pushed: change the rows of "
-                "session.gradients(), or scale all of emb.weight.grad by a number"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, _Copy)}
-            return _shared(func(*args, **kwargs), memory)
-
-
-def _shared(value: Any, memory: AbstractSet[int]) -> Any:
-    """The same result, with copies in place of tensors in their memory."""
-    if isinstance(value, np.ndarray):
-        value.flags.writeable = False
-    if isinstance(value, Tensor) and value.layout == torch.strided and value.untyped_storage().data_ptr() in memory:
-        return value.as_subclass(_Copy)
-    return type(value)(_shared(part, memory) for part in value) if type(value) in (list, tuple) else value
-
-
-# functions that zero rows do not change, or that keep them zero
-_OF_ROWS = {
-    "_amp_foreach_non_finite_check_and_unscale_", "_foreach_abs", "_foreach_abs_", "_foreach_clamp_max_",
-    "_foreach_clamp_min_", "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "clamp_", "clamp_max_",
-    "clamp_min_", "div_", "isfinite", "isinf", "isnan", "linalg_vector_norm", "mul_", "nan_to_num_", "neg_",
-    "norm", "sign_", "vector_norm", "zero_",
-}  # fmt: skip
-
-
-def _is_by_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether nothing else has a shape, and no dimension is named."""
-    if len(args) > 2 and name in ("norm", "linalg_vector_norm", "vector_norm"):  # a dimension, by its place
-        return False
-    others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
-    return kwargs.get("dim") is None and all(value.dim() == 0 for value in others)
-
-
-def _unwrapped(value: Any) -> Any:
-    if isinstance(value, RowsGradient):
-        return value.as_subclass(Tensor)
-    if isinstance(value, Mapping):
-        return {key: _unwrapped(part) for key, part in value.items()}
-    return type(value)(map(_unwrapped, value)) if isinstance(value, list | tuple) else value
-
-
-def _densified(value: Any) -> Any:
-    if isinstance(value, RowsGradient):
-        rows = value.as_subclass(Tensor)
-        nbytes = rows.element_size() * value.num_rows * rows.shape[1]
-        if nbytes > value.limit:
-            raise TableTooLarge(table=value.table, nbytes=nbytes, limit=value.limit)
-        whole = rows.new_zeros(value.num_rows, rows.shape[1]).index_copy(0, value.ids.to(rows.device), rows)
-        return whole.as_subclass(_Copy)
-    if isinstance(value, Mapping):
-        return {key: _densified(part) for key, part in value.items()}
-    return type(value)(map(_densified, value)) if isinstance(value, list | tuple) else value

@@ -6,11 +6,10 @@ here: buffers (the running statistics of batch norm, for instance) and frozen pa
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +20,10 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import TableMismatch
 from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimizer, RowWiseAdagrad, TableSpec
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.nn.hooks import MARK, install
 from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
-from embershard.worker.session.dense import BLOCK, DenseWeights, RemoteParameter, layout_seed, may_be_compiled, untraced
-from embershard.worker.session.inputs import WrappedModel
+from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 
@@ -33,14 +32,11 @@ M = TypeVar("M", bound=nn.Module)
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]
 
 _PORTION = 2**18  # rows loaded at a time
-_MARK = "_embershard_session"
 # of a module, what torch calls around it
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
     "_state_dict_pre_hooks",
 )  # fmt: skip
-
-_log = logging.getLogger(__name__)
 
 
 class OtherParameters(TableMismatch):
@@ -111,7 +107,7 @@ def wrap(
     not float32, not initialised, or on the meta device without being a table. OtherParameters if the shards hold
     other dense weights; TableTooLarge if a use would read a table beyond the limit as a whole.
     """
-    if hasattr(model, _MARK):
+    if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
     if id_space is None:
         id_space = getattr(model, "embedding_id_spaces", {})
@@ -126,14 +122,10 @@ def wrap(
     batch_rows = beyond_limit == "batch_rows"
     settings = _Settings(optimizers, _rules(initializer), seed, prefix, whole_limit, batch_rows, dense == "ps")
     moved = _move_tables(model, session, settings, id_space)
-    weights, newcomers = [], None
+    weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix)) if dense == "ps" else None
     if dense != "ps" and session.membership is not None:
         session.membership.may_rejoin = session.membership.terms.staleness is None
-    if dense == "ps":
-        weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix))
-        _refuse_state(moved.model)
-        newcomers = _Newcomers(moved.model)
-    _install(moved.model, session, moved.tables, weights, newcomers)
+    install(moved.model, session, moved.tables, weights)
     return moved.model
 
 
@@ -423,80 +415,6 @@ def _dense_table(
     return dense
 
 
-def _install(
-    model: nn.Module,
-    session: Session,
-    tables: Mapping[str, Embedding | EmbeddingBag],
-    dense: list[DenseWeights],
-    newcomers: _Newcomers | None,
-) -> None:
-    """Hooks that bring weights up to date before they are read."""
-    wrapped = WrappedModel(model, tables)
-    session.registry.models.append(wrapped)
-
-    def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if newcomers is not None:
-            newcomers.look(model)
-        for weights in dense:
-            weights.follow()
-        # otherwise the dense weights come with the first lookup, in its request, or as they are first used
-        if not tables or hasattr(model, "embedding_inputs") or may_be_compiled():
-            session.stage(wrapped.lookups(*args, **kwargs))
-
-    def after_forward(*_: object) -> None:
-        session.unstage()
-
-    model.register_forward_pre_hook(_Hook(before_forward), with_kwargs=True)
-    model.register_forward_hook(_Hook(after_forward), always_call=True)
-    setattr(model, _MARK, session)
-
-
-class _Newcomers:
-    """Warns of parameters that a model got after wrap: nobody pushes their gradients.
-
-    To look for them takes as long as a lookup, so it happens at forwards 1, 2, 4, 8 and so on.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {id(parameter) for parameter in model.parameters()}
-        self._forwards = 0
-        self._has_told = False
-
-    def look(self, model: nn.Module) -> None:
-        """Count a forward, and warn once."""
-        self._forwards += 1
-        if self._has_told or self._forwards & (self._forwards - 1):
-            return
-        for name, parameter in model.named_parameters():
-            # functional_call puts other tensors in their place for a call
-            is_new = id(parameter) not in self._known and isinstance(parameter, nn.Parameter)
-            if is_new and parameter.requires_grad:
-                self._has_told = True
-                _log.warning(
-                    "parameter %r is not on the shards, since it came after wrap: session.step() does not train it; "
-                    "assign it before wrap, or train it with an optimizer of torch",
-                    name,
-                )
-                return
-
-
-class _Hook:
-    """A forward hook of a wrapped model, which cannot be pickled, and says so."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    @untraced
-    def __call__(self, *args: object) -> None:
-        self._function(*args)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a wrapped model holds a session and cannot be copied or pickled: copy the model before wrapping it, "
-            "save model.state_dict(), and keep it out of the dataset and collate_fn of a DataLoader with workers"
-        )
-
-
 def dense_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state_dict of a wrapped model without its tables."""
     state: dict[str, torch.Tensor] = {}
@@ -504,15 +422,3 @@ def dense_state(model: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(module, Embedding | EmbeddingBag):
             module._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
     return state
-
-
-def _refuse_state(model: nn.Module) -> None:
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
-
-
-def _refuse(module: nn.Module, *_: object) -> None:
-    if any(isinstance(parameter, RemoteParameter | RemoteWeight) for parameter in module.parameters()):  # in no copy
-        raise RuntimeError(
-            "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
-        )

@@ -16,7 +16,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.trained.reading import ReadOnlySession, average_of, trained
-from embershard.worker.training.evaluate import Evaluator, Figures, metrics_of
+from embershard.worker.training.evaluate import Evaluator, Figures
 from embershard.worker.training.trainer import build_model, device_of
 
 
@@ -49,13 +49,11 @@ class TrainedEvaluator:
         forward = forward_of(model, job.model.name)
         strategy = trained(job, dataset.schema, session, checkpoint, model=model, device=device)
         self._evaluator = Evaluator(
-            strategy.model,
+            job,
             dataset,
             strategy,
             WorkerGroup(),
             forward=forward,
-            metrics=metrics_of(job),
-            batch_size=job.evaluate.batch_size,
             device=device,
             averaged=average_of(job, strategy, session, checkpoint),
             curves=curves,

@@ -25,8 +25,7 @@ import torch
 
 from embershard.proto.errors import BadExport, EmbershardError, Status
 from embershard.proto.spec import Initializer
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.batch import Field, IdTable, Schema
 
 MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"
 ONNX, INT8 = "dense.onnx", "dense.int8.safetensors"

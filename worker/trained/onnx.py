@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from embershard.proto.errors import EmbershardError, Status
 from embershard.worker.data.batch import NUM_HASHED_IDS, Batch, Dataset, Schema
-from embershard.worker.data.features import PADDING
+from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import RetrievalModel, id_columns, scores_lists
 from embershard.worker.models.user_defined import forward_of, reads_dense

@@ -43,7 +43,7 @@ class FeatureInputs:
         """Ids (N, C) and dense features (N, D), or None. BadRows."""
         import pyarrow as pa
 
-        from embershard.worker.data.preprocess import BadFeature, BadValue
+        from embershard.worker.data.values import BadFeature, BadValue
 
         given = columns_by_name(rows)
         check_columns(given, self.names, self._ignored)

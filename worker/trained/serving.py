@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import BadExport, BadIds, BadRows, CannotServe
 from embershard.worker.data.batch import Batch, Schema
-from embershard.worker.data.features import PADDING
+from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
 from embershard.worker.models.user_defined import forward_of, in_whole_rows

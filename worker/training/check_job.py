@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from embershard.proto.errors import EmbershardError, UserCodeFailed, to_wire
-from embershard.proto.user_modules import members_of, user_code, where_running
+from embershard.proto.user_modules import members_of, search_from, user_code, where_running
 
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}  # audit events
@@ -101,7 +101,6 @@ def check(request: Mapping[str, object], progress: Progress) -> None:
         from embershard.worker.data.user_defined import first_batch
         from embershard.worker.job.checks import check_opened
         from embershard.worker.job.load import load_job
-        from embershard.worker.job.user_code import search_from
         from embershard.worker.training.try_model import try_model
     job = load_job(path, overrides, None if data is None else Path(str(data)))
     if imports:

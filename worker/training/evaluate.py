@@ -37,23 +37,21 @@ class Evaluator:
 
     def __init__(
         self,
-        model: nn.Module,
+        job: Job,
         dataset: Dataset,
         strategy: Strategy,
         group: WorkerGroup,
         *,
         forward: Forward,
-        metrics: Metrics,
-        batch_size: int,
         device: torch.device,
         averaged: Callable[[Share], AbstractContextManager[None]] = lambda _: nullcontext(),
         curves: bool = False,
     ) -> None:
         self.curves: dict[str, list[tuple[float, float, int]]] = {}
         """Split (and label, where there are several) -> its reliability curve, of the last evaluation, if asked for."""
-        self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
-        self._forward, self._metrics = in_whole_rows(forward), metrics
-        self._batch_size, self._device = batch_size, device
+        self._model, self._dataset, self._strategy, self._group = strategy.model, dataset, strategy, group
+        self._forward, self._metrics = in_whole_rows(forward), metrics_of(job)
+        self._batch_size, self._device = job.evaluate.batch_size, device
         self._averaged, self._with_curves = averaged, curves
 
     def evaluate(self) -> dict[str, Figures]:

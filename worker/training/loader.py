@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict
 
 from embershard.proto.arrays import Bytes
 from embershard.proto.errors import EmbershardError, from_wire, to_wire
+from embershard.proto.user_modules import environment_for_child
 from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData
 
@@ -85,8 +86,7 @@ class LoaderProcess:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-P", "-m", "embershard.worker.training.loader"]
-        # what this process can import, the loader can
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = environment_for_child()
         # a process group of its own: Ctrl-C at the terminal reaches this process, whose end is the loader's
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0, bufsize=0

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from embershard.proto.errors import EmbershardError, SnapshotUnknown, Status, TablesInTheWay
+from embershard.proto.snapshot.stored import read_manifest
 from embershard.worker.checkpoint.checkpoint import (
     SNAPSHOT,
     BadCheckpoint,
@@ -20,7 +21,7 @@ from embershard.worker.checkpoint.checkpoint import (
     whole_checkpoint,
 )
 from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointNotWritten, WritingCheckpoint
-from embershard.worker.checkpoint.snapshots import read_manifest, restore_rows
+from embershard.worker.checkpoint.snapshots import restore_rows
 from embershard.worker.checkpoint.tensors import State, Stateful, pack
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup

@@ -32,7 +32,7 @@ from embershard.worker.strategy.protocol import EpochBatch
 from embershard.worker.training.budget import Segment, TrainingPlan, steps_of
 from embershard.worker.training.build import choose_strategy, job_model, rates_of, step_of
 from embershard.worker.training.codecs import JobCodecs
-from embershard.worker.training.evaluate import Best, Evaluator, metrics_of
+from embershard.worker.training.evaluate import Best, Evaluator
 from embershard.worker.training.loader import LoaderProcess
 from embershard.worker.training.saver import (
     BUFFERS,
@@ -85,13 +85,11 @@ class Trainer:
         torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
         self._learn = step_of(job, self.strategy, session, self.device, forward, worker=group.rank)
         self._evaluator = Evaluator(
-            self.model,
+            job,
             dataset,
             self.strategy,
             group,
             forward=forward,
-            metrics=metrics_of(job),
-            batch_size=job.evaluate.batch_size,
             device=self.device,
             averaged=self._learn.averaged,
             curves=job.own_loss is None,  # else a logit need not tell of a probability
@@ -102,8 +100,7 @@ class Trainer:
         self._splits = SplitQueue(session, num_splits) if session is not None and num_splits else None
         self._budget = TrainingPlan(job, dataset, group, loader, smallest_batch, self._splits)
         self._rates = rates_of(job, self.strategy, self._budget.total_steps)
-        early_stop = job.train.early_stop
-        min_delta = early_stop.min_delta if early_stop else 0.0
+        min_delta = job.train.early_stop.min_delta if job.train.early_stop else 0.0
         self._best = Best(lower_is_better=job.lower_is_better, min_delta=min_delta)
         self._meter = Throughput(self.strategy, group.at_start)
         record = None if output is None else WorkerRecord(output, group.rank)

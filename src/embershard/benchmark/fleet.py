@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import IO, Self
 
 from embershard.benchmark.settings import Lap, Order
 from embershard.proto.errors import EmbershardError
+from embershard.proto.user_modules import environment_for_child
 
 _POLL_SECONDS = 0.2
 _LAST_LINES = 12
@@ -32,15 +32,13 @@ class _Process:
         self.number = number
         self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()  # "" at its end
         self._log: IO[bytes] = tempfile.TemporaryFile()
-        # what this process can import, the worker can
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self.popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "embershard.benchmark.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment,
+            env=environment_for_child(),
             process_group=0,  # Ctrl-C at the terminal reaches the bench only, whose end is the worker's
         )
         assert self.popen.stdout is not None

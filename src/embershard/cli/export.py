@@ -31,7 +31,7 @@ from embershard.worker.trained.onnx import check_onnx, export_onnx, part_of_trai
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.reading import Averaged, average_of, trained
 from embershard.worker.trained.served_inputs import inputs_of, job_data
-from embershard.worker.training.evaluate import Evaluator, metrics_of
+from embershard.worker.training.evaluate import Evaluator
 
 
 def export(
@@ -107,13 +107,11 @@ def export(
 
 def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path) -> None:
     evaluator = Evaluator(
-        strategy.model,
+        job,
         dataset,
         strategy,
         WorkerGroup(),
         forward=forward_of(strategy.model, job.model.name),
-        metrics=metrics_of(job),
-        batch_size=job.evaluate.batch_size,
         device=torch.device("cpu"),
         averaged=averaged,
     )

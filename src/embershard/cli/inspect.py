@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from embershard.proto.snapshot.stored import StoredSnapshot
-from embershard.worker.checkpoint.snapshots import list_snapshots, open_snapshot
+from embershard.proto.snapshot.stored import StoredSnapshot, list_snapshots, open_snapshot
 
 
 def inspect(

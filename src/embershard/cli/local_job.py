@@ -35,7 +35,6 @@ from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettin
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed
 from embershard.proto.security.tls import TLS
-from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.names import remove_unfinished
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
@@ -200,11 +199,11 @@ class LocalJob:
     def _remove_unfinished(self) -> None:
         """Remove the checkpoint that the end of this attempt met half written."""
         if (best := self.folder / "best").is_dir():
-            remove_unfinished(Storage(str(best)))
+            remove_unfinished(str(best))
         folder = self.job.checkpoint.folder
         if folder is not None:
             # a thread: a storage that does not answer may take minutes to say so
-            removal = threading.Thread(target=remove_unfinished, args=[Storage(folder)], daemon=True)
+            removal = threading.Thread(target=remove_unfinished, args=[folder], daemon=True)
             removal.start()
             removal.join(_REMOVAL_SECONDS)
             if removal.is_alive():

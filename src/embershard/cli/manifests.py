@@ -10,7 +10,7 @@ import typer
 
 from embershard.deploy.manifests.compose import compose_file
 from embershard.deploy.manifests.deployment import BadDeployment, Deployment, Durability
-from embershard.deploy.manifests.kubernetes import kubernetes_objects
+from embershard.deploy.manifests.kubernetes import KubernetesSettings, kubernetes_objects
 from embershard.deploy.manifests.slurm import batch_script
 from embershard.deploy.manifests.systemd import systemd_units
 from embershard.proto.errors import CannotWrite
@@ -109,9 +109,7 @@ def kubernetes(
         durability=durability,
         snapshots=tuple(snapshots or ()),
     )
-    objects = kubernetes_objects(
-        deployment,
-        _text_of(job),
+    settings = KubernetesSettings(
         image=image,
         worker_image=worker_image,
         namespace=namespace,
@@ -121,6 +119,7 @@ def kubernetes(
         data_claim=data_claim,
         service_account=service_account,
     )
+    objects = kubernetes_objects(deployment, _text_of(job), settings)
     _print("---\n".join(map(_yaml, objects)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +27,7 @@ from embershard.cli.security import (
 from embershard.cli.signals import ParentPidOption
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.tls import TLSOption, tls_of
+from embershard.proto.user_modules import search_from
 from embershard.ps.options import ServerOptions
 from embershard.ps.server import serve
 
@@ -109,7 +109,7 @@ def ps(
     if index >= of:
         raise typer.BadParameter(f"shards count from 0, so --shard {index} --of {of} does not exist")
     if imports:
-        sys.path.append(os.getcwd())  # last: a module here must not hide an installed one
+        search_from(Path())
     options = ServerOptions(
         shard=index,
         of=of,

@@ -18,9 +18,9 @@ from embershard.proto.errors import SnapshotNotFound
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.routing import make_route
 from embershard.proto.security.tls import TLS
-from embershard.proto.snapshot.stored import StoredSnapshot
+from embershard.proto.snapshot.stored import StoredSnapshot, open_snapshot
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, best_checkpoint, checkpoint_at
-from embershard.worker.checkpoint.snapshots import open_snapshot, restore_snapshot
+from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.trained.export import ReadTable
 from embershard.worker.trained.reading import ReadOnlySession

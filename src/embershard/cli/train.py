@@ -44,8 +44,9 @@ from embershard.deploy.workers import WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError, OutputClosed, ShardUnavailable
 from embershard.proto.monitoring.exporter import check_addresses, parse_address
 from embershard.proto.monitoring.logs import log_as_json
+from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.job.checks import compression_advice
+from embershard.worker.job.compression_checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.tabular import TabularSection
@@ -184,16 +185,15 @@ def train(
     command += ["--log-format", log_format] if log_format != "text" else []
     command += [word for module in imports or () for word in ("--import", module)]
     command += ["--start-workers", str(least)] if least < settings.workers else []
-    cluster = on.open(settings, ps, folder, tls=tls_of(tls, tls_server_name), metrics=metrics)
+    given_tls = tls_of(tls, tls_server_name)
+    cluster = on.open(settings, ps, folder, tls=given_tls, metrics=metrics)
     make_folder(folder)
     # two jobs would write one log, and each would remove checkpoints of the other
     kept = kept_from_others({"--output": folder, "checkpoint.folder": settings.checkpoint.folder})
     context.with_resource(kept)
-    certificates = tls_of(tls, tls_server_name) if settings.has_shards else None
+    certificates = given_tls if settings.has_shards else None
     if certificates is None and settings.has_shards and ps is None and not (cluster.is_local or insecure):
-        from embershard.deploy.authority import issue_for_run  # loads cryptography
-
-        certificates = issue_for_run(folder.absolute() / f"keys-{time.time_ns()}")
+        certificates = _own_certificates(folder)
     command += tls_words(certificates)
     command += [] if ps is None else token_words(context, token_file)
     try_job(settings, job, sets, data, imports or (), say)
@@ -221,13 +221,27 @@ def train(
             )
             started.train(checkpoint)
     except (EmbershardError, OSError) as error:
-        check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
-        stopped = isinstance(error, WorkerFailed | ShardUnavailable)
-        if stopped and ps is not None and settings.checkpoint.folder is not None:
-            say(f"to continue from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
-        if isinstance(error, WorkerFailed):
-            check_stdout(error)
+        _explain(error, folder, can_resume=ps is not None and settings.checkpoint.folder is not None)
         raise
+
+
+def _own_certificates(folder: Path) -> TLS:
+    """Make the certificates of a run on several machines, which its own shards and workers alone trust."""
+    from embershard.deploy.authority import issue_for_run  # loads cryptography
+
+    return issue_for_run(folder.absolute() / f"keys-{time.time_ns()}")
+
+
+def _explain(error: Exception, folder: Path, *, can_resume: bool) -> None:
+    """Say how a run that an error has stopped can go on.
+
+    Raise the error that is behind it, if one is: the disk is full, or nobody reads the output.
+    """
+    check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
+    if can_resume and isinstance(error, WorkerFailed | ShardUnavailable):
+        say(f"to continue from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
+    if isinstance(error, WorkerFailed):
+        check_stdout(error)
 
 
 def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | None) -> list[str]:

@@ -9,8 +9,8 @@ from embershard.cli.signals import ended_by_signals
 from embershard.deploy.job_check import check_job
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
+from embershard.proto.user_modules import search_from
 from embershard.worker.job.job import Job
-from embershard.worker.job.user_code import search_from
 
 
 def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shards: bool = True) -> None:

@@ -58,6 +58,7 @@ from embershard.proto.monitoring.tracing import SpanSender, StepTracer
 from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
+from embershard.proto.user_modules import search_from
 from embershard.worker.checkpoint.checkpoint import (
     Checkpoint,
     find_checkpoint,
@@ -71,7 +72,6 @@ from embershard.worker.device import keep_freed_memory
 from embershard.worker.job.checks import check_opened
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
-from embershard.worker.job.user_code import search_from
 from embershard.worker.reporting.callbacks import Callback
 from embershard.worker.reporting.log import JsonLog, RunEvents, TensorBoardLog
 from embershard.worker.reporting.profile import Profile

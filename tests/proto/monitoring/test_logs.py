@@ -157,6 +157,29 @@ def test_warnings_and_exceptions_that_nobody_catches_are_events():
     assert (done.stderr, done.returncode) == ("", 1)
 
 
+PRINTS = """
+import logging, sys
+from embershard.proto.monitoring.logs import log_as_json
+log_as_json(sys.stdout, shard=3)
+print("seen", 7, end=" ", flush=True)
+print("rows\\nand more")
+logging.getLogger("x").info("an event")
+sys.stdout.write("without an end")
+"""
+
+
+def test_what_is_printed_to_the_stream_of_the_log_is_an_event():
+    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True, timeout=60)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["logger"], line["event"]) for line in found] == [
+        ("stdout", "seen 7 rows"),
+        ("stdout", "and more"),
+        ("x", "an event"),
+        ("stdout", "without an end"),
+    ]
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
 FULL = """
 import logging, sys
 from embershard.proto.monitoring.logs import log_as_json

@@ -16,7 +16,7 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import NotAShard, UnknownTable, to_wire
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.shared_memory import SharedHeap, SharedMemory
-from embershard.proto.transport import stream_connection
+from embershard.proto.transport import stream, stream_connection
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.stream import StreamTransport
@@ -81,7 +81,7 @@ class Shard:
 def _small_arrays(monkeypatch):
     """Arrays of 32 KiB lie in shared memory, too."""
     monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 2**15)
-    monkeypatch.setattr(stream_connection, "SHARED_FROM_BYTES", 2**15)
+    monkeypatch.setattr(stream, "SHARED_FROM_BYTES", 2**15)
 
 
 @pytest.fixture

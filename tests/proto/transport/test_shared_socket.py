@@ -13,8 +13,8 @@ import pytest
 
 from embershard.proto import messages as m
 from embershard.proto.transport.io_thread import io_poller
-from embershard.proto.transport.stream import StreamTransport
-from embershard.proto.transport.stream_connection import StreamCall, StreamConnection
+from embershard.proto.transport.stream import StreamCall, StreamTransport
+from embershard.proto.transport.stream_connection import StreamConnection
 from embershard.proto.transport.transport import Unreachable
 from harness.eventually import eventually
 from harness.served import ServedShard

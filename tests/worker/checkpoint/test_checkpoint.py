@@ -13,6 +13,7 @@ import torch
 from embershard.local_shards import local
 from embershard.proto.errors import JobError, SnapshotNotWritten, SnapshotUnknown
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import read_manifest
 from embershard.worker.checkpoint.checkpoint import (
     MANIFEST,
     SNAPSHOT,
@@ -22,7 +23,7 @@ from embershard.worker.checkpoint.checkpoint import (
     find_checkpoint,
 )
 from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointFolderInUse, CheckpointNotWritten
-from embershard.worker.checkpoint.snapshots import RunningSnapshot, read_manifest, restore_snapshot
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.training import CheckpointSection

@@ -18,18 +18,12 @@ from embershard.proto.routing import make_route
 from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import MANIFEST, Parent, pack_manifest, pack_part
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import list_snapshots, open_snapshot
 from embershard.ps import snapshot as shard_side
 from embershard.worker.checkpoint import snapshots as module
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT
 from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointNotWritten
-from embershard.worker.checkpoint.snapshots import (
-    MOST_INCREMENTS,
-    begin_snapshot,
-    list_snapshots,
-    open_snapshot,
-    restore_snapshot,
-    take_snapshot,
-)
+from embershard.worker.checkpoint.snapshots import MOST_INCREMENTS, begin_snapshot, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
 from harness.job import make_job
 from harness.raises import raises

@@ -19,16 +19,9 @@ from embershard.proto.messages import Restore, Snapshot
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot.manifest import MANIFEST, pack_part
 from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot.stored import list_snapshots, open_snapshot, read_manifest
 from embershard.ps import snapshot as shard_side
-from embershard.worker.checkpoint.snapshots import (
-    begin_snapshot,
-    list_snapshots,
-    open_snapshot,
-    read_manifest,
-    read_table,
-    restore_snapshot,
-    take_snapshot,
-)
+from embershard.worker.checkpoint.snapshots import begin_snapshot, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.settings import Compression
@@ -109,14 +102,14 @@ def test_a_table_that_travelled_by_a_users_codec_is_restored_by_shards_without_i
 def test_its_rows_are_read_without_shards(url):
     client = trained()
     take_snapshot(client, url)
-    blocks = list(read_table(url, "items"))
+    blocks = list(open_snapshot(url).read_table("items"))
     ids, weights, state = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     order = np.argsort(ids)
     assert np.array_equal(ids[order], IDS)
     assert np.array_equal(weights[order], rows(client))
     assert state.shape == (2000, 9)  # two moments of Adam, and its step
     with raises(errors.UnknownTable, table="users", known="items"):
-        list(read_table(url, "users"))
+        list(open_snapshot(url).read_table("users"))
 
 
 def test_the_latest_is_found_by_its_folder_and_any_by_its_name(url):

@@ -9,7 +9,7 @@ from embershard.proto.messages import TableGradients
 from embershard.proto.routing import NUM_BUCKETS, Placement, make_route, regroup
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.worker.client.client import Directory
+from embershard.worker.client.routes import Directory
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.settings import Compression
 from harness.shards import table

@@ -19,10 +19,9 @@ import torch
 import embershard as es
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.batch import Field, IdTable, Schema
 from embershard.worker.data.text import Layout
-from embershard.worker.job.checks import compression_advice
+from embershard.worker.job.compression_checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.job.registry import MODELS

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.batch import Field, IdTable, Schema
 from embershard.worker.models.sequence.din import DIN
 from embershard.worker.models.sequence.sasrec import SASRec
 

@@ -137,7 +137,7 @@ def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(co
     """The same bits as with a read at the start of each forward."""
     results = []
     for defers in (True, False):
-        monkeypatch.setattr("embershard.worker.nn.wrap.may_be_compiled", lambda defers=defers: not defers)
+        monkeypatch.setattr("embershard.worker.nn.hooks.may_be_compiled", lambda defers=defers: not defers)
         torch.manual_seed(5)
         session, heard = counted(2)
         model = es.wrap(Net(USES[use]), session, optimizer=es.SGD(lr=0.1, momentum=0.9))

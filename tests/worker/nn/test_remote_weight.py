@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import embershard as es
-from embershard.worker.nn.remote_weight import NoRowsRead, RemoteWeight, TableTooLarge
+from embershard.worker.nn.remote_weight import NoRowsRead, RemoteWeight
+from embershard.worker.nn.rows_gradient import TableTooLarge
 from embershard.worker.session.dense import ParameterChanged
 
 IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])

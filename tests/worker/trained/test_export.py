@@ -14,11 +14,11 @@ from torch import nn
 import embershard as es
 from embershard.proto.errors import EmbershardError, JobError, TableMismatch
 from embershard.proto.messages import Declare
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.proto.spec import SGD, TableSpec
-from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
+from embershard.worker.checkpoint.snapshots import take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import RowsDataset, Samples, Schema
-from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.batch import Field, IdTable, RowsDataset, Samples, Schema
 from embershard.worker.data.interactions.gowalla import InteractionLists
 from embershard.worker.data.interactions.sequences import ActionSequences
 from embershard.worker.models.recommender import ListRecommender
@@ -103,7 +103,7 @@ class Run:
         return TableFacts(file, spec.dim, rows, trained, initializer, f"{spec.row_seed:016x}")
 
     def read_table(self, table):
-        return ((ids, rows) for ids, rows, _ in read_table(str(self.folder), table, "last"))
+        return ((ids, rows) for ids, rows, _ in open_snapshot(str(self.folder), "last").read_table(table))
 
     def table(self, name):
         return next(table for table in self.session.tables if table.spec.name == name)

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import embershard as es
 from embershard.errors import BadExport, BadIds, BadRows, CannotServe, UserCodeFailed
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
-from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
+from embershard.worker.checkpoint.snapshots import take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.inputs.rows import ListInput, RowInputs
 from embershard.worker.models.retrieval.two_tower import TwoTower
@@ -77,7 +78,7 @@ class Export:
             return self.model(*given).numpy()
 
     def read(self, folder, name):
-        return ((ids, rows) for ids, rows, _ in read_table(str(folder / "snapshots"), name, "s"))
+        return ((ids, rows) for ids, rows, _ in open_snapshot(str(folder / "snapshots"), "s").read_table(name))
 
 
 @pytest.fixture

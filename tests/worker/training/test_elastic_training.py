@@ -13,7 +13,7 @@ import torch
 from embershard.local_shards import InProcessShards
 from embershard.proto.errors import StaleWorker
 from embershard.proto.messages import READ_ONLY_WORKER
-from embershard.worker.checkpoint.snapshots import read_table
+from embershard.proto.snapshot.stored import open_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup
@@ -189,7 +189,7 @@ def test_the_shards_hold_the_best_weights_at_the_end_whoever_dies(tmp_path, stal
     client = Client(cluster.shards.transports(), worker=READ_ONLY_WORKER)
     reading = trained(cluster.job, click_data(train=1).schema, ReadOnlySession(client), None)
     for name, module in remote_tables(reading.model).items():
-        parts = list(read_table(result.best_weights.checkpoint, name, "shards"))
+        parts = list(open_snapshot(result.best_weights.checkpoint, "shards").read_table(name))
         ids, rows = (torch.from_numpy(np.concatenate(part)) for part in list(zip(*parts, strict=True))[:2])
         assert torch.equal(module.table.pull(ids), rows)
     assert {result.best_weights for result, _ in runs if result} == {result.best_weights}

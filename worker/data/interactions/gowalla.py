@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.features import Field, IdTable
+from embershard.worker.data.batch import Batch, Evaluation, Field, IdTable, Schema
 from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.data.interactions.files import read_lists
 from embershard.worker.data.interactions.interactions import (

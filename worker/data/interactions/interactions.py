@@ -14,8 +14,7 @@ from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Batch
-from embershard.worker.data.features import PADDING
-from embershard.worker.data.inputs.rows import CategoricalInput, ListInput, RowInputs
+from embershard.worker.data.inputs.rows import PADDING, CategoricalInput, ListInput, RowInputs
 
 
 def draw_key(seed: int, epoch: int) -> int:

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.features import PADDING, Field, IdTable
-from embershard.worker.data.inputs.rows import ListInput, RowInputs
+from embershard.worker.data.batch import Batch, Evaluation, Field, IdTable, Schema
+from embershard.worker.data.inputs.rows import PADDING, ListInput, RowInputs
 from embershard.worker.data.interactions.files import read_actions
 from embershard.worker.data.interactions.interactions import Interactions, check_numbering, draw_key
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation

@@ -17,10 +17,10 @@ from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import File, expand, is_url, open_binary, reading
 from embershard.worker.data.inputs.feature_ids import is_category
-from embershard.worker.data.preprocess import is_list
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
+from embershard.worker.data.values import is_list
 
 LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory

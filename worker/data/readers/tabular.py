@@ -18,18 +18,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.files import File, as_file
 from embershard.worker.data.negatives import InteractionStream, ItemPool, NegativeSampling, observe_all
-from embershard.worker.data.preprocess import (
-    BadValue,
-    Fitted,
-    Fitting,
-    Preprocessor,
-    check_undeclared,
-    hashes_of,
-    is_list,
-    numbers_of,
-    preprocessed_columns,
-    texts_of,
-)
+from embershard.worker.data.preprocess import Fitted, Fitting, Preprocessor, check_undeclared, preprocessed_columns
 from embershard.worker.data.readers.tabular_files import (
     TableFormat,
     TableSource,
@@ -40,6 +29,7 @@ from embershard.worker.data.readers.tabular_files import (
 )
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Kind
+from embershard.worker.data.values import BadValue, hashes_of, is_list, numbers_of, texts_of
 
 NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
 

@@ -20,10 +20,10 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import LOOK_BYTES, Block, File, expand, read_blocks
-from embershard.worker.data.preprocess import BadFeature, BadValue
 from embershard.worker.data.readers.parquet import LOOK_ROWS, READ_ROWS, ParquetSource
 from embershard.worker.data.stream import BlockSource
 from embershard.worker.data.text import Kind, Layout, TextSource, line_of, parse, read_header, recoded
+from embershard.worker.data.values import BadFeature, BadValue
 
 Format = Literal["parquet", "csv", "tsv", "jsonl"]
 ENDINGS: dict[str, Format] = {

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from embershard.proto.errors import EmbershardError
+from embershard.proto.user_modules import environment_for_child
 
 SHARD_IP, WORKER_IP = "10.77.0.1", "10.77.0.2"
 FIRST_PORT = 7700
@@ -105,10 +106,9 @@ class Namespaces:
         command += ["--insecure", "--snapshots", "/"]  # this network has nobody else in it
         command += ["--parent-pid", str(os.getpid())]  # ip has become the shard by exec
         command += [word for module in imports for word in ("--import", module)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment, start_new_session=True,
+            env=environment_for_child(), start_new_session=True,
         )  # fmt: skip
         try:
             yield process

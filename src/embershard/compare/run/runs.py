@@ -16,6 +16,7 @@ from embershard.compare.results import ArmRun, RunFigures
 from embershard.compare.run.plan import Task
 from embershard.compare.run.run_log import RunLog, RunProgress
 from embershard.proto.security.tls import TLS
+from embershard.proto.user_modules import environment_for_child
 from embershard.worker.reporting.log import FILE_NAME
 
 COMMAND = (sys.executable, "-P", "-m", "embershard.cli", "train")
@@ -103,13 +104,12 @@ def _attempt(
 @contextmanager
 def _process(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process that ends with the block: SIGTERM, so that it ends its children, then SIGKILL."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=said,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env=environment_for_child(),
         start_new_session=True,  # Ctrl-C at the terminal reaches this process only, which then ends the run
     )
     try:

@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import embershard as es
-from embershard.worker.data.preprocess import BadValue, FeatureSpec, Preprocessor
+from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
 from embershard.worker.data.readers import tabular_files
+from embershard.worker.data.values import BadValue
 from embershard.worker.job.load import load_job
 
 REST = "embedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_size: 32}\n"

@@ -15,7 +15,8 @@ from embershard.proto.errors import JobError
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.preprocess import BadFeature, FeatureSpec, Preprocessor
+from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
+from embershard.worker.data.values import BadFeature
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.training.trainer import Trainer
 

@@ -1,0 +1,106 @@
+"""What torch calls around a wrapped model: its weights are brought up to date, and no state_dict is loaded into it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from torch import nn
+
+from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.nn.remote_weight import RemoteWeight
+from embershard.worker.session.dense import DenseWeights, RemoteParameter, may_be_compiled, untraced
+from embershard.worker.session.inputs import WrappedModel
+from embershard.worker.session.session import Session
+
+MARK = "_embershard_session"  # attribute of a wrapped model
+
+_log = logging.getLogger(__name__)
+
+
+def install(
+    model: nn.Module,
+    session: Session,
+    tables: Mapping[str, Embedding | EmbeddingBag],
+    dense: list[DenseWeights] | None,
+) -> None:
+    """Bring the weights of a wrapped model up to date before each forward.
+
+    Where the shards hold its dense weights too (`dense`), load_state_dict is refused, and new parameters are warned of.
+    """
+    wrapped = WrappedModel(model, tables)
+    session.registry.models.append(wrapped)
+    newcomers = None if dense is None else _Newcomers(model)
+    if dense is not None:
+        for module in model.modules():
+            module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+
+    def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if newcomers is not None:
+            newcomers.look(model)
+        for weights in dense or ():
+            weights.follow()
+        # otherwise the dense weights come with the first lookup, in its request, or as they are first used
+        if not tables or hasattr(model, "embedding_inputs") or may_be_compiled():
+            session.stage(wrapped.lookups(*args, **kwargs))
+
+    def after_forward(*_: object) -> None:
+        session.unstage()
+
+    model.register_forward_pre_hook(_Hook(before_forward), with_kwargs=True)
+    model.register_forward_hook(_Hook(after_forward), always_call=True)
+    setattr(model, MARK, session)
+
+
+class _Newcomers:
+    """Warns of parameters that a model got after wrap: nobody pushes their gradients.
+
+    To look for them takes as long as a lookup, so it happens at forwards 1, 2, 4, 8 and so on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {id(parameter) for parameter in model.parameters()}
+        self._forwards = 0
+        self._has_told = False
+
+    def look(self, model: nn.Module) -> None:
+        """Count a forward, and warn once."""
+        self._forwards += 1
+        if self._has_told or self._forwards & (self._forwards - 1):
+            return
+        for name, parameter in model.named_parameters():
+            # functional_call puts other tensors in their place for a call
+            is_new = id(parameter) not in self._known and isinstance(parameter, nn.Parameter)
+            if is_new and parameter.requires_grad:
+                self._has_told = True
+                _log.warning(
+                    "parameter %r is not on the shards, since it came after wrap: session.step() does not train it; "
+                    "assign it before wrap, or train it with an optimizer of torch",
+                    name,
+                )
+                return
+
+
+class _Hook:
+    """A forward hook of a wrapped model, which cannot be pickled, and says so."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    @untraced
+    def __call__(self, *args: object) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a wrapped model holds a session and cannot be copied or pickled: copy the model before wrapping it, "
+            "save model.state_dict(), and keep it out of the dataset and collate_fn of a DataLoader with workers"
+        )
+
+
+def _refuse(module: nn.Module, *_: object) -> None:
+    if any(isinstance(parameter, RemoteParameter | RemoteWeight) for parameter in module.parameters()):  # in no copy
+        raise RuntimeError(
+            "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
+        )
