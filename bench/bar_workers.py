@@ -142,7 +142,7 @@ def killed(failures: list[str]) -> dict[str, object]:
             failures.append(f"staleness {mode}: AUC {with_kill:.4f} with a worker killed, {auc:.4f} without")
         if pause > MAX_PAUSE:
             failures.append(f"staleness {mode}: no push for {pause:.1f} s, lease {LEASE} s")
-        if not all("training goes on with the others" in one.said for one in lost):
+        if not all("the others continue training" in one.said for one in lost):
             failures.append(f"staleness {mode}: the command does not say that a worker was lost")
         if not all(returned):
             failures.append(f"staleness {mode}: nothing was dealt again of what the worker had: {returned}")

@@ -163,7 +163,7 @@ def main() -> None:
         draw_curves(curves, args.output / "scale.svg")
         draw_rows(rows["curve"], growth["pull_by_size"], args.output / "rows.svg")  # type: ignore[arg-type]
     else:
-        print("no picture: it needs matplotlib")
+        print("no chart: it needs matplotlib")
     for name, (value, bar) in found.items():
         print(f"{name:<55}{value:>8.2f}  at most {bar:.2f}")
     print(f"written: {args.output}/scale.json")

@@ -99,10 +99,16 @@ def _follow(
 
 def _remark(line: dict[str, str], left: Sequence[int], say: Callable[[str], object]) -> None:
     if line["printed"]:
-        say(f"note: {line['printed']} prints when it is imported; what workers print goes to their logs")
+        say(
+            f"note: {line['printed']} prints when it is imported; what workers print goes to worker-*.log in the run's "
+            "folder"
+        )
     if line["started"] and left:
         where = ", ".join(dict.fromkeys(line["started"]))
-        say(f"note: {where} starts processes that go on (here {len(left)}); they are ended with each worker")
+        say(
+            f"note: {where} starts processes that keep running (here {len(left)}); they are killed at the end of each "
+            "worker"
+        )
 
 
 def _ended(process: subprocess.Popen[bytes], stderr: IO[bytes], doing: str, where: str) -> CheckEnded:

@@ -65,4 +65,4 @@ class LocalPanel:
             self._say(line.rstrip())
         code = self._process.wait()
         if code not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
-            self._say(f"the panel ended (exit code {code}); training goes on")
+            self._say(f"the panel ended (exit code {code}); training continues")

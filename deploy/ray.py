@@ -42,8 +42,8 @@ class NoRoom(EmbershardError):
 
     status = Status.RESOURCE_EXHAUSTED
     template = (
-        "the Ray cluster has no room for {count} {what} of {each} each{spread}: its {nodes} nodes have {held}; start "
-        "more nodes, or ask for less"
+        "the Ray cluster has no room for {count} {what} with {each} each{spread}: its {nodes} nodes have {held}; "
+        "start more nodes, or request less"
     )
 
 

@@ -190,7 +190,7 @@ def _await_place(actor: Any, args: argparse.Namespace, signals: queue.Queue[int]
             return 128 + signals.get()
         if now - began > args.room_seconds:
             waited = f"no node of the Ray cluster with {wanted} free has started it within {args.room_seconds:.0f} s"
-            print(f"{waited}; start more nodes, or ask for less", file=sys.stderr, flush=True)
+            print(f"{waited}; start more nodes, or request less", file=sys.stderr, flush=True)
             return LOST_EXIT_CODE
         if now - said > _SAID_SECONDS:
             said = now

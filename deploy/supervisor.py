@@ -219,7 +219,7 @@ class ShardSettings:
             return "the rows and optimizer states that it held are lost (durability: memory)"
         is_there = self.log_dir is not None and self.log_dir.exists()
         gone = "" if is_there else ", which is gone: they are lost"
-        return f"it takes its rows from its log in {self.log_dir}{gone}"
+        return f"it recovers its rows from its event log in {self.log_dir}{gone}"
 
 
 class LocalShards:
@@ -324,11 +324,11 @@ class LocalShards:
                 if not sessions.wait(process.popen, max(0.0, end - time.monotonic())):
                     self._report(
                         f"pid {pid} did not end within {STOP_SECONDS:.0f} s, and is killed: what it accepted last may "
-                        "be lost. See its log for what it waited for"
+                        "be lost. Its output says what it waited for"
                     )
                     self.ended_well = False
                 elif process.address and process.code == 1:
-                    self._report(f"pid {pid} dropped some of what it had accepted; its log says how much")
+                    self._report(f"pid {pid} dropped some accepted requests; its output says how many")
                     self.ended_well = False
         finally:  # a second Ctrl-C, too, leaves nothing behind
             for process in running:
@@ -397,7 +397,7 @@ class LocalShards:
                 return
             pause = policy.pause(quick_deaths).total_seconds()
             self._report(
-                f"{what}: {self._settings.rows_of_dead()}. Starting it again in {pause:.1f} s. Its last log lines:\n"
+                f"{what}: {self._settings.rows_of_dead()}. It is restarted in {pause:.1f} s. Its last output:\n"
                 f"{process.last_lines()}"
             )
             if self._stopping.wait(pause) or not self._start_again(index):

@@ -184,11 +184,11 @@ class LocalWorkers:
             self._again.add(rank)
             self._places[rank] = self._engine.again(self._places[rank])
             sessions.start_each([partial(self._begin_again, rank)])
-            self._say(f"worker {rank} ended ({how}) and was started again; training goes on with the others meanwhile")
+            self._say(f"worker {rank} ended ({how}) and was restarted; the others continue training meanwhile")
             return
         if rank >= self._least and (lines := self._tail(rank).splitlines()):
             how += f": {lines[-1]}"  # as that a cluster has no room for it
-        self._let_go(rank, f"worker {rank} ended ({how}); training goes on with the others")
+        self._let_go(rank, f"worker {rank} ended ({how}); the others continue training")
 
     def _let_go(self, rank: int, said: str) -> None:
         """Go on without a worker that has ended."""

@@ -89,7 +89,7 @@ def _own_comments(cls: type) -> dict[str, str]:
     for node, after in zip(body.body, [*body.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        comment = lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
+        comment = lines[(node.end_lineno or 0) - 1].partition("  # ")[2].removeprefix("type: ignore[assignment]")
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             comment = inspect.cleandoc(str(after.value.value))
         if comment:

@@ -254,19 +254,19 @@ class WrongPlacement(EmbershardError):
 
 
 class StaleWorker(EmbershardError):
-    """A push of an earlier incarnation of a worker; it was fenced and not applied."""
+    """A push of an earlier process of a worker (a lower worker epoch); it was fenced and not applied."""
 
     status = Status.ABORTED
     template = (
-        "worker {worker} (epoch {got}) was replaced by a newer one (epoch {want}); "
-        "its job was started again, or two processes have the same worker number (epochs are nanoseconds since "
-        "1970: if this process is the newer one, correct the clock of its machine). The newer one connected{by}: end "
-        "it if it is not yours, or give this process another worker number"
+        "worker {worker} (worker epoch {got}) was replaced by a newer process (worker epoch {want}): its job was "
+        "started again, or two processes have the same worker number. The newer process connected{by}: end it if it "
+        "is not yours, or give this process another worker number. A worker epoch is the start time of a process in "
+        "nanoseconds since 1970: if this process is the newer one, correct the system time of its machine"
     )
 
 
 class ClockAhead(EmbershardError):
-    """A request that still waits for other workers at its deadline; the client asks again while they live."""
+    """A request that still waits for other workers at its deadline; the client asks again while those workers live."""
 
     status = Status.UNAVAILABLE
     retryable = True
@@ -277,23 +277,23 @@ class ClockAhead(EmbershardError):
 
 
 class LeaseLost(EmbershardError):
-    """A member without a request within its lease was evicted; the client joins again, unless its steps are tied."""
+    """A member that sent no request within its lease was evicted; the client joins again, except with ddp and fsdp."""
 
     status = Status.ABORTED
     template = (
-        "worker {worker} was evicted: no request of it arrived within its lease of {lease_ms} ms. Gradients that it "
-        "computed since then are not applied. Raise the lease if this worker was only slow."
+        "worker {worker} was evicted: the shard received no request from it within its lease of {lease_ms} ms. "
+        "Gradients that it computed since then are not applied. Raise the lease if this worker was only slow."
     )
 
 
 class StaleRun(EmbershardError):
-    """A worker of an earlier run than the one that the shard serves; it cannot join that run."""
+    """A worker with a lower run number than that of the shard's workers; it is fenced, and cannot join them."""
 
     status = Status.ABORTED
     template = (
-        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards{by}; end all "
-        "processes of the earlier run. `embershard train` numbers its runs by the time of their start: if this run is "
-        "the later one, correct the clock of the machine that started it"
+        "worker {worker} has run number {got}, but workers with the higher run number {want} have joined these "
+        "shards{by}; end all processes with the lower number. `embershard train` uses the start time as the run "
+        "number: if this worker was started later, correct the system time of the machine that started it"
     )
 
 
@@ -357,12 +357,12 @@ class TableQuotaExceeded(QuotaExceeded):
 
 
 class ShardRecovering(ShardBusy):
-    """A shard recovers its state from its log; the client waits, for as long as its recovery_timeout allows."""
+    """A shard recovers its state from its event log; the client waits up to its recovery_timeout."""
 
     status = Status.UNAVAILABLE
     template = (
-        "the shard is recovering its rows from its log: {done_bytes:,} of about {total_bytes:,} bytes are done, about "
-        "{seconds:.0f} s are left"
+        "the shard is recovering its rows from its event log: {done_bytes:,} of about {total_bytes:,} bytes are "
+        "done, about {seconds:.0f} s are left"
     )
 
 
@@ -375,7 +375,7 @@ class ShuttingDown(EmbershardError):
 
 
 class InternalError(EmbershardError):
-    """A defect on the shard's side; its log has the traceback."""
+    """A defect of the shard; the shard's output has the traceback."""
 
     status = Status.INTERNAL
 
@@ -411,13 +411,13 @@ class NotAShard(EmbershardError):
 
 
 class WrongShards(EmbershardError):
-    """The shards found do not make one placement: an index twice, one missing, or another count (client)."""
+    """The shards are not those of one job: an index twice, one missing, or another count (raised by the client)."""
 
     status = Status.FAILED_PRECONDITION
 
 
 class ShardRestarted(EmbershardError):
-    """Another process answers at a shard's address, without the rows that the memory of the last one held (client)."""
+    """Another process, without the rows of the one before, answers at a shard's address (raised by the client)."""
 
     status = Status.FAILED_PRECONDITION
     template = (
@@ -439,7 +439,7 @@ class MemoryLost(EmbershardError):
 
 
 class LoadLost(MemoryLost):
-    """A table whose first values, loaded by this worker, were lost in a restart of the shard (client)."""
+    """A table whose first values, loaded by this worker, were lost in a restart of the shard (raised by the client)."""
 
     template = (
         "table {table!r} has lost the first values that this worker ({worker}) had loaded: the shard was restarted, "
@@ -449,7 +449,7 @@ class LoadLost(MemoryLost):
 
 
 class OtherLineage(EmbershardError):
-    """A declaration with another lineage than this shard's; the client then compares all shards."""
+    """A declaration with another lineage than this shard's; the client then compares the lineages of all shards."""
 
     status = Status.FAILED_PRECONDITION
     template = (
@@ -464,8 +464,8 @@ class OtherTerm(EmbershardError):
     status = Status.UNAVAILABLE
     retryable = True
     template = (
-        "the request is for term {got} of this shard, but its process was replaced meanwhile (term {want}); ask it for "
-        "its greeting, and send it again what is not acknowledged"
+        "the request is for term {got} of this shard, but a new process has replaced the one of that term (term "
+        "{want}); send HelloRequest, and then all unacknowledged pushes again"
     )
 
 
@@ -618,7 +618,7 @@ class CertificateRefused(EmbershardError):
 
 
 class TLSRequired(EmbershardError):
-    """A client without TLS at a shard that takes only TLS from other machines."""
+    """A client without TLS at a shard that accepts only TLS over TCP."""
 
     status = Status.UNAUTHENTICATED
     template = (
@@ -641,7 +641,7 @@ class ShardFailed(EmbershardError):
     """A local shard ended, or did not serve in time (raised by the supervisor)."""
 
     status = Status.UNAVAILABLE
-    template = "{what}; its last log lines:\n{log}"
+    template = "{what}; its last lines of output:\n{log}"
 
 
 class UnknownCodec(EmbershardError):
@@ -819,12 +819,12 @@ class UpdateFailed(EmbershardError):
 
 
 class FutureEpoch(InvalidRequest):
-    """A run or an epoch, both nanoseconds since 1970, of a time that the shard's clock is far from."""
+    """A run number or a worker epoch, both in nanoseconds since 1970, that is far ahead of the shard's system time."""
 
     template = (
-        "the {what} of worker {worker} began at {got}, more than {minutes} minutes ahead of the shard's clock "
-        "({now}). It is refused, because afterwards no worker with a right clock could join; correct the clock of the "
-        "worker's machine, or of the shard's"
+        "the {what} of worker {worker} began at {got}, more than {minutes} minutes ahead of the shard's system time "
+        "({now}). It is refused, because afterwards no worker whose system time is right could join; correct the "
+        "system time of the worker's machine, or of the shard's"
     )
 
 
@@ -852,28 +852,28 @@ class NoAddressSpace(EmbershardError):
 
 
 class LogStalled(ShardBusy):
-    """A shard's log that cannot be written now; the client waits `retry_after_ms` and sends the same push again."""
+    """An event log that cannot be written now; the client waits `retry_after_ms` and sends the same push again."""
 
     template = (
-        "the shard accepts no changes: its log cannot be written ({path}: {reason}). Free some space there; the shard "
-        "then writes the waiting changes. Pulls are answered meanwhile; retry after {retry_after_ms} ms"
+        "the shard accepts no changes: its event log cannot be written ({path}: {reason}). Free some space there; "
+        "the shard then writes the waiting changes. Pulls are answered meanwhile; retry after {retry_after_ms} ms"
     )
 
 
 class LogTooLong(ShardBusy):
     """A push that would make a recovery too long; the client waits `retry_after_ms` and sends the same push again.
 
-    The shard is writing a new base of its log; when it is complete, a recovery is short again.
+    The shard is writing a new base of its event log; when the base is complete, a recovery is short again.
     """
 
     template = (
-        "the log has {tail_bytes} bytes after its last base, more than a recovery should read; the shard is writing "
-        "the next base, and delays large pushes until it is complete; retry after {retry_after_ms} ms"
+        "the event log has {tail_bytes} bytes after its last base, more than a recovery should read; the shard is "
+        "writing the next base, and delays large pushes until it is complete; retry after {retry_after_ms} ms"
     )
 
 
 class LogDamaged(EmbershardError):
-    """A shard's log with something unreadable before intact records, or without one of its files."""
+    """An event log with something unreadable before intact records, or without one of its files."""
 
     status = Status.FAILED_PRECONDITION
     template = (
@@ -887,41 +887,41 @@ class LogDamaged(EmbershardError):
 
 
 class LogDiverged(EmbershardError):
-    """A replayed event of a log gave another result than when it was logged."""
+    """A replayed event of an event log gave another result than when it was logged."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "the replay of LSN {lsn} ({kind}) gives {what} {got}, but the log has {want}: the code has changed. Start the "
-        "shard with the same version of embershard, and of all modules (--import), that wrote the log"
+        "the replay of LSN {lsn} ({kind}) gives {what} {got}, but the event log has {want}: the code has changed. "
+        "Start the shard with the same version of embershard, and of all modules (--import), that wrote the log"
     )
 
 
 class LogLocked(EmbershardError):
-    """A shard's log that another process uses."""
+    """An event log that another process uses."""
 
     status = Status.FAILED_PRECONDITION
     template = "{path} is in use by {holder}; end that process, or give this one another folder"
 
 
 class LogMismatch(EmbershardError):
-    """A log of another shard or job, or one that was written with another version of the user's modules."""
+    """An event log of another shard or job, or one that was written with another version of the user's modules."""
 
     status = Status.FAILED_PRECONDITION
-    template = "{path} belongs to the log of {what} {got}, not {want}; nothing was changed. {remedy}"
+    template = "{path} belongs to the event log of {what} {got}, not {want}; nothing was changed. {remedy}"
 
 
 class LogTooNew(EmbershardError):
-    """A log of a version of its format that this program does not know."""
+    """An event log of a version of its format that this program does not know."""
 
     status = Status.FAILED_PRECONDITION
     template = "{path} has version {got} of the format, this program reads up to {want}; upgrade embershard"
 
 
 class LogUnusable(EmbershardError):
-    """A folder that holds no log where one is needed, or in which none can be written."""
+    """A folder that holds no event log where one is needed, or in which none can be written."""
 
     status = Status.FAILED_PRECONDITION
-    template = "cannot use the log in {path}: {reason}"
+    template = "cannot use the event log in {path}: {reason}"
 
 
 # gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.
@@ -954,4 +954,4 @@ def from_wire(detail: bytes, shard: str) -> EmbershardError:
             raise TypeError("fields must be an object")
         return cls(shard=shard, **{str(key): value for key, value in fields.items()})
     except (ValueError, KeyError, TypeError, IndexError):
-        return InternalError(shard=shard, reason=f"an error this version does not know: {detail[:200]!r}")
+        return InternalError(shard=shard, reason=f"an error that this version does not know: {detail[:200]!r}")

@@ -272,7 +272,7 @@ class Dispatch:
             if self._defect_lines.may_log():  # a client may ask for the same again, thousands of times a second
                 _log.exception("a defect while handling %s", kind.__name__)
             raise InternalError(
-                reason=f"{type(error).__name__} in {kind.__name__}: {error}; see the shard's log"
+                reason=f"{type(error).__name__} in {kind.__name__}: {error}; see the shard's output"
             ) from error
 
     def _at_once(self, request: Request) -> Reply:

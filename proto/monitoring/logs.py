@@ -80,7 +80,7 @@ class _JsonHandler(logging.StreamHandler[IO[str]]):
             super().handleError(record)
         elif not self._said and sys.stderr is not None and self.stream is not sys.stderr:
             self._said = True
-            text = f"the log cannot be written: {error.strerror}; this process goes on, and its lines are lost"
+            text = f"log lines cannot be written: {error.strerror}; this process continues, and its log lines are lost"
             said = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)
             with suppress(OSError):
                 sys.stderr.write(self.format(said) + self.terminator)

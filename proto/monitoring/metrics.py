@@ -90,7 +90,7 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_request_duration_seconds",
         type="histogram",
-        help="From the arrival of a request to its reply, including waits for other workers and for the log.",
+        help="From the arrival of a request to its reply, including waits for other workers and for the event log.",
         source=_LOOP,
         labels=("method", "transport"),
     ),
@@ -258,19 +258,19 @@ SHARD_METRICS = (
     Metric(
         name="embershard_shard_log_bytes",
         type="gauge",
-        help="Bytes of the shard's log, which a recovery reads; 0 without a log.",
+        help="Bytes of the shard's event log, which a recovery reads; 0 without one.",
         source="ShardStatus.log_bytes",
     ),
     Metric(
         name="embershard_shard_log_waiting_bytes",
         type="gauge",
-        help="Bytes of the log's records that are not written yet.",
+        help="Bytes of the event log's records that are not written yet.",
         source="ShardStatus.log_waiting_bytes",
     ),
     Metric(
         name="embershard_shard_recovery_seconds",
         type="gauge",
-        help="Estimated time of a recovery from the log; during a recovery, the remaining time.",
+        help="Estimated time of a recovery from the event log; during a recovery, the remaining time.",
         source="ShardStatus.recovery_seconds",
     ),
     Metric(

@@ -75,7 +75,7 @@ _REFUSED: dict[str, tuple[Problem, str, str]] = {
     "BAD_CERTIFICATE": (
         Problem.OTHER,
         "it is damaged, covers another name than is expected, or, by the clock of that machine, is not valid yet",
-        "Read the log of that side, and compare the clocks of the two machines",
+        "See the output of that side, and compare the clocks of the two machines",
     ),
     "UNSUPPORTED_CERTIFICATE": (
         Problem.WRONG_PURPOSE,
@@ -83,7 +83,7 @@ _REFUSED: dict[str, tuple[Problem, str, str]] = {
         "Issue it for clients and servers (extended key usage clientAuth, serverAuth)",
     ),
 }
-_OTHER_ALERT = (Problem.OTHER, "it says {alert}", "Read the log of that side")
+_OTHER_ALERT = (Problem.OTHER, "it says {alert}", "See the output of that side")
 
 
 def explain(error: Exception, peer: str, name: str = "") -> EmbershardError | None:

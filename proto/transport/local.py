@@ -145,7 +145,7 @@ class _Answer:
             self._wait()
         if self._released is not None:
             if not self._released.acquire(timeout=max(0.0, self._end - time.monotonic())):
-                raise Unreachable("the shard's log has not taken the request in time")
+                raise Unreachable("the shard's event log has not accepted the request in time")
             self._released = None
         if isinstance(self._outcome, EmbershardError):
             raise self._outcome

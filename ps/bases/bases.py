@@ -132,7 +132,7 @@ class Bases:
         except (OSError, MemoryError) as error:
             for table, rows, _ in frozen:
                 table.thaw(rows)
-            _log.error("no base of the log was taken: no memory for copies of rows: %s", error)
+            _log.error("no base of the event log was written: no memory for copies of rows: %s", error)
             return
         room = self._sizes[0] // 2 - sum(self._sizes[1:]) if 0 < len(self._sizes) <= MOST_INCREMENTS else 0
         where = self._folder, self._journal, path
@@ -174,7 +174,7 @@ class Bases:
         images = sum(self._sizes) + self._sizes[0] if self._sizes else self._limit_bytes // 2
         limit = self._limit_bytes - images
         if limit < smallest:
-            _log.warning("the log needs more than --log-bytes: %d bytes", smallest + images)
+            _log.warning("the event log needs more than --log-bytes: %d bytes", smallest + images)
         segments.limit_bytes = max(limit, smallest)
         segments.wants_spare.set()
 
@@ -220,11 +220,11 @@ class BaseWriter:
         except _Cancelled:
             pass
         except OSError as error:
-            _log.error("no base of the log was taken, and its folder goes on growing: %s", error)
+            _log.error("no base of the event log was written, and its folder keeps growing: %s", error)
         except (SyncFailed, LogLocked) as error:
             self._on_fatal(error)
         except Exception:
-            _log.exception("a defect while a base of the log was taken")
+            _log.exception("a defect while a base of the event log was written")
         finally:
             for table, rows, _ in self._tables:
                 table.thaw(rows)

@@ -46,7 +46,7 @@ class Splits:
         if request.data_epoch < self._data_epoch:
             return Outcome(Split(index=-1, returned=0), changed=False)
         if request.data_epoch == self._data_epoch and request.num_splits != self._num_splits:
-            what = f"num_splits of pass {request.data_epoch}"
+            what = f"num_splits of epoch {request.data_epoch}"
             raise ModeMismatch(worker=request.worker, what=what, got=request.num_splits, want=self._num_splits)
         changed = request.data_epoch > self._data_epoch
         if changed:

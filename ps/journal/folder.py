@@ -177,8 +177,8 @@ class LogFolder:
             self._check_room(segment_bytes)
             if end.state == "unsynced":
                 _log.warning(
-                    "%s: the machine was started anew before everything was written; the log ends before LSN %d, %d "
-                    "records behind it are given up", self.folder, end.position.lsn, end.lost_records
+                    "%s: the machine was restarted before everything was on disk; the event log ends before LSN %d, %d "
+                    "later records are dropped", self.folder, end.position.lsn, end.lost_records
                 )  # fmt: skip
             kept = self._cut(end.position)
             self._inherited = set(kept)

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 def end_process(error: BaseException) -> None:
     """End this process at once. What the log says to be safe would no longer be true."""
-    _log.critical("the log can no longer be trusted, so this shard ends: %s", error, exc_info=error)
+    _log.critical("the event log can no longer be trusted, so this shard ends: %s", error, exc_info=error)
     os._exit(1)
 
 
@@ -73,12 +73,12 @@ class LogThread:
                     return
             except OSError as error:
                 if not is_stalled:
-                    _log.error("the log cannot be written, pushes wait: %s", error)
+                    _log.error("the event log cannot be written, pushes wait: %s", error)
                 is_stalled = True
                 self._ended.wait(_RETRY_SECONDS)
             else:
                 if is_stalled:
-                    _log.warning("the log is written again")
+                    _log.warning("the event log is written again")
                 is_stalled = False
 
     def _keep(self) -> None:

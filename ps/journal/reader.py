@@ -331,8 +331,8 @@ class LogReader:
             NO_COPY
             if position.lsn <= self._manifest.last_base_lsn
             else (
-                "Restore the file from a copy of the folder; or cut the log there: `embershard log truncate "
-                f"{self.folder} --at {position.lsn}` says what would be lost, and asks"
+                "Restore the file from a copy of the folder; or truncate the log there: `embershard log truncate "
+                f"{self.folder} --at {position.lsn}` prints what would be lost, and asks for confirmation"
             )
         )
         return LogDamaged(path=str(path), offset=position.offset, lsn=position.lsn, reason=reason, remedy=remedy)

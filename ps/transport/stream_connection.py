@@ -559,7 +559,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _error(self, header: Header, error: BaseException) -> Pieces:
         if not isinstance(error, EmbershardError):
-            error = InternalError(reason=f"{type(error).__name__}: {error}; see the shard's log")
+            error = InternalError(reason=f"{type(error).__name__}: {error}; see the shard's output")
         return encode(ERROR_KIND, header.call, 0, to_wire(clipped(error))[1], checksum=self._checksum)
 
     def _fail(self, error: EmbershardError) -> None:

@@ -199,7 +199,7 @@ def _answer(
 
 def _failure(error: BaseException) -> Answer:
     if not isinstance(error, EmbershardError):
-        error = InternalError(reason=f"{type(error).__name__}: {error}; see the shard's log")
+        error = InternalError(reason=f"{type(error).__name__}: {error}; see the shard's output")
     return True, to_wire(clipped(error))[1], []
 
 

@@ -74,7 +74,7 @@ def test_each_curve_of_a_sweep_changes_its_own_setting_only():
         (["ps", "--dim", "70000"], "--dim: Input should be less than or equal to 65536; got 70000"),
         (["ps", "--ps", "127.0.0.1:1", "--shards", "2"], "leave out --shards and --transport"),
         (["train", "--prefetch", "-1"], "--prefetch must be a staleness of 0 or more, or off; got '-1'"),
-        (["scale", "--batch", "1,b"], "--batch must be numbers with commas between them, got '1,b'"),
+        (["scale", "--batch", "1,b"], "--batch must be numbers separated by commas, got '1,b'"),
         (["scale", "--workers", "1,9999"], "--workers: Input should be less than or equal to 1024; got 9999"),
     ],
 )
@@ -114,7 +114,7 @@ def test_shards_that_it_starts_are_reached_by_any_transport(transport, tmp_path)
 def test_train_compares_itself_with_torch(prefetch, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "can_draw", lambda: False)
     words = ("--transport", "local", "--batch", "16", "--prefetch", prefetch, "--output", str(tmp_path))
-    assert "no picture: it needs matplotlib" in run("train", *SMALL, *words)
+    assert "no chart: it needs matplotlib" in run("train", *SMALL, *words)
     assert not (tmp_path / "train.svg").exists()
     found = json.loads((tmp_path / "train.json").read_text())
     assert found["ratio_to_torch"] > 0

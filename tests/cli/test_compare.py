@@ -87,9 +87,9 @@ def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(folder, 
     for more in ((), ("--report-only",)):
         monkeypatch.setattr(command.sys, "argv", ["embershard", "compare", *words, *more])
         said = run("none,fp16s", *OUT, *more)
-        assert f"2 of 2 runs failed twice; the first of them: none, seed 0, unlimited; its log: {log};" in said
+        assert f"2 of 2 runs failed twice; the first of them: none, seed 0, unlimited; its output: {log};" in said
         report = " ".join((folder / "out" / "report.md").read_text().split())
-        assert f"The first of them: none, seed 0, unlimited; its log: `{log[4:]}`." in report
+        assert f"The first of them: none, seed 0, unlimited; its output: `{log[4:]}`." in report
         # that of the runs, and not of the report
         assert read_results(folder / "out" / "results.json").command == ("embershard", "compare", *words)
     assert "out of luck" in (folder / log).read_text()

@@ -55,7 +55,7 @@ def test_the_first_worker_prints_how_tables_travel_from_here_on(monkeypatch, cap
         session.client.ask_all(Compress(revision=1, tables=(TableCodecs(table="t", push="int8"),)))
         module(torch.tensor([1])).sum().backward()
         session.step()
-    line = "step 0: table t travels as push=int8 pull=none, as the shards were told\n"
+    line = "step 0: table t uses push=int8 pull=none, as set on the shards\n"
     assert capsys.readouterr().out == (line if rank == 0 else "")
 
 

@@ -132,7 +132,7 @@ STARTS = {
 def test_processes_that_a_module_starts_are_named_and_ended(check, begin, monkeypatch, tmp_path):
     monkeypatch.setenv("CHECKED", str(tmp_path))
     (said,) = check(begin)
-    assert re.search(r"note: .*checked_\d+\.py:[23] starts processes that go on \(here 1\)", said)
+    assert re.search(r"note: .*checked_\d+\.py:[23] starts processes that keep running \(here 1\)", said)
     assert marked(str(tmp_path)) == []
 
 

@@ -37,7 +37,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 WORK = "time.sleep(0.5)"
 FAIL = "print('it broke', file=sys.stderr); sys.exit(1)"
 LOST = "print('worker 0 of 2 lost another worker: gone', file=sys.stderr); sys.exit(1)"
-AGAIN = "and was started again; training goes on with the others meanwhile"
+AGAIN = "and was restarted; the others continue training meanwhile"
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def start(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("lines", "restarts", "signals", "said"),
     [
-        ((KILL, WORK, WORK), 0, 1, ["worker 0 ended (SIGKILL); training goes on with the others"]),
+        ((KILL, WORK, WORK), 0, 1, ["worker 0 ended (SIGKILL); the others continue training"]),
         ((f"STARTS < 3 and {KILL}", "await_starts(0, 3)"), 2, 2, [f"worker 0 ended (SIGKILL) {AGAIN}"] * 2),
         (
             (KILL, "await_starts(0, 2)"),
             1,
             2,
-            [f"worker 0 ended (SIGKILL) {AGAIN}", "worker 0 ended (SIGKILL); training goes on with the others"],
+            [f"worker 0 ended (SIGKILL) {AGAIN}", "worker 0 ended (SIGKILL); the others continue training"],
         ),
     ],
     ids=["not started again", "started again", "no more often than the job allows"],
@@ -141,7 +141,7 @@ def test_training_goes_on_without_a_worker_that_came_later_whatever_ends_it(star
     with start(UNTIL, ends, least=1, most=2, elastic=True, restarts=3) as running:
         running.resize(2)
         running.wait(Changes(running, (lambda: running.said, (tmp_path / "over").touch)))
-    assert running.said == [f"worker 1 ended ({how}); training goes on with the others"]
+    assert running.said == [f"worker 1 ended ({how}); the others continue training"]
     assert running.ranks == (0,)
 
 

@@ -65,7 +65,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(compare, tmp_path):
     process = compare("strategy=ps,local", "--set", "train.samples=1_000_000_000")
     assert eventually((tmp_path / "out/runs/quality-strategy_ps-seed0-unlimited/log.jsonl").exists)
     process.send_signal(signal.SIGINT)
-    assert "the same command goes on where it was: embershard compare" in said(process, 130)
+    assert "the same command continues with the first missing run: embershard compare" in said(process, 130)
     assert not marked(str(tmp_path))
     assert not lines(tmp_path)
 
@@ -86,7 +86,7 @@ def test_arms_are_trained_on_shards_that_run_already_as_on_their_own(compare, st
         assert not tables(shards.addresses)
         said(start(JOB, *ps))
         assert tables(shards.addresses)
-        assert "hold tables already (dense, embedding)" in said(compare(*words, *ps, "--seeds", "2"), 1)
+        assert "already hold tables (dense, embedding)" in said(compare(*words, *ps, "--seeds", "2"), 1)
         said(compare(*words, *ps, "--seeds", "2", "--replace"))
         assert not tables(shards.addresses)
     assert [run["seed"] for run in lines(tmp_path)] == [0, 0, 1, 1]

@@ -75,7 +75,7 @@ def test_a_panel_that_is_killed_leaves_the_job_training(start, tmp_path):
     family = descendants(process.pid)
     (panel,) = (one for one in family if "dash" in words(one))
     panel.kill()
-    assert any("the panel ended" in line and "training goes on" in line for line in process.stdout)
+    assert any("the panel ended" in line and "training continues" in line for line in process.stdout)
     assert eventually(lambda: not lives(panel))
     log = tmp_path / "out" / "log.jsonl"
     before = log.stat().st_size

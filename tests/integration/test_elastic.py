@@ -44,7 +44,7 @@ def records(folder, kind=None):
 @pytest.mark.parametrize("staleness", ["off", pytest.param("0", marks=pytest.mark.long)])
 def test_the_next_worker_reports_where_the_first_is_killed(start, tmp_path, staleness):
     text = kill_after_the_first_epoch(start(JOB, *SPLITS, f"train.staleness={staleness}"), 0)
-    assert "worker 0 ended (SIGKILL); training goes on with the others" in text
+    assert "worker 0 ended (SIGKILL); the others continue training" in text
     assert "worker 1 reports from here on" in text
     assert "lost workers: 1 of 3: worker 0 (SIGKILL)" in text
     log = records(tmp_path / "out")

@@ -255,8 +255,8 @@ def test_the_supervisor_says_whether_a_dead_shard_has_its_log(tmp_path, is_there
         if not is_there:
             folder.rename(tmp_path / "elsewhere")  # at once, since the shard makes files in it
         os.kill(shards.pids[0], signal.SIGKILL)
-        assert eventually(lambda: any("takes its rows from its log" in line for line in lines))
-    told = next(line for line in lines if "takes its rows from its log" in line)
+        assert eventually(lambda: any("recovers its rows from its event log" in line for line in lines))
+    told = next(line for line in lines if "recovers its rows from its event log" in line)
     assert f"in {folder}" in told
     assert ("which is gone: they are lost" in told) == (not is_there)
 

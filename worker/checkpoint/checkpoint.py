@@ -64,8 +64,8 @@ class OtherJob(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "checkpoint {path} is of another job: {difference}; use the job that it was made with. A new run begins "
-        "without --resume; another file is scored by `embershard evaluate --on`"
+        "checkpoint {path} is of another job: {difference}; use the job file that it was trained with. To begin a "
+        "new run, leave out --resume; to score another file, use `embershard evaluate --on`"
     )
 
 

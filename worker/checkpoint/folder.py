@@ -39,8 +39,8 @@ class CheckpointNotWritten(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "cannot write checkpoint {path}: {reason}; make room, or choose another checkpoint.folder (without one another "
-        "--output); the last whole checkpoint is {previous}"
+        "cannot write checkpoint {path}: {reason}; free some space, or choose another checkpoint.folder (if the job "
+        "has none, another --output); the last whole checkpoint is {previous}"
     )
 
 
@@ -49,7 +49,7 @@ class CheckpointFolderInUse(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "checkpoint.folder {path} holds checkpoints of an earlier run, up to step {step}: go on from there with "
+        "checkpoint.folder {path} holds checkpoints of an earlier run, up to step {step}: continue from there with "
         "--resume latest, or choose another folder"
     )
 

@@ -20,8 +20,8 @@ class CheckpointFolderTaken(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "checkpoint.folder {path} belongs to another job, which began on {host} at {since} to write its checkpoints "
-        "there: this job writes no more into it. Give each job a checkpoint.folder of its own"
+        "checkpoint.folder {path} belongs to another job since {since}, when that job (on {host}) wrote its first "
+        "checkpoint there: this job no longer writes to the folder, and ends. Give each job its own checkpoint.folder"
     )
 
 

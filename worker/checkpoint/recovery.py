@@ -41,8 +41,8 @@ class NoProgress(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "the job failed {failures} times in a row without a new checkpoint ({checkpoint}); see the logs of its workers "
-        "and shards. Remove {path} to try again"
+        "the job failed {failures} times in a row without a new checkpoint ({checkpoint}); see the output of its "
+        "workers and shards. Remove {path} to try again"
     )
 
 
@@ -50,7 +50,10 @@ class FirstWorkerMissing(EmbershardError):
     """The first worker did not begin a run in time."""
 
     status = Status.UNAVAILABLE
-    template = "worker {worker} waited {seconds:.0f} s for worker 0 to begin a run; see the log of worker 0"
+    template = (
+        "worker {worker} waited {seconds:.0f} s for worker 0 to start the job or its next attempt; see the output of "
+        "worker 0"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def take_snapshot(
 ) -> SnapshotInfo:
     """Take a snapshot of all shards into a folder of `url`, and wait until it is complete; see `begin_snapshot`.
 
-    If a shard restarts meanwhile and recovers its rows from its log, the snapshot is started again.
+    If a shard restarts meanwhile and recovers its rows from its event log, the snapshot is started again.
     """
     for left in reversed(range(_TRIES)):
         running = begin_snapshot(

@@ -64,10 +64,10 @@ _log = logging.getLogger(__name__)
 class Client:
     """Client of all shards of a job: pulls and pushes rows by id, without autograd.
 
-    Every call ends by `timeout`, with an error that names the shard; a call to a shard that is recovering its rows
-    from its log waits up to `recovery_timeout` longer. Several threads may call it: pulls run in parallel, pushes
-    one after the other. A push without an answer in time is kept, and sent again with the same token before the
-    next one, so that it is applied once.
+    Every call ends by `timeout`, with an error that names the shard; a call to a shard that is recovering its rows from
+    its event log waits up to `recovery_timeout` longer. Several threads may use a client: pulls run in parallel, pushes
+    one after the other. A push without an answer in time is kept, and sent again with the same idempotency key before
+    the next push, so that it is applied once.
     """
 
     def __init__(

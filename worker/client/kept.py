@@ -142,7 +142,7 @@ class KeptPushes:
     def resend(self, shard: int, term: int, send: Callable[[Push], Reply | EmbershardError]) -> EmbershardError | None:
         """Send all that is kept to the shard's process of this term, in order; an error where that is not done.
 
-        The tokens are those of before, so what the process has is not applied again.
+        The idempotency keys are those of before, so what the process has is not applied again.
         """
         with self._lock:
             waiting, self._terms[shard] = list(self._kept[shard]), term

@@ -147,7 +147,7 @@ class PushQueue:
         return parts
 
     def _next_token(self, shard: int) -> PushToken:
-        """The token of the next push to a shard; whoever queues it counts on."""
+        """The idempotency key of the next push to a shard; whoever queues it counts on."""
         waiting, seq = self._waiting[shard], self._next_seq[shard]
         first = waiting[0].token.seq if waiting else seq  # pushes leave in order
         return PushToken(self._worker, self._epoch, seq, self._first_incomplete(shard, first))
@@ -156,7 +156,7 @@ class PushQueue:
         return seq if self._kept.is_empty else self._kept.first_incomplete(shard, seq)
 
     def next_load_token(self, shard: int) -> PushToken:
-        """The token of the next load, which is answered, or given up, before the push after it: see `loaded`."""
+        """The idempotency key of the next load, which ends before the push after it: see `loaded`."""
         token = self._next_token(shard)
         self._kept.load_begins(shard, token.seq)
         self._next_seq[shard] = token.seq + 1

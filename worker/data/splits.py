@@ -55,17 +55,17 @@ class SplitQueue:
 
 
 class SplitSampler(Sampler[int]):
-    """Sampler for a torch DataLoader that assigns the samples 0..num_samples-1 to the workers of a job, split by split.
+    """Sampler for a torch DataLoader that divides 0..num_samples-1 into input splits and assigns these to free workers.
 
-    Every epoch has another order, the same for all workers, determined by (seed, epoch): call `set_epoch` before
-    each epoch, on all workers. Each sample comes once per epoch if no worker is lost. A worker's split counts as
-    finished when its loader asks for the next one: if a worker is lost, its unfinished splits are assigned again,
-    but not the batches that its loader had read ahead (`prefetch_factor` times `num_workers` of a DataLoader). With
-    a single worker it yields all samples. ValueError if an epoch is iterated a second time, also with a single
+    Every epoch has another order, the same for all workers, determined by (seed, epoch): call `set_epoch` before each
+    epoch, on all workers. Each sample comes once per epoch if no worker is lost. An input split counts as finished when
+    the loader of its worker asks for the next one. If a worker is lost, its unfinished input split is assigned again,
+    but not the batches that its loader had read ahead (`prefetch_factor` times `num_workers` of a DataLoader). With a
+    single worker the sampler yields all samples. ValueError if an epoch is iterated a second time, also with a single
     worker.
 
-    ValueError for fewer samples than splits, and for a session with a bound on staleness, because a worker that
-    waits for a split would block the clock of the workers that still train theirs.
+    ValueError for fewer samples than `splits`, and for a session with a bound on staleness, because a worker that waits
+    for an input split would block the clock of the workers that still train theirs.
     """
 
     def __init__(self, session: Session, num_samples: int, *, splits: int, seed: int = 0) -> None:
@@ -95,8 +95,8 @@ class SplitSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._epoch == self._begun:  # the others have it: this worker would be given nothing, or what they left
             raise ValueError(
-                f"epoch {self._epoch} was begun before, and is dealt out once: "
-                f"call set_epoch({self._epoch + 1}) on all workers before the next pass"
+                f"epoch {self._epoch} has already begun, and its input splits are assigned only once: "
+                f"call set_epoch({self._epoch + 1}) on all workers before the next epoch"
             )
         self._begun = self._epoch
         order = permutation(self._num_samples, self._seed, self._epoch)

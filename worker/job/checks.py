@@ -130,9 +130,9 @@ def _network(job: Job) -> Problems:
     if parse_bandwidth(bandwidth) is None:
         return
     if not job.has_shards:
-        yield at, f"is that of the link to the shards, and strategy {job.strategy} has none; remove it"
+        yield at, f"limits the link to the shards, but strategy {job.strategy} has no shards; remove it"
     elif job.dense_mode != "ps":
-        reason = f"{bandwidth} slows the link to the shards, and not torch's own ones"
+        reason = f"{bandwidth} limits the link to the shards, but not torch's own links"
         yield at, f"{reason}, over which dense weights are all-reduced; keep them on the shards, or remove it"
 
 
@@ -209,20 +209,32 @@ def check_workers(job: Job) -> Problems:
     if job.train.restart_workers and not survives:
         yield ("train", "restart_workers"), f"has no meaning for {mode}, which ends with the first worker that is lost"
     if job.train.restart_workers and survives and job.workers == 1:
-        reason = "starts workers again beside others; a run with one goes on from a checkpoint, by --resume"
+        reason = (
+            "restarts lost workers while the others continue; a run with one worker continues from a checkpoint, by "
+            "--resume"
+        )
         yield ("train", "restart_workers"), reason
     if job.data.splits is None:
         return
     at = ("data", "splits")
     if not survives:
-        yield at, f"gives workers uneven numbers of steps, but {mode} makes every step of all of them together"
+        yield at, f"gives workers different numbers of steps, but with {mode} all workers make every step together"
     if job.train.budget is not None and job.train.budget[0] != "epochs":
-        yield at, f"deals out whole epochs: give train.epochs in place of train.{job.train.budget[0]}, or remove it"
+        yield (
+            at,
+            (
+                f"divides whole epochs into input splits: set train.epochs instead of train.{job.train.budget[0]}, or "
+                f"remove it"
+            ),
+        )
     if isinstance(job.data.splits, int) and job.data.splits < job.workers:
         yield at, f"must be at least as many as workers, which are {job.workers}"
     gzipped = [str(file) for file in job.data.files().get("train", ()) if file.suffix == ".gz"]
     if gzipped and job.data.streams_text:
-        yield at, f"{gzipped[0]} would be read from its start for every split; decompress it, or remove data.splits"
+        yield (
+            at,
+            (f"{gzipped[0]} would be read from its start for every input split; decompress it, or remove data.splits"),
+        )
 
 
 def check_step(job: Job) -> Problems:
@@ -233,7 +245,7 @@ def check_step(job: Job) -> Problems:
         yield ("train", "checkpoint_activations"), reason
     if train.linear == "onednn" and (train.compile or train.amp != "off"):
         why = "train.compile" if train.compile else f"train.amp {train.amp}"
-        yield ("train", "linear"), f"with {why} torch multiplies itself; use auto"
+        yield ("train", "linear"), f"with {why} torch computes the linear layers; use auto"
     for name in ("compile", "checkpoint_activations"):
         if job.strategy == "dp" and getattr(train, name):
             yield ("train", name), "DataParallel copies the model for every batch; use strategy ddp"
@@ -254,9 +266,9 @@ def _patterns(job: Job) -> Problems:
         for position, match in enumerate(matches):
             at = (section, "groups", position, "match")
             if match in matches[:position]:
-                yield at, f"{match!r} is that of an earlier group"
+                yield at, f"{match!r} is the pattern of an earlier group"
             elif match == "*":
-                yield at, f"'*' is all of them: that is {section}.optimizer"
+                yield at, f"'*' matches all of them: use {section}.optimizer instead"
 
 
 def check_job(job: Job, folder: Path) -> Problems:
@@ -430,7 +442,7 @@ def _labels(job: Job) -> Problems:
         columns = (*feature.of, feature.weights) if feature.of else (feature.column or name, feature.weights)
         found = next((column for column in columns if column in data.label), None)
         if found is not None:
-            reason = f"reads column {found!r}, which is the label, so that the model would be given what it is to tell"
+            reason = f"reads column {found!r}, which is the label, so the model would see what it must predict"
             yield ("features", name), f"{reason}; remove it"
 
 
@@ -457,7 +469,7 @@ def _length(job: Job) -> Problems:
         yield ("train", "epochs"), "the data has no end: give data.samples, or train.samples instead"
     schedule = train.lr_schedule.name
     if unit == "epochs" and schedule in ("linear", "cosine") and job.data.streams_text:
-        reason = f"{schedule} needs the number of steps, which streamed text does not tell"
+        reason = f"{schedule} needs the number of steps, which is not known for streamed text"
         yield ("train", "lr_schedule", "name"), f"{reason}: give train.steps in place of train.epochs"
     if unit == "samples" and length < job.workers:
         yield ("workers",), f"{job.workers} workers cannot share {length} samples"
@@ -515,7 +527,7 @@ def _unjudged(job: Job, remedy: str) -> Problems:
 def _checkpoints(job: Job) -> Problems:
     section = job.checkpoint
     if section.folder is None and job.train.recover:
-        yield ("train", "recover"), "goes on from checkpoints: name a checkpoint.folder, or remove it"
+        yield ("train", "recover"), "continues from checkpoints: set checkpoint.folder, or remove it"
     for name in ("every", "keep"):
         if section.folder is None and _given(job, "checkpoint", name):
             yield ("checkpoint", name), "has no meaning without checkpoint.folder; name one, or remove it"

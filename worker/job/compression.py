@@ -59,7 +59,7 @@ Codecs = Annotated[CodecsSection, BeforeValidator(_schedule, json_schema_input_t
 
 
 class DirectionsSection(Section):
-    """The codecs of some tables: a text each, or {at: {0: none, 1000: topk:0.01}} by step."""
+    """The codecs of some tables: each a text, or a schedule by step, such as {at: {0: none, 1000: topk:0.01}}."""
 
     push: Codecs | None = None
     pull: Codecs | None = None
@@ -73,13 +73,14 @@ class DirectionsSection(Section):
 
 
 class CompressionSection(DirectionsSection):
-    """Choose the codecs of rows and gradients (docs/compression.md): of embeddings, dense weights, some tables.
+    """Choose the codecs of rows and gradients (docs/compression.md): of embeddings, of dense weights, or of some
+    tables.
 
-    `tables` are patterns over the tables' names without the job's prefix, those of dense weights ("dense") among them;
-    the first that matches counts. At most `residual_rows` rows of a table wait in a worker to be sent. dgc stays
-    `warmup_steps` steps at each density, and has `momentum` and `clip_norm` in place of the optimizer's. With `auto`
-    the worker measures, and takes what pays: of fp16s, int8, and what `allow` adds where it suits the optimizer. With
-    `unless_slower` it tries what the job says, and switches it off where steps take longer with it.
+    `tables` maps patterns to codecs; a pattern matches names of tables without the job's prefix, including those of
+    dense weights ("dense"), and the first match applies. A worker keeps the residuals of at most `residual_rows` rows
+    of a table. dgc trains `warmup_steps` steps at each density, with its own `momentum` and `clip_norm` instead of the
+    optimizer's. With `auto` each worker measures, and uses the codecs that save time: fp16s, int8, and those of `allow`
+    that fit the optimizer. With `unless_slower` it tries the job's codecs, and switches them off if steps take longer.
     """
 
     dense: DirectionsSection = DirectionsSection()

@@ -42,11 +42,13 @@ class DataSection(Section):
     reader: str
     root: Path = Path()
     loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
-    """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
+    """1: a separate process beside each worker reads the batches; 0: the worker reads them. By default 1 if reading
+    costs CPU time and there are free cores.
+    """
     splits: Annotated[
         int | str | None, PlainValidator(_parts, json_schema_input_type=Count | Literal["auto"] | None)
     ] = None
-    """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
+    """Number of input splits of an epoch, assigned to free workers; auto: 8 per worker. Without it: equal shares."""
     pairs: ClassVar[bool] = False
     """Each sample is a user and an item."""
     sequences: ClassVar[bool] = False

@@ -64,8 +64,9 @@ Shards = Annotated[int, Field(ge=1, le=4096)]  # as `embershard ps --of` takes
 class Job(Section):
     """A training job.
 
-    `strategy` says where its weights live: on shards (ps), with the dense ones in the workers (hybrid), or in torch
-    alone, by one process (local), DataParallel (dp) or DistributedDataParallel (ddp).
+    `strategy` says where the weights are: ps: all on shards; hybrid: the rows on shards, the dense weights in the
+    workers; local, dp, ddp: in torch, without shards, in one process, with DataParallel or with
+    DistributedDataParallel.
     """
 
     strategy: StrategyName = "ps"
@@ -74,14 +75,14 @@ class Job(Section):
     features: Annotated[
         Mapping[str, FeatureSection],
         BeforeValidator(_with_defaults, json_schema_input_type=Mapping[str, FeatureSection | None]),
-    ] = {}  # of data.reader tabular
+    ] = {}  # of data.reader tabular or ray
     embedding: EmbeddingSection
     dense: DenseSection = DenseSection()
     train: TrainSection
-    loss: AnyLoss | None = None  # in place of the model's
-    metrics: tuple[Metric, ...] = ()  # in place of those of the data's evaluation
-    callbacks: tuple[Code, ...] = ()  # told how training goes: worker/reporting/callbacks.py
-    freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
+    loss: AnyLoss | None = None  # instead of the model's own loss
+    metrics: tuple[Metric, ...] = ()  # instead of the default metrics of the data
+    callbacks: tuple[Code, ...] = ()  # observers of the run: worker/reporting/callbacks.py
+    freeze: tuple[Pattern, ...] = ()  # patterns: parameters or modules that are not trained
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: Annotated[
         CheckpointSection, BeforeValidator(_or_default, json_schema_input_type=CheckpointSection | None)
@@ -90,8 +91,10 @@ class Job(Section):
     network: NetworkSection = NetworkSection()
     workers: Workers = 1
     shards: Annotated[Shards, BeforeValidator(_number_of_shards, json_schema_input_type=Shards)] = 2
-    durability: Literal["memory", "log", "fsync"] = "memory"  # of shards started by `train`: docs/durability.md
-    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
+    durability: Literal["memory", "log", "fsync"] = "memory"  # of shards that `train` starts: docs/durability.md
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = (
+        ""  # prefix of the names of tables
+    )
     output: Path | None = None
 
     @model_validator(mode="after")

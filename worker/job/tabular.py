@@ -68,46 +68,48 @@ _GivenTexts = tuple[_GivenText, _GivenText]
 
 
 class FeatureSection(Section):
-    """One feature: which column it is made of, and how its values become ids or a number."""
+    """One feature: the column that it reads, and how its values become ids or a number."""
 
     type: Literal["category", "list", "sequence", "number", "cross"] | None = None
     """category: one value; list: several, pooled; sequence: several in order; cross: the values of several columns."""
     column: Name | None = None
-    """The column; that of the feature's name by default."""
+    """Name of the column; by default the feature's name."""
     of: tuple[Name, ...] = ()
     """The columns of a cross."""
     table: Name | None = None
-    """The embedding table, which features may share; one of the feature's name by default."""
+    """Name of the embedding table, which several features may share; by default the feature's name."""
     dim: Count | None = None
-    """Dim of the table's rows; `embedding.dim` by default."""
+    """Dim of the rows of the table; by default `embedding.dim`."""
     ids: Literal["hashed", "exact"] | None = None
-    """hashed: any value, as a 62-bit hash of table and value; exact: integers that are ids already."""
+    """hashed: any value, as a 62-bit hash of (table, value); exact: integers that are ids themselves."""
     num_ids: Count | None = None
-    """Exact ids are below it."""
+    """Exact ids are 0 to num_ids - 1."""
     buckets: Count | None = None
-    """Rows that the hashed values share."""
+    """Number of rows that the hashed values share."""
     vocabulary: Name | None = None
-    """A file of the known values, one on each line; all others have one more row."""
+    """File of the known values, one per line; all other values share one extra row."""
     min_count: Count | None = None
-    """Values that occur so often in the training data have rows of their own; all others share one."""
+    """Values that occur at least this often in the training data have their own rows; all others share one row."""
     pooling: Literal["mean", "sum", "max"] | None = None
-    """What becomes of a list's rows; mean by default."""
+    """How the rows of a list become one vector; by default mean."""
     max_length: Count | None = None
-    """Most values of a list (20 by default), or of a sequence (50)."""
+    """Maximum number of values of a list (default 20) or a sequence (default 50)."""
     too_long: Literal["error", "truncate"] = "error"
-    """Longer ones are an error, or the first values of a list, and the last ones of a sequence, are kept."""
+    """error: refuse longer ones; truncate: keep the first values of a list, the last ones of a sequence."""
     separator: Name | None = None
-    """Between the values of a list that is text, as | in a|b|c."""
+    """Separator of the values of a list that is text, such as | in a|b|c."""
     weights: Name | None = None
-    """A column of lists with the weights of a list's values."""
+    """Column of lists with the weights of the list's values."""
     weight_separator: Name | None = None
-    """Before the weight of a value that is text, as : in a:0.5|b:1."""
+    """Character before the weight of a value in text, such as : in a:0.5|b:1."""
     transform: Annotated[tuple[Literal["log", "standardise", "min_max", "quantile"], ...], ONE_OR_MORE] = ()
-    """What becomes of a number, in this order; what it needs is learnt from the training data."""
+    """Transforms of a number, in this order; their parameters are computed from the training data."""
     bucketise: Annotated[int, Field(ge=2)] | tuple[float, ...] | None = None
-    """Boundaries, or the number of buckets of equal size, in place of the number, each with a row of its own."""
+    """Replace the number by a bucket, which has its own row: a list of boundaries, or a number of equally large
+    buckets.
+    """
     missing: float = 0.0
-    """In place of a missing number, after the transform."""
+    """Value of a missing number, after the transforms."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -144,16 +146,16 @@ class FeatureSection(Section):
 
 
 class SplitSection(Section):
-    """Share out the rows of one table over train, valid and test."""
+    """Divide the rows of one table into the splits train, valid and test."""
 
     by: Literal["random", "user", "time"]
-    """random: by a hash of the row; user: all rows of a user together; time: the latest rows to test."""
+    """random: by a hash of the row; user: all rows of a user in one split; time: the latest rows in test."""
     column: Name | None = None
-    """The column of the user, or of the time."""
+    """Column of the user, or of the time."""
     valid: Share = 0.0
     test: Share = 0.0
     at: Annotated[tuple[Any, ...], Field(max_length=2)] = ()
-    """Times where valid and test begin, or test alone, in place of shares."""
+    """Times at which valid and test begin (or only test), instead of shares."""
     seed: int = 0
 
     @model_validator(mode="after")
@@ -168,14 +170,14 @@ class SplitSection(Section):
 
 
 class NegativesSection(Section):
-    """Samples of other items beside each row, which is an interaction of a user with an item."""
+    """Add samples of other items to each row, which is an interaction of a user with an item."""
 
     count: Count
-    """How many for each row; their labels are 0."""
+    """Number of negative samples per row; their labels are 0."""
     by: Literal["uniform", "popularity"] = "uniform"
-    """uniform: each item is as likely as another; popularity: as often as it is in the training rows."""
+    """uniform: all items with the same probability; popularity: by their frequency in the training rows."""
     features: Annotated[tuple[Name, ...], Field(min_length=1), ONE_OR_MORE]
-    """The features of the item, which those of another one take the place of."""
+    """The features of the item; in a negative sample they come from another item."""
 
 
 class TabularSection(DataSection):
@@ -189,35 +191,37 @@ class TabularSection(DataSection):
     valid: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
     test: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
     format: Literal["parquet", "csv", "tsv", "jsonl"] | None = None
-    """That of the files' names by default."""
+    """Format of the files; by default the files' names show it."""
     delimiter: Delimiter | None = None
     encoding: Annotated[str, AfterValidator(_encoding)] = "utf-8"
     decimal: Literal[".", ","] = "."
-    """Between the whole part of a number and its fraction, in CSV."""
+    """Decimal separator of numbers in CSV."""
     missing: Annotated[tuple[str, ...], ONE_OR_MORE] = ("",)
-    """Texts of a CSV file that stand for a missing number."""
+    """Texts that mean a missing number in a CSV file."""
     columns: tuple[Name, ...] = ()
-    """Names of the columns of CSV files without a header line."""
+    """Names of the columns, for CSV files without a header line."""
     label: Annotated[tuple[Name, ...], ONE_OR_MORE] = ("label",)
-    """The column of the label, or of several labels, of which some may be missing; []: each row has label 1."""
+    """Column of the label, or list of columns of several labels, some of which may be missing; []: each row has label
+    1.
+    """
     label_range: tuple[float, float] | Literal["any"] = (0.0, 1.0)
     label_values: Annotated[
         LabelTexts | dict[Name, LabelTexts] | None,
         BeforeValidator(_texts_of_labels, json_schema_input_type=_GivenTexts | dict[str, _GivenTexts] | None),
     ] = None
-    """The texts that stand for 0 and for 1, as ["no", "yes"], of all labels, or of each that has some."""
+    """Texts of the labels 0 and 1, such as ["no", "yes"], for all labels, or by column."""
     weight: Name | None = None
-    """The column of how much each sample counts, in the loss and in the metrics of labels."""
+    """Column with the weight of each sample in the loss and in the metrics of labels."""
     split: SplitSection | None = None
-    """Of one table, in place of `valid` and `test`."""
+    """Divides the rows of `train` into splits, instead of files `valid` and `test`."""
     negatives: NegativesSection | None = None
     features: Mapping[Name, FeatureSection] = {}
-    """Those of the job's section `features`."""
+    """Set by the job's section `features`."""
     fitted: Annotated[
         dict[str, Any] | None,
         BeforeValidator(lambda value: _stored(value), json_schema_input_type=str | dict[str, Any] | None),
     ] = None
-    """What was learnt from the training data, which a run stores with its model; or a file of it."""
+    """What preprocessing has computed from the training data, or a file with it; a run stores it with its model."""
     _first_rows_only: bool = PrivateAttr(default=False)
     _paired: tuple[str, ...] = PrivateAttr(default=())
 
@@ -393,7 +397,7 @@ class RaySection(TabularSection):
 
     reader: Literal["ray"]  # type: ignore[assignment]
     format: Literal["parquet", "csv", "jsonl"] | None = None
-    """That of the files' names by default."""
+    """Format of the files; by default the files' names show it."""
 
     @property
     def has_code(self) -> bool:

@@ -41,14 +41,16 @@ Argument = Annotated[bool | int | float | str | tuple[int | float, ...] | None, 
 
 
 class GroupSection(Section):
-    """Weights with an optimizer of their own: those whose name, or that of a module they lie in, `match` fits."""
+    """A parameter group with its own optimizer: the weights whose name, or a module that contains them, matches
+    `match`.
+    """
 
     match: Pattern
     optimizer: AnyOptimizer
 
 
 class TableGroupSection(GroupSection):
-    """Embeddings with an optimizer of their own, and first values, where it gives some."""
+    """A parameter group of embeddings, with its own optimizer and, optionally, initializer."""
 
     initializer: AnyInitializer | None = None
 
@@ -72,17 +74,17 @@ def initializers_of(
 
 
 class CacheSection(Section):
-    """Copies of up to `rows` hot rows per table in each worker, at most `staleness` steps old."""
+    """Cache up to `rows` hot rows per table in each worker; a copy is at most `staleness` steps old."""
 
     rows: Annotated[int, Field(ge=1)] = 100_000
     staleness: Annotated[int, Field(ge=1)] = 4
 
 
 class EmbeddingSection(Section):
-    """The embedding tables; `dim` is 16 where the model does not decide it.
+    """The embedding tables; `dim` is 16 unless the model determines it.
 
-    Without an `initializer` rows start small (docs/training/step.md, "First values").
-    `groups` have an optimizer and first values of their own; the first that matches a table has it.
+    Without an `initializer` the first values are small (docs/training/step.md, "First values"). The first of the
+    `groups` that matches a table sets its optimizer and initializer.
     """
 
     dim: Annotated[int, Field(ge=1, le=65_536)] | None = None
@@ -105,9 +107,10 @@ DenseMode = Literal["ps", "ddp", "fsdp"]
 
 
 class DenseSection(Section):
-    """The other weights; without an optimizer they have that of the embeddings.
+    """All weights that are not embeddings; without an `optimizer` they use that of the embeddings.
 
-    `mode` says where they live: on the shards (ps), or in the workers, by DistributedDataParallel or FSDP2.
+    `mode` says where they are: on the shards (ps), or in the workers, with DistributedDataParallel (ddp) or FSDP2
+    (fsdp).
     """
 
     optimizer: AnyOptimizer | None = None
@@ -128,7 +131,7 @@ _SHAPED: dict[str, tuple[str, ...]] = {  # field -> the schedules in which it ha
 class ScheduleSection(Section):
     """Choose how the learning rates change; see worker/nn/lr_schedule.py.
 
-    With the name torch it is `class` of torch.optim.lr_scheduler, made with `args`, moved with every step.
+    `name: torch` uses the `class` of torch.optim.lr_scheduler with the arguments `args`; it advances with every step.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -210,12 +213,12 @@ class AverageSection(Section):
 
 
 class StepSection(Section):
-    """Choose how a step is made (docs/training/step.md).
+    """Choose how a step is computed (docs/training/step.md).
 
-    `amp`: the forward in bfloat16 or float16. `accumulate`: one step with the mean gradient of so many batches.
-    `clip_norm`: the largest L2 norm of all gradients of a worker. `non_finite`: a NaN or Inf ends the run or leaves the
-    step out. `checkpoint_activations`: MLP towers compute their activations again in backward. `compile`: torch.compile
-    for all but the embeddings.
+    `amp`: run the forward in bfloat16 or float16. `accumulate`: make one step of so many batches, with their mean
+    gradient. `clip_norm`: maximum L2 norm of all gradients of a worker. `non_finite`: NaN or Inf ends the run (stop) or
+    only skips the step (skip). `checkpoint_activations`: MLP towers recompute their activations in backward. `compile`:
+    use torch.compile for everything but the embeddings.
     """
 
     amp: Annotated[
@@ -236,17 +239,17 @@ class StepSection(Section):
 class TrainSection(StepSection):
     """Choose how long to train, by exactly one of epochs, steps (of each worker) and samples (of all workers), and how.
 
-    `staleness` says what the workers see of each other (docs/training/staleness.md): 0 is synchronous, a number bounds
-    by how many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies
-    of its own and pushes the difference. `staleness_aware_lr` divides a push's learning rate by the updates that its
-    rows had missed. A worker without a heartbeat for `lease` seconds is evicted. Workers wait up to `recovery_timeout`
-    seconds for a shard that recovers its rows from its log. `embershard train` starts up to `restart_workers` workers
-    again that were killed by a signal. With `recover` (the default where checkpoint.folder is given) it goes on by
-    itself from the latest checkpoint where the job ends because a shard or a worker was lost.
+    `staleness` says which pushes of the other workers a step must see (docs/training/staleness.md). 0: all of the
+    earlier clocks (synchronous). k: all but those of the last k clocks. off: no bound. local(k): each worker trains k
+    steps on its own copies of the rows, and pushes the difference. `staleness_aware_lr` divides the learning rate of a
+    push by the number of updates that its rows had missed. A worker that sends no heartbeat for `lease` seconds is
+    evicted. Workers wait up to `recovery_timeout` seconds for a shard that recovers its rows from its event log.
+    `embershard train` restarts up to `restart_workers` workers that were killed by a signal. With `recover` (the
+    default if checkpoint.folder is set) it continues from the latest checkpoint if the job ended because a shard or a
+    worker was lost.
 
-    With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
-    shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`. It is
-    at most `staleness`, where this is a bound.
+    `prefetch: k` pulls the rows of coming batches while the current one computes: the rows of a batch may miss the last
+    k pushes of the same worker. 0 gives the same bits as `off`. It must not exceed a bound set by `staleness`.
     """
 
     batch_size: Count  # samples of one worker's step
@@ -309,16 +312,17 @@ Metric = Annotated[MetricSection, BeforeValidator(as_code, json_schema_input_typ
 
 
 class EvaluateSection(Section):
-    """When and by what a run is judged: the best evaluation is the one that is reported.
+    """When to evaluate, and by which metric the best evaluation is chosen.
 
-    `every` counts in the unit of the run (epochs, steps or samples); without it each epoch is evaluated, or the end.
+    `every` is in the unit of the run's length (epochs, steps or samples). Without it each epoch is evaluated or, if the
+    length is in steps or samples, only the end.
     """
 
     every: Count | None = None
     metric: str | None = None
     top_k: Count | None = None
     groups: str | None = None
-    """A feature, such as the user: gauc is the mean AUC of the samples that share a value of it."""
+    """A feature, such as the user; gauc is the mean of the AUCs of the samples that share a value of this feature."""
     batch_size: Count = 16_384
 
 
@@ -335,12 +339,13 @@ class NetworkSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints to resume from, in `folder` (or at an fsspec URL), which all workers and shards see.
+    """Checkpoints to resume from, in `folder`, a folder or fsspec URL that all workers and shards see.
 
-    The newest `keep` stay. `every` counts in the unit of the run; without it there is one with each evaluation. The end
-    of a run is one too. With `best` that of the best evaluation stays beside them, and `restore_best` puts its weights
-    back at the end of the run. Without a folder `embershard train` keeps the best one in the run's own folder. With
-    `incremental` shards write the rows that changed since the checkpoint before, which stays as long as it is needed.
+    The newest `keep` checkpoints are kept. `every` is in the unit of the run's length (epochs, steps or samples);
+    without it, each evaluation writes a checkpoint. The end of a run writes one, too. With `best` the checkpoint of the
+    best evaluation is kept in addition, and `restore_best` restores its weights at the end of the run. Without a
+    `folder`, `embershard train` keeps only the best one, in the run's folder. With `incremental` shards write only the
+    rows that changed since the previous checkpoint, which is kept as long as it is needed.
     """
 
     folder: Annotated[str, Field(min_length=1)] | None = None

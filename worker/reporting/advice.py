@@ -91,12 +91,12 @@ def _for_workers(job: Job) -> str:
 def _for_data(job: Job, workers: int) -> str:
     if job.data.reader == "ray":
         return (
-            "Ray Data begins each pass over the data anew: more free cores of the cluster read faster, fewer "
-            "data.splits begin fewer passes, and data.reader tabular has none of this where all nodes see the files"
+            "Ray Data starts each epoch and each input split from scratch: more free cores of the cluster read "
+            "faster, fewer data.splits start less often, and data.reader tabular avoids it if all nodes see the files"
         )
     if job.loader_processes(workers):
         return (
-            "the loader's process is behind, so read Parquet instead of text, and from a disk near by; more workers "
+            "the loader process is too slow: read Parquet instead of text, and from a local disk; more workers "
             "share the reading"
         )
     return (

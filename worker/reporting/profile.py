@@ -55,7 +55,7 @@ class Profile(Recorder):
         """The split as a table, and where the files are."""
         needed = WARM_UP_STEPS + TRACED_STEPS
         if self._seen <= needed:
-            return f"profile: {self._seen} steps are too few for a split, which begins behind {needed} steps"
+            return f"profile: {self._seen} steps are too few; parts of steps are timed after {needed} steps"
         traced = self._folder / TRACE_FILE
         return f"{self.split()}\nprofile: {self._folder / SPLIT_FILE}, trace of {TRACED_STEPS} steps: {traced}"
 

@@ -150,8 +150,8 @@ def result_table(result: RunResult) -> Table:
     if result.expired_leases:
         table.add_row("workers evicted", f"{result.expired_leases:,} time{'s' * (result.expired_leases > 1)}")
     if result.returned_splits:
-        dealt = f"{result.returned_splits:,} split{'s' * (result.returned_splits > 1)}"
-        table.add_row("dealt again", f"{dealt} of the data, since their worker was lost or has left")
+        returned = f"{result.returned_splits:,} input split{'s' * (result.returned_splits > 1)}"
+        table.add_row("assigned again", f"{returned}, because the worker was lost or has left")
     for name, rows in sorted(result.table_rows.items()):
         table.add_row(f"table {name}", f"{rows:,} row{'s' * (rows != 1)}")
     return table

@@ -76,11 +76,11 @@ class Switching:
                 )
                 self.switch({said.table: wanted})
             except (ValueError, UnknownCodec) as error:
-                self._tell(f"step {clock}: table {said.table} stays as it travels: {error}")
+                self._tell(f"step {clock}: table {said.table} keeps its codecs: {error}")
                 continue
             if wanted != before:
                 how = f"push={wanted.push} pull={wanted.pull}"
-                self._tell(f"step {clock}: table {said.table} travels as {how}, as the shards were told")
+                self._tell(f"step {clock}: table {said.table} uses {how}, as set on the shards")
 
     def _tell(self, line: str) -> None:
         _log.warning("%s", line)

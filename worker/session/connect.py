@@ -42,17 +42,17 @@ def connect(
     """Connect to the shards at `addresses` ("host:port,host:port" or a list), in any order, or at "file:DIR".
 
     Returns a Session. Waits up to `timeout` until all shards answer; every later call ends by `timeout` too. A call
-    to a shard that is recovering its rows from its log waits up to `recovery_timeout`. BadAddress for a malformed
+    to a shard that recovers its rows from its event log waits up to `recovery_timeout`. BadAddress for a malformed
     address.
 
-    With several `workers`, or a `staleness`, this worker (number `worker`) joins the clock of the job. Give all
-    workers the same values of these arguments (membership.Terms describes them); ModeMismatch if `staleness`,
-    `staleness_aware_lr` or, at the start, `workers` differ; StaleRun if a later `run` has begun. An `elastic` job
-    begins with `workers`, and others may join later. With `local_steps` the worker trains that number of steps on
-    its own copies of the rows, and then pushes the change (local_steps.py). `bandwidth`, such as "100mbit",
-    emulates a slower link to the shards (bandwidth.py); ValueError if it is malformed. `compression` sets the
-    codecs of tables; `imports` names modules of user-defined codecs, BadModule or BadCodec if one fails. With
-    `tls`, nothing is sent unencrypted over TCP; BadCertificate if its files cannot be used.
+    With several `workers`, or a `staleness`, this worker (number `worker`) joins the clock of the job. Give all workers
+    the same values of these arguments (membership.Terms describes them); ModeMismatch if `staleness`,
+    `staleness_aware_lr` or, at the start, `workers` differ; StaleRun if workers with a higher `run` (the run number, a
+    fencing token) have joined. An `elastic` job begins with `workers`, and others may join later. With `local_steps`
+    the worker trains that number of steps on its own copies of the rows, and then pushes the change. `bandwidth`, such
+    as "100mbit", emulates a slower link to the shards; ValueError if it is malformed. `compression` sets the codecs of
+    tables; `imports` names modules of user-defined codecs, BadModule or BadCodec if one fails. With `tls`, nothing is
+    sent unencrypted over TCP; BadCertificate if its files cannot be used.
 
     `token_file` names a file with the token for the shards in its first line; other users must not be able to read
     it (BadToken). Your own shards on this machine need no token. NotAuthenticated if a shard does not know the

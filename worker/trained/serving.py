@@ -87,7 +87,7 @@ class ExportedModel:
         cannot have. CannotServe where the job's reader does not tell what it does: use score_ids.
         """
         if self._inputs is None:
-            reason = f"reader {self.job.data.reader} does not tell what it does with columns; use score_ids"
+            reason = f"reader {self.job.data.reader} does not describe its columns (`inputs`); use score_ids"
             raise CannotServe(what="score", reason=reason)
         ids, dense = self._inputs(rows)
         return self._logits(ids, dense)

@@ -292,7 +292,7 @@ class Trial:
         now = self._session.client.compressor.directions()
         if {name: now[name] for name in self._wanted} != self._directions(coded):
             self.left_on = True  # as it was set
-            _log.warning("step %d: the trial of codecs ends, for others were set", step)
+            _log.warning("step %d: the trial of codecs ends, because other codecs were set", step)
             return
         self._seconds[coded] += np.diff(self._starts[WARM_UP:]).tolist()
         self._turn += 1

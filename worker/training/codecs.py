@@ -91,5 +91,5 @@ class JobCodecs:
                 raise JobError(where="compression", reason=f"table {name!r}: {error}") from None
             if name in self._wanted and want != before:
                 how = f"push={want.push} pull={want.pull}"
-                _log.warning("step %d: table %s travels as %s, by the job's schedule", step, name, how)
+                _log.warning("step %d: table %s uses %s, by the job's schedule", step, name, how)
             self._wanted[name] = want

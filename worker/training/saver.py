@@ -47,13 +47,13 @@ class NotRestored(EmbershardError):
 
 
 class BestNotRestored(EmbershardError):
-    """The best weights are kept, and could not be put back at the end of a run."""
+    """The best weights are kept in a checkpoint, but could not be restored at the end of a run."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "the run is over, and the best weights could not be put back: {reason}. They are in {path}; the shards may "
-        "hold those of the last step. For the best ones: `embershard restore {path}/{snapshot} --ps ADDRESSES "
-        "--replace`"
+        "the run has ended, but its best weights could not be restored: {reason}. They are in {path}; the shards may "
+        "hold the weights of the last step. To restore the best ones: `embershard restore {path}/{snapshot} --ps "
+        "ADDRESSES --replace`"
     )
 
 
@@ -228,7 +228,7 @@ class Saver:
             failure = error
         failed, given_up = self._group.decide(failure is not None, isinstance(failure, SnapshotUnknown))
         if given_up:
-            _log.warning("checkpoint %s was given up: a shard was started anew while it was written", self._begun)
+            _log.warning("checkpoint %s was dropped: a shard restarted while it was written", self._begun)
             return False
         if failed and not self.saves:  # the result says so
             self._best.checkpoint, self.not_kept = None, str(failure or "")
@@ -236,7 +236,7 @@ class Saver:
         if failure is not None:
             raise failure
         if failed:
-            reason = "the first worker could not; see its log"
+            reason = "the first worker could not write them; see its output"
             raise CheckpointNotWritten(path=folder.url, reason=reason, previous="not known here")
         return True
 
@@ -292,7 +292,7 @@ class Saver:
         except EmbershardError as error:
             reason = str(error)
         if self._group.any(bool(reason)) and not reason:
-            reason = "another worker could not; see its log"
+            reason = "another worker could not restore them; see its output"
         if state is None or reason:
             raise BestNotRestored(path=path, reason=reason, snapshot=SNAPSHOT)
         load_parts(checkpoint, checkpoint.shared(), {k: part for k, part in self._shared.items() if k == LOCAL_WEIGHTS})

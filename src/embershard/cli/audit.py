@@ -22,15 +22,15 @@ def _audit() -> None:
 def verify(
     file: Annotated[Path, typer.Argument(help="The audit.jsonl of a shard.")],
     expect: Annotated[
-        str | None, typer.Option(help="Hash that a line of it must have: what was printed here before.")
+        str | None, typer.Option(help="Hash that a line of the file must have, as an earlier `verify` printed it.")
     ] = None,
 ) -> None:
-    """Check that no line was changed, removed or added; print the number of lines and the hash of the last.
+    """Check that no line was changed, removed or added; print the number of lines and the hash of the last one.
 
-    Whoever can write the file can write it anew as a whole, or cut its end off. Keep the hash elsewhere, and --expect
-    it the next time.
+    Someone who can write the file can still rewrite all of it, or truncate it. To detect this, keep the printed hash in
+    another place, and pass it with --expect the next time.
     """
     count, last, found = verify_log(file, expect)
     if not found:
-        fail(f"{file}: no line has the hash {expect}: the log was cut off, or written anew")
+        fail(f"{file}: no line has the hash {expect}: the audit log was truncated or rewritten")
     typer.echo(f"{file}: {count} lines, none changed; the last one has the hash {last}")

@@ -25,30 +25,33 @@ from embershard.worker.reporting.log import make_folder
 M = TypeVar("M", bound=BaseModel)
 
 bench = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Measure pull and push, training, and how their cost grows."
+    add_completion=False, no_args_is_help=True, help="Measure pull and push, training, and how their cost scales."
 )
 
 Transport = Annotated[
     TransportName | None,
     typer.Option(
-        help="How requests reach the shards started here; stream, the default, is a Unix socket on one machine, local "
-        "has them in the worker's process."
+        help="Transport to the shards started here. stream, the default, uses a Unix socket; local runs the shards in "
+        "the worker's process."
     ),
 ]
 Ps = Annotated[
     str,
     typer.Option(
-        help="Measure these shards (any address of a transport) instead of starting some; the rows stay there."
+        help="Measure these shards (addresses of any transport) instead of starting some; the rows stay there."
     ),
 ]
 Shards = Annotated[int | None, typer.Option(help="Shards to start.  [default: 2]", min=1, max=4096)]
 Workers = Annotated[int, typer.Option(help="Worker processes.", min=1, max=1024)]
-Skew = Annotated[float, typer.Option(help="Exponent of the ids' Zipf law; 0: uniform.", min=0, max=10)]
-Warmup = Annotated[int, typer.Option(help="Steps before it measures; fewer than 32 leave rows to be created.", min=0)]
+Skew = Annotated[float, typer.Option(help="Exponent of the Zipf distribution of the ids; 0: uniform.", min=0, max=10)]
+Warmup = Annotated[
+    int,
+    typer.Option(help="Steps before the measurement begins; after fewer than 32, new rows are still created.", min=0),
+]
 Steps = Annotated[int, typer.Option(help="Steps per round and worker.", min=1)]
-Rounds = Annotated[int, typer.Option(help="Rounds, of which speeds are the median.", min=1)]
-Seed = Annotated[int, typer.Option(help="Of ids, gradients and first weights.", min=0)]
-Output = Annotated[Path | None, typer.Option(help="Folder for the result as JSON, and as a picture (SVG).")]
+Rounds = Annotated[int, typer.Option(help="Number of rounds; the printed speeds are their medians.", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed of ids, gradients and first weights.", min=0)]
+Output = Annotated[Path | None, typer.Option(help="Folder for the result, as JSON and as a chart (SVG).")]
 
 
 @bench.command()
@@ -64,14 +67,14 @@ def ps(
     skew: Skew = 1.2,
     dim: Annotated[int, typer.Option(help="Floats per row.", min=1)] = 64,
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adagrad",
-    fill: Annotated[bool, typer.Option("--fill", help="Create every row before it begins.")] = False,
+    fill: Annotated[bool, typer.Option("--fill", help="Create every row before the measurement begins.")] = False,
     warmup: Warmup = 32,
     steps: Steps = 50,
     rounds: Rounds = 3,
     seed: Seed = 0,
     output: Output = None,
 ) -> None:
-    """Pull the rows of some ids and push a gradient for each of them.
+    """Measure pulls and pushes: each step pulls the rows of some ids and pushes a gradient for each of them.
 
     A step makes its ids unique and groups them by shard, pulls the rows, and pushes as many gradients.
     """
@@ -91,20 +94,20 @@ def train(
     shards: Shards = None,
     workers: Workers = 1,
     batch: Annotated[int, typer.Option(help="Samples per step and worker.", min=1)] = 2048,
-    prefetch: Annotated[str, typer.Option(help="Its staleness (0, 1, ...), or off.")] = "0",
-    rows: Annotated[int, typer.Option(help="Ids of all 26 features together.", min=26)] = 2_600_000,
+    prefetch: Annotated[str, typer.Option(help="Staleness of prefetch (0, 1, ...), or off.")] = "0",
+    rows: Annotated[int, typer.Option(help="Number of ids of all 26 features together.", min=26)] = 2_600_000,
     skew: Skew = 1.15,
     dim: Annotated[int, typer.Option(help="Floats per row.", min=1)] = 16,
     warmup: Warmup = 32,
     steps: Steps = 20,
     rounds: Rounds = 3,
     seed: Seed = 0,
-    torch: Annotated[bool, typer.Option("--torch/--no-torch", help="Measure torch in one process beside it.")] = True,
+    torch: Annotated[bool, typer.Option("--torch/--no-torch", help="Also measure torch in one process.")] = True,
     output: Output = None,
 ) -> None:
-    """Train DLRM (26 features, 13 dense ones) with every weight on the shards, one thread per worker.
+    """Train DLRM (26 categorical and 13 dense features) with every weight on the shards, one thread per worker.
 
-    In turn with it the same model trains in one process: torch.optim.Adagrad, sparse gradients, one thread.
+    In alternate rounds the same model trains in one process: torch.optim.Adagrad, sparse gradients, one thread.
     """
     if not (prefetch == "off" or (prefetch.isascii() and prefetch.isdigit())):
         raise typer.BadParameter(f"--prefetch must be a staleness of 0 or more, or off; got {prefetch!r}")
@@ -119,8 +122,8 @@ def train(
 
 @bench.command()
 def scale(
-    over: Annotated[list[Axis] | None, typer.Option(help="Which curve; may be repeated.  [default: all]")] = None,
-    rows: Annotated[str, typer.Option(help="Resident rows.")] = "100_000,1_000_000,10_000_000",
+    over: Annotated[list[Axis] | None, typer.Option(help="Curve to measure; may be repeated.  [default: all]")] = None,
+    rows: Annotated[str, typer.Option(help="Numbers of rows in memory.")] = "100_000,1_000_000,10_000_000",
     shards: Annotated[str, typer.Option(help="Numbers of shards.")] = "1,2,4,8",
     ids: Annotated[
         str, typer.Option(help="Ids per step, for each number of shards, of the curve `messages`.")
@@ -128,15 +131,15 @@ def scale(
     workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "1,2,4",
     batch: Annotated[str, typer.Option(help="Samples per step.")] = "512,2048,8192",
     dim: Annotated[int, typer.Option(help="Floats per row.", min=1)] = 16,
-    prefetch: Annotated[int, typer.Option(help="Its staleness, in training.", min=0)] = 2,
+    prefetch: Annotated[int, typer.Option(help="Staleness of prefetch in training.", min=0)] = 2,
     steps: Steps = 20,
     rounds: Rounds = 3,
     seed: Seed = 0,
     output: Output = None,
 ) -> None:
-    """Repeat the other two while resident rows, shards, workers or the batch grow.
+    """Repeat `bench ps` or `bench train` with growing numbers of rows, shards or workers, or a growing batch.
 
-    rows and messages (shards, and ids per step) pull and push; shards, workers and batch train.
+    The curves rows and messages (shards, and ids per step) use `bench ps`; shards, workers and batch use `bench train`.
     """
     lists = {"rows": rows, "shards": shards, "ids": ids, "workers": workers, "batch": batch}
     numbers = {name: _numbers(name, text) for name, text in lists.items()}
@@ -177,7 +180,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"--{name} must be numbers with commas between them, got {text!r}") from None
+        raise typer.BadParameter(f"--{name} must be numbers separated by commas, got {text!r}") from None
 
 
 def _measure(measure: Callable[[], AnyResult], output: Path | None, name: str) -> None:
@@ -197,7 +200,7 @@ def _measure(measure: Callable[[], AnyResult], output: Path | None, name: str) -
 
 def _draw(path: Path, draw: Callable[[Path], None]) -> None:
     if not can_draw():
-        typer.echo("no picture: it needs matplotlib, pip install 'embershard[bench]'", err=True)
+        typer.echo("no chart: it needs matplotlib, pip install 'embershard[bench]'", err=True)
         return
     draw(path)
     typer.echo(f"written: {path} and {path.with_suffix('.json').name}")

@@ -49,8 +49,8 @@ class RunsFailed(EmbershardError):
     """The report lacks runs; it is written."""
 
     template = (
-        "{failed} of {runs} runs failed twice; the first of them: {first}; its log: {log}; the same command makes them "
-        "again"
+        "{failed} of {runs} runs failed twice; the first of them: {first}; its output: {log}; the same command runs "
+        "them again"
     )
 
 
@@ -60,8 +60,8 @@ def compare(
     arms: Annotated[
         list[str],
         typer.Option(
-            help="What is compared, the baseline first: codecs (none,int8,topk:0.01), or a field of the job with its "
-            "values (strategy=ddp,ps); may be repeated."
+            help="Variants to compare, the baseline first: codecs (none,int8,topk:0.01), or a field of the job with "
+            "its values (strategy=ddp,ps); may be repeated."
         ),
     ],
     ps: Annotated[
@@ -69,58 +69,64 @@ def compare(
         typer.Option(
             metavar="ADDRESSES",
             envvar=ENVIRONMENT,
-            help="host:port of every shard, with commas between: these are empty, and are emptied after each run.  "
-            "[default: each run starts its own]",
+            help="host:port of every shard, separated by commas. The shards must be empty; each run drops its tables "
+            "at its end.  [default: each run starts its own shards]",
         ),
     ] = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="With --ps: drop the tables that the shards hold, and begin.")
+        bool, typer.Option("--replace", help="With --ps: drop the tables that the shards hold, and start.")
     ] = False,
     seeds: Annotated[
-        int, typer.Option(help="Paired runs of each arm; fewer than 2 give no interval.", min=1, max=MOST_SEEDS)
+        int,
+        typer.Option(
+            help="Number of seeds, each a run of every arm; fewer than 2 give no interval.", min=1, max=MOST_SEEDS
+        ),
     ] = 5,
     bandwidth: Annotated[
-        str, typer.Option(help="Links between each worker and the shards; quality is measured without limit.")
+        str,
+        typer.Option(
+            help="Bandwidths of the link between each worker and the shards; quality is measured without limit."
+        ),
     ] = UNLIMITED,
     output: Annotated[
-        Path | None, typer.Option(help="Folder of runs and report; runs/compare-JOB if not given.")
+        Path | None, typer.Option(help="Folder of the runs and the report.  [default: runs/compare-JOB]")
     ] = None,
     tune: Annotated[
-        str, typer.Option(help="Multiples of the job's learning rates to try for each arm, as in 0.5,1,2.")
+        str, typer.Option(help="Multiples of the job's learning rates to try for each arm, such as 0.5,1,2.")
     ] = "1",
     speed_steps: Annotated[int, typer.Option(help="Steps of a run on a limited link.", min=4)] = 100,
-    full: Annotated[bool, typer.Option("--full", help="Make whole runs on limited links too.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Make full runs on limited links as well.")] = False,
     netns: Annotated[
         bool,
         typer.Option(
-            "--netns", help="Limit a real link between two network namespaces, instead of emulating it; as root."
+            "--netns", help="Limit a real link between two network namespaces instead of emulating it; requires root."
         ),
     ] = False,
     margin: Annotated[
         float | None,
         typer.Option(
-            help="Difference of the deciding metric that is of no consequence; if not given AUC 0.0005, HR 0.003."
+            help="Difference of the deciding metric that counts as equivalent.  [default: AUC 0.0005, HR 0.003]"
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="section.field=value, over the job file, in all arms; may be repeated."),
+        typer.Option("--set", help="section.field=value, overrides the job file in all arms; may be repeated."),
     ] = None,
     data: DataOption = None,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module with codecs or row optimizers; may be repeated.")
     ] = None,
     report_only: Annotated[
-        bool, typer.Option("--report-only", help="Report the runs that are there, and make none.")
+        bool, typer.Option("--report-only", help="Report the existing runs, and make none.")
     ] = False,
 ) -> None:
-    """Train a job in several arms with paired seeds, and report whether they paid.
+    """Train several variants of a job (arms) with the same seeds, and report which of them pay.
 
-    Stopped and started again with the same words it goes on where it was; with more arms, seeds or bandwidths it makes
-    the runs that are missing. The exit code is 1 where runs failed.
+    If it was stopped, the same command continues with the first missing run; with more arms, seeds or bandwidths it
+    makes the missing runs. The exit code is 1 if runs failed.
     """
     links, multiples = _bandwidths(bandwidth), _multiples(tune)
     if netns and is_from_environment(context):
@@ -216,8 +222,8 @@ def _carry_out(plan: ComparisonPlan, setup: RunSetup, margin: float | None, *, r
             if not report_only:
                 engine.run()
         except (KeyboardInterrupt, SystemExit):
-            show.say(f"stopped; the same command goes on where it was: {shlex.join(_command())}")
-            show.say("with --report-only it reports the runs that are there")
+            show.say(f"stopped; the same command continues with the first missing run: {shlex.join(_command())}")
+            show.say("with --report-only it reports the existing runs")
             raise
         _report(engine, plan, folder, setup.job, margin, show)
 
@@ -278,9 +284,7 @@ def _multiples(text: str) -> tuple[float, ...]:
     try:
         found = sorted({1.0, *(float(part) for part in text.split(","))})
     except ValueError:
-        raise typer.BadParameter(
-            f"--tune must be numbers with commas between them, as in 0.5,1,2; got {text!r}"
-        ) from None
+        raise typer.BadParameter(f"--tune must be numbers separated by commas, such as 0.5,1,2; got {text!r}") from None
     if not all(0 < multiple < math.inf for multiple in found):
         raise typer.BadParameter(f"--tune must be multiples above 0, got {text!r}")
     return tuple(found)

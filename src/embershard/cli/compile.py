@@ -22,10 +22,11 @@ def compile(
         typer.Option("--for-wheel", help="For all processors of this kind, into the folder that wheels bring."),
     ] = False,
 ) -> None:
-    """Compile what shards and workers run, and keep it beside the package: for images, and installs that root makes.
+    """Compile the kernels of shards and workers, and store them beside the package, for container images and
+    system-wide installations.
 
-    Without it the first start of each user compiles what it needs, for some seconds, unless the wheel brought it.
-    Without torch only what shards run is compiled.
+    Otherwise the first start of each user compiles the kernels that it needs, which takes some seconds, unless they are
+    in the wheel. Without torch only the kernels of shards are compiled.
     """
     from embershard.proto.compiled import kept
 

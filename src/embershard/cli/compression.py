@@ -24,9 +24,7 @@ from embershard.worker.compression.settings import advice
 from embershard.worker.patterns import matches
 from embershard.worker.session.codec_switch import settings_of
 
-compression = typer.Typer(
-    no_args_is_help=True, help="Show or switch how tables travel between workers and shards, while workers train."
-)
+compression = typer.Typer(no_args_is_help=True, help="Show or switch the codecs of tables while workers train.")
 
 
 @compression.command("show")
@@ -37,7 +35,7 @@ def show(
     token_file: TokenFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show every table's codecs: those that its workers use, and those that the shards were told."""
+    """Show the codecs of every table: those that its workers use, and those that `compression set` has set."""
     with _client(ps, tls_of(tls, tls_server_name)) as client:
         tables, told = _tables(client), settings_of(client)
     revision, said = told.revision, {part.table: part for part in told.tables}
@@ -62,11 +60,12 @@ def show(
 
 @compression.command("set")
 def set_codecs(
-    table: Annotated[str, typer.Argument(help="A table, or a pattern of several, as in emb*.")],
+    table: Annotated[str, typer.Argument(help="A table, or a pattern such as emb*.")],
     codecs: Annotated[
         list[str],
         typer.Argument(
-            metavar="push=CODEC|pull=CODEC, as in push=topk:0.01", help="One direction or both; as in the job file."
+            metavar="push=CODEC|pull=CODEC, as in push=topk:0.01",
+            help="push=CODEC, pull=CODEC, or both; codecs as in the job file.",
         ),
     ],
     ps: RunningShards = None,
@@ -74,9 +73,9 @@ def set_codecs(
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
 ) -> None:
-    """Have the workers switch; they do before their next step, and say so in their log.
+    """Set the codecs of tables; every worker switches before its next step, and logs it.
 
-    A codec that a table cannot have, or that a shard was not started with, is refused, and nothing is switched then.
+    If a table cannot use a codec, or a shard did not import it at its start, nothing is switched.
     """
     given = _directions(codecs)
     with _client(ps, tls_of(tls, tls_server_name)) as client:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 DEFAULT_LISTEN = "127.0.0.1:7780"
 FROM_STDIN = "-"
 
-RunOption = Annotated[Path | None, typer.Option(help="Folder of a run, for its loss, metric, speed and events.")]
+RunOption = Annotated[Path | None, typer.Option(help="Folder of a run, to show its loss, metric, speed and events.")]
 WatchedShards = Annotated[
     str | None,
     typer.Option(
         "--ps",
         metavar="ADDRESSES",
         envvar=ENVIRONMENT,
-        help="host:port of every shard, with commas between, or file:DIR, where they announce themselves.  "
-        "[default: the shards of `embershard up`, here; none with --run alone]",
+        help="host:port of every shard, separated by commas, or file:DIR, in which they announce their addresses.  "
+        "[default: the shards of `embershard up` on this machine; none with --run alone]",
     ),
 ]
 
@@ -61,16 +61,19 @@ def dash(
     token_file: TokenFileOption = None,
     run: RunOption = None,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the page is served; port 0: any free one.")
+        str, typer.Option(metavar="HOST:PORT", help="host:port of the page; port 0: any free port.")
     ] = DEFAULT_LISTEN,
     host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A name by which browsers may call the page; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="A host name that requests may use, in addition to IP addresses and localhost; may be repeated.",
+        ),
     ] = None,
     of_job: Annotated[bool, typer.Option("--of-job", hidden=True, help="Started by `embershard train`.")] = False,
     parent_pid: ParentPidOption = 0,
 ) -> None:
-    """Serve a page that shows shards, workers and a run, until Ctrl-C. It only reads: training goes on without it."""
+    """Serve the panel, a web page with shards, workers and a run, until Ctrl-C. Training does not depend on it."""
     check_panel()
     from embershard.dash.run_log import FollowedLog
     from embershard.dash.sampler import Sampler
@@ -84,7 +87,7 @@ def dash(
     sampler = Sampler(addresses, log, tls=tls_of(tls, tls_server_name))
     if ps == FROM_STDIN:
         threading.Thread(target=_follow_stdin, args=(sampler,), name="stdin", daemon=True).start()
-    typer.echo(f"panel: {url_of(sock)}" + ("" if of_job else "  (Ctrl-C ends the panel; training goes on)"))
+    typer.echo(f"panel: {url_of(sock)}" + ("" if of_job else "  (Ctrl-C ends the panel; training continues)"))
     sys.stdout.flush()
     if not is_loopback(sock):
         typer.echo("warning: everybody who reaches this address sees the panel; it has no password", err=True)

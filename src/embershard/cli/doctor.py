@@ -55,16 +55,21 @@ def doctor(
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
-    job: Annotated[Path | None, typer.Option(help="A job file that is to run here.")] = None,
-    run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
+    job: Annotated[Path | None, typer.Option(help="Check whether the job of this file can run here.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of a run: show which parts of its time to reduce.")] = None,
     data: DataOption = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder that shards are to keep their logs in.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Check whether shards can keep their event logs in this folder.")
+    ] = None,
     metrics: Annotated[
-        str, typer.Option(metavar="HOST:PORT,...", help="Where shards and workers serve their metrics.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT,...", help="host:port of the metrics of shards and workers, separated by commas."
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check this machine, and the shards, the job and the run that are named; exit code 1 if anything fails."""
+    """Check this machine, and the named shards, job and run; exit code 1 if a check fails."""
     named = shards_of_up() if ps is None else [ps]
     pages = [address.strip() for address in metrics.split(",") if address.strip()]
     case = open_case(",".join(named), job, data, run, log_dir, tls_of(tls, tls_server_name), pages)

@@ -14,20 +14,22 @@ DurabilityOption = Annotated[
     str | None,
     typer.Option(
         metavar="memory|log|fsync",
-        help="What a shard's end may cost: memory: all of its rows. log: nothing that was acknowledged, where its "
-        "process ends. fsync: nothing either where its machine loses power. "
-        "[default: log with --log-dir, else memory]",
+        help="Which failures acknowledged pushes survive. memory: none, all rows of the shard are lost. log: the end "
+        "of the shard's process. fsync: also a power failure of its machine. [default: log with --log-dir, else "
+        "memory]",
     ),
 ]
 LogDirOption = Annotated[
     Path | None,
-    typer.Option(help="Folder of the shards' logs, on a local disk; a shard that finds its log there goes on with it."),
+    typer.Option(
+        help=("Folder of the shards' event logs, on a local disk; a shard that finds its event log there continues it.")
+    ),
 ]
 LogBytesOption = Annotated[
     str | None,
     typer.Option(
-        help="What each shard's log may take on the disk (20GiB): at least twice the rows, and 1 GiB. Where more is "
-        "needed pushes wait until an image of the rows has taken the place of old events. [default: no limit]"
+        help="Maximum size of each shard's event log on the disk, such as 20GiB; at least twice the rows, and 1 GiB. "
+        "At the limit, pushes wait until a new base has replaced old events. [default: no limit]"
     ),
 ]
 
@@ -37,7 +39,9 @@ def checked_log_bytes(log_bytes: str | None, log_dir: Path | None) -> int | None
     if log_bytes is None:
         return None
     if log_dir is None:
-        raise typer.BadParameter("it limits a log, and there is none without --log-dir", param_hint="--log-bytes")
+        raise typer.BadParameter(
+            "it limits the event log, and there is none without --log-dir", param_hint="--log-bytes"
+        )
     return file_bytes(log_bytes, "--log-bytes")
 
 

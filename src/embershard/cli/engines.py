@@ -29,15 +29,16 @@ class EngineName(enum.Enum):
 EngineOption = Annotated[
     EngineName,
     typer.Option(
-        help="Where shards and workers are started: on this machine, on the nodes of a Slurm job, or on those of a "
-        "Ray cluster (RAY_ADDRESS)."
+        help="Where to start shards and workers: on this machine (local), on the nodes of a Slurm job, or on those of "
+        "a Ray cluster (RAY_ADDRESS)."
     ),
 ]
 InsecureOption = Annotated[
     bool,
     typer.Option(
         "--insecure",
-        help="With another engine: no TLS between its machines.  [default: certificates that this run makes]",
+        help="With another engine: use no TLS between its machines.  [default: TLS with certificates that this run "
+        "creates]",
         show_default=False,
     ),
 ]
@@ -46,8 +47,8 @@ ShardResourcesOption = Annotated[
     str,
     typer.Option(
         metavar="NAME=AMOUNT,...",
-        help="With --engine ray: what each shard takes of its node, by Ray's names, as CPU=2,memory=16GiB.  "
-        "[default: CPU=1]",
+        help="With --engine ray: resources of each shard, by Ray's names, such as CPU=2,memory=16GiB.  [default: "
+        "CPU=1]",
         show_default=False,
     ),
 ]
@@ -55,7 +56,7 @@ WorkerResourcesOption = Annotated[
     str,
     typer.Option(
         metavar="NAME=AMOUNT,...",
-        help="With --engine ray: what each worker takes of its node, as CPU=4,GPU=1; CPU is train.threads, too.  "
+        help="With --engine ray: resources of each worker, such as CPU=4,GPU=1; CPU also sets train.threads.  "
         "[default: CPU=train.threads, or 1]",
         show_default=False,
     ),

@@ -28,11 +28,12 @@ from embershard.worker.training.evaluate import Figures
 
 def evaluate(
     context: typer.Context,
-    job: Annotated[Path, typer.Argument(help="The job file that it was trained by.")],
+    job: Annotated[Path, typer.Argument(help="The job file with which the model was trained.")],
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A checkpoint, a folder of several (the best one), or a snapshot; without it the shards of --ps.",
+            help="A checkpoint, a folder of checkpoints (the best is used), or a snapshot.  [default: the shards of "
+            "--ps]",
             show_default=False,
         ),
     ] = None,
@@ -41,13 +42,14 @@ def evaluate(
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
     on: Annotated[
-        Path | None, typer.Option(help="A file of the job's reader to score, instead of the job's own splits.")
+        Path | None, typer.Option(help="Score this file, with the job's reader, instead of the job's own splits.")
     ] = None,
     latest: Annotated[
-        bool, typer.Option("--latest", help="Of a folder of checkpoints: the newest, instead of the best.")
+        bool, typer.Option("--latest", help="In a folder of checkpoints, use the newest instead of the best.")
     ] = False,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.field=value, as the workers have it; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="section.field=value, overrides the job file, as for the workers; may be repeated."),
     ] = None,
     data: DataOption = None,
     imports: Annotated[
@@ -55,16 +57,19 @@ def evaluate(
     ] = None,
     every: Annotated[
         float | None,
-        typer.Option(help="Of shards: again every so many seconds, until Ctrl-C, instead of once.", min=0.1),
+        typer.Option(help="With --ps: evaluate every so many seconds, until Ctrl-C, instead of once.", min=0.1),
     ] = None,
     calibration_plot: Annotated[
-        Path | None, typer.Option(help="A picture (SVG) of mean predictions against mean labels in ten bins.")
+        Path | None,
+        typer.Option(help="Write an SVG file that plots the mean label over the mean prediction in ten bins."),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Of torch: workers beside it need theirs.", min=1)] = 1,
+    threads: Annotated[
+        int, typer.Option(help="Number of torch threads; workers on the same machine need cores, too.", min=1)
+    ] = 1,
 ) -> None:
-    """Print a model's figures as a JSON line: of a checkpoint, or with the weights that shards have now.
+    """Print the metrics of a model as a JSON line: of a checkpoint, or of the weights that the shards have now.
 
-    Workers that train go on meanwhile and are not waited for, so that the rows read may be some steps apart.
+    Workers continue training meanwhile, so the rows of one evaluation may be some steps apart.
     """
     check_one_source(context, source, ps)
     if calibration_plot is not None and not can_draw():

@@ -36,11 +36,11 @@ from embershard.worker.training.evaluate import Evaluator
 
 def export(
     context: typer.Context,
-    job: Annotated[Path, typer.Argument(help="The job file that it was trained by.")],
+    job: Annotated[Path, typer.Argument(help="The job file with which the model was trained.")],
     source: Annotated[
         str,
         typer.Argument(
-            metavar="[SOURCE]", help="A checkpoint or a snapshot (folder or URL); without it the shards of --ps."
+            metavar="[SOURCE]", help="A checkpoint or a snapshot (folder or URL).  [default: the shards of --ps]"
         ),
     ],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
@@ -48,20 +48,20 @@ def export(
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write the dense part as ONNX too.")] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also write the dense part as ONNX.")] = False,
     int8: Annotated[
-        bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")
+        bool, typer.Option("--int8", help="Also write the linear layers in int8, and print the difference in quality.")
     ] = False,
     overrides: SetOption = None,
     data: DataOption = None,
     latest: Annotated[
-        bool, typer.Option("--latest", help="Of a folder of checkpoints: the newest, instead of the best.")
+        bool, typer.Option("--latest", help="In a folder of checkpoints, use the newest instead of the best.")
     ] = False,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module with row optimizers of a snapshot; may be repeated.")
     ] = None,
 ) -> None:
-    """Write a trained model into a folder: model.safetensors, and what the options ask for."""
+    """Write a trained model to a folder: model.safetensors, and the files that options request."""
     given, folder = (None, Path(source)) if out is None else (source, out)
     check_one_source(context, given, ps)
     if onnx:
@@ -95,7 +95,7 @@ def export(
         typer.echo(f"{folder / 'model.safetensors'}: {num_dense} dense tensors")
         inputs = inputs_of(settings, dataset)
         if inputs is None:
-            typer.echo(f"reader {settings.data.reader} does not tell what it does with columns: serve by score_ids")
+            typer.echo(f"reader {settings.data.reader} has no `inputs`: use score_ids to serve the model")
         if onnx:
             with averaged():
                 part = part_of_trained(settings, strategy.model, dataset, folder / ONNX)

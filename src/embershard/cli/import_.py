@@ -19,7 +19,7 @@ from embershard.worker.trained.import_weights import import_state
 
 
 def import_(
-    job: Annotated[Path, typer.Argument(help="The job file that the shards' tables are made by.")],
+    job: Annotated[Path, typer.Argument(help="The job file that defines the tables.")],
     state: Annotated[Path, typer.Argument(help="A state_dict as safetensors, or the folder of an export.")],
     ps: RunningShards = None,
     tls: TLSOption = None,
@@ -28,7 +28,7 @@ def import_(
     overrides: SetOption = None,
     data: DataOption = None,
 ) -> None:
-    """Load a model with nn.Embedding into running shards; `embershard train --ps` goes on from there."""
+    """Load a model with nn.Embedding onto running shards; `embershard train --ps` then continues from its weights."""
     settings = load_job(job, overrides or (), data)
     if not settings.has_shards or settings.dense_mode != "ps":
         mode = settings.strategy if settings.strategy != "ps" else f"dense.mode {settings.dense_mode}"

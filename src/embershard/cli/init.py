@@ -56,16 +56,17 @@ def init(
     data: Annotated[
         Path,
         typer.Argument(
-            metavar="DATA", help="Parquet, CSV, TSV or lines of JSON, .gz or .zst too; or a folder of such."
+            metavar="DATA",
+            help="Parquet, CSV, TSV or lines of JSON, also compressed (.gz, .zst); or a folder of such files.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The job file to write.")] = Path("job.yaml"),
     label: Annotated[
-        str | None, typer.Option(help="The column of the label.  [default: one of zeros and ones]")
+        str | None, typer.Option(help="Column of the label.  [default: a column of zeros and ones]")
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Write over a job file that is there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite an existing job file.")] = False,
 ) -> None:
-    """Look at the first rows of a data file or folder, and write a commented job file that trains on it at once."""
+    """Read the first rows of a data file or folder, and write a commented job file that trains on it."""
     if out.exists() and not replace:
         raise CannotInit(path=str(out), reason="is there already; name another file with -o, or give --replace")
     look = look_at(data)

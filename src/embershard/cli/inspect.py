@@ -16,9 +16,9 @@ from embershard.proto.snapshot.stored import StoredSnapshot, list_snapshots, ope
 def inspect(
     folder: Annotated[str, typer.Argument(help="Folder of snapshots, or one snapshot in it; or an fsspec URL.")],
     name: Annotated[str, typer.Option(help="Name of the snapshot in the folder.  [default: the latest]")] = "",
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file and check it against its sha256.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its sha256.")] = False,
 ) -> None:
-    """Show the snapshots of a folder, and the tables of the latest or of the one that is named."""
+    """Show the snapshots of a folder, and the tables of the latest or of the named one."""
     console = Console()
     stored = open_snapshot(folder, name)
     manifest = stored.manifest
@@ -46,7 +46,7 @@ def inspect(
     console.print(view)
     if verify:
         _verify(stored)
-        console.print("every file is what was written")
+        console.print("all files are intact")
 
 
 def _verify(stored: StoredSnapshot) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
+    list[str] | None, typer.Option("--set", help="section.field=value, overrides the job file; may be repeated.")
 ]
 DataOption = Annotated[
     Path | None,

@@ -13,7 +13,7 @@ from embershard.cli.tokens import show, token
 from embershard.deploy.authority import Authority, CannotIssue, general_name, replace_file, write_new
 from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, REVOKED
 
-keys = typer.Typer(no_args_is_help=True, help="Make certificates and tokens, and show who may do what.")
+keys = typer.Typer(no_args_is_help=True, help="Create certificates and tokens, and show access rules.")
 keys.command()(token)
 keys.command()(show)
 
@@ -25,16 +25,18 @@ AuthorityFolder = Annotated[
 @keys.command("init")
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder for the authority's key.")],
-    name: Annotated[str, typer.Option(help="Its name, for people.")] = "embershard lab",
+    name: Annotated[str, typer.Option(help="Name of the authority, for people.")] = "embershard lab",
 ) -> None:
-    """Make a certificate authority; whoever has its key (DIR/ca.key) can take part in every job that trusts it."""
+    """Create a certificate authority. Keep its key (DIR/ca.key) secret: with it anyone can join every job that trusts
+    it.
+    """
     Authority.create(name).save(folder)
     typer.echo(f"{folder / AUTHORITIES} and its key; issue certificates with `embershard keys issue NAME -a {folder}`")
 
 
 @keys.command("issue")
 def issue(
-    name: Annotated[str, typer.Argument(help="Whom the certificate names, as shard-0 or worker.")],
+    name: Annotated[str, typer.Argument(help="Name in the certificate, such as shard-0 or worker.")],
     authority: AuthorityFolder,
     covered: Annotated[
         list[str] | None,
@@ -45,10 +47,11 @@ def issue(
         ),
     ] = None,
     days: Annotated[
-        int, typer.Option(help="For how long it is valid; not longer than the authority is.", min=1, max=3650)
+        int, typer.Option(help="Days for which it is valid; at most as long as the authority.", min=1, max=3650)
     ] = 365,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where its files go.  [default: NAME in the authority's folder]")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for its files.  [default: NAME in the authority's folder]"),
     ] = None,
 ) -> None:
     """Issue a certificate: a folder for --tls, with tls.crt, tls.key and ca.crt."""
@@ -69,10 +72,10 @@ def issue(
 
 @keys.command("revoke")
 def revoke(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of certificates to trust no more.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of the certificates to revoke.")],
     authority: AuthorityFolder,
 ) -> None:
-    """Revoke certificates: writes crl.pem, to be copied into the folder of every shard and worker."""
+    """Revoke certificates: write crl.pem, which you copy into the --tls folder of every shard and worker."""
     from cryptography.exceptions import InvalidSignature
 
     ours, path = Authority.load(authority), authority / REVOKED

@@ -87,14 +87,14 @@ class LocalJob:
                     try:
                         checkpoint = self._latest(began) or checkpoint
                     except EmbershardError as unreadable:
-                        say(f"the job is not started again: {unreadable}", err=True)
+                        say(f"the job is not restarted: {unreadable}", err=True)
                         raise error from unreadable
                     if checkpoint is not None:
                         attempts.on(CheckpointSeen(checkpoint.url, checkpoint.manifest.step))
                 decision = attempts.on(event)
                 if not isinstance(decision, Restart):
                     if decision in (GiveUp.NO_PROGRESS, GiveUp.NO_CHECKPOINT):
-                        say(f"the job is not started again: {decision.value}", err=True)
+                        say(f"the job is not restarted: {decision.value}", err=True)
                     raise
                 url, step = (None, 0) if (seen := decision.checkpoint) is None else (seen.url, seen.step)
                 self.recoveries.begin(_first_line(error), url, step)
@@ -150,7 +150,7 @@ class LocalJob:
             say(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
         if self.recoveries.made:
             say(self.recoveries.summary())
-        say(f"log: {self.folder / 'log.jsonl'}")
+        say(f"run log: {self.folder / 'log.jsonl'}")
 
     def _local_shards(self, stack: contextlib.ExitStack) -> LocalShards:
         """The shards of one attempt. A log lasts as long: the next attempt goes on from a checkpoint."""

@@ -21,7 +21,7 @@ from embershard.ps.journal.disk import LocalDisk
 from embershard.ps.journal.folder import LogFolder, manifest_of
 from embershard.ps.journal.summary import LogSummary, find_logs, summarize
 
-log = typer.Typer(no_args_is_help=True, help="Show what a shard's log holds, or cut it.")
+log = typer.Typer(no_args_is_help=True, help="Show or truncate the event log of a shard.")
 
 _TRIES = 3
 _END = {
@@ -33,12 +33,12 @@ _END = {
 
 @log.command("inspect")
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of one shard's log, or of several.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per log.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of one shard's event log, or of several.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event log.")] = False,
 ) -> None:
-    """Show segments, LSNs and events of logs, and read all of them; damage ends with exit code 1.
+    """Read event logs completely, and show their segments, LSNs and events; the exit code is 1 if one is damaged.
 
-    Nothing is changed, and a shard may go on writing meanwhile.
+    Nothing is changed; a shard may write to its event log meanwhile.
     """
     damage: EmbershardError | None = None
     for one in find_logs(folder):
@@ -55,11 +55,13 @@ def inspect(
 
 @log.command("truncate")
 def truncate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of one shard's log.")],
-    at: Annotated[int, typer.Option(help="LSN of the first event that goes; all behind it go, too.", min=1)],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of one shard's event log.")],
+    at: Annotated[
+        int, typer.Option(help="LSN of the first event to remove; all later events are removed, too.", min=1)
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Cut a log, as before damage; it says what would be lost, and asks. The shard must not run."""
+    """Truncate an event log, for example before damage. Prints what would be lost, and asks. The shard must not run."""
     with contextlib.closing(LogFolder.existing(folder)) as locked:
         lost = locked.lost_by_cut(at)
         if lost.kinds:
@@ -67,14 +69,14 @@ def truncate(
             typer.echo(f"{folder}: {count:,} events up to LSN {lost.last_lsn}, {size}, would be lost")
             typer.echo("; ".join(f"{name}: {number:,}" for name, number in _named(lost.kinds).items()))
         elif at < locked.manifest.end_lsn:
-            typer.echo(f"{folder}: events {at:,} to {locked.manifest.end_lsn - 1:,} are missing, and would be given up")
+            typer.echo(f"{folder}: events {at:,} to {locked.manifest.end_lsn - 1:,} are missing, and would be lost")
         else:
-            typer.echo(f"{folder}: it has no intact event from LSN {at} on; nothing is cut")
+            typer.echo(f"{folder}: it has no intact event from LSN {at} on; nothing is truncated")
             return
         if not yes:
             typer.confirm("Cut them off?", abort=True)
         locked.cut(at)
-    typer.echo(f"the log ends before LSN {at} now")
+    typer.echo(f"the event log now ends before LSN {at}")
 
 
 def _read(folder: Path) -> tuple[LogSummary, list[ShardBase], EmbershardError | None]:

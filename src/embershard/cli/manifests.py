@@ -15,19 +15,23 @@ from embershard.deploy.manifests.slurm import batch_script
 from embershard.deploy.manifests.systemd import systemd_units
 from embershard.proto.errors import CannotWrite
 
-manifests = typer.Typer(no_args_is_help=True, help="Print what a cluster needs to run the shards and workers of a job.")
+manifests = typer.Typer(
+    no_args_is_help=True, help="Print the files with which a cluster runs the shards and workers of a job."
+)
 
-NameOption = Annotated[str, typer.Option(help="Name of the job, of a-z, 0-9 and -.")]
+NameOption = Annotated[str, typer.Option(help="Name of the job: a-z, 0-9 and -.")]
 ShardsOption = Annotated[int, typer.Option(help="Number of shards.", min=1, max=4096)]
 WorkersOption = Annotated[int, typer.Option(help="Number of workers.", min=1)]
 MemoryOption = Annotated[int, typer.Option(metavar="MIB", help="Memory of each shard, in MiB.", min=256)]
 CpusOption = Annotated[int, typer.Option(help="Cores of each shard.", min=1)]
 WorkerMemoryOption = Annotated[int, typer.Option(metavar="MIB", help="Memory of each worker, in MiB.", min=256)]
 WorkerCpusOption = Annotated[int, typer.Option(help="Cores of each worker.", min=1)]
-DurabilityOption = Annotated[Durability, typer.Option(help="What a shard's rows survive (docs/durability.md).")]
+DurabilityOption = Annotated[
+    Durability, typer.Option(help="Which failures a shard's rows survive (docs/durability.md).")
+]
 SnapshotsOption = Annotated[
     list[str] | None,
-    typer.Option(help="Folder or URL at or below which checkpoints may lie; may be repeated."),
+    typer.Option(help="Folder or URL at or below which checkpoints may be written; may be repeated."),
 ]
 
 
@@ -35,20 +39,22 @@ SnapshotsOption = Annotated[
 def systemd(
     name: NameOption,
     shards: ShardsOption,
-    host: Annotated[str, typer.Option(help="Address to listen to, from port 7700 on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; the first shard uses port 7700.")] = "127.0.0.1",
     first: Annotated[int, typer.Option(help="Index of the first shard of this machine.", min=0)] = 0,
-    count: Annotated[int | None, typer.Option(help="Shards of this machine.  [default: all]", min=1)] = None,
+    count: Annotated[int | None, typer.Option(help="Number of shards on this machine.  [default: all]", min=1)] = None,
     memory: MemoryOption = 4096,
     durability: DurabilityOption = "log",
     snapshots: SnapshotsOption = None,
     keys: Annotated[Path | None, typer.Option("--tls", metavar="DIR", help="Folder of the certificates.")] = None,
-    access: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may do what (docs/security.md).")] = None,
+    access: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File of access rules (docs/security.md).")
+    ] = None,
     executable: Annotated[str, typer.Option(help="Path of the command.")] = "/usr/local/bin/embershard",
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the units there, as /etc/systemd/system.")
+        Path | None, typer.Option(metavar="DIR", help="Folder to write the units to, such as /etc/systemd/system.")
     ] = None,
 ) -> None:
-    """Print the units of the shards of a machine: a service for each, and a target for all of them."""
+    """Print the systemd units for the shards of one machine: a service for each shard, and a target for all of them."""
     if first + (count or 1) > shards:
         raise BadDeployment(what=f"--first {first} --count {count or 1}", reason=f"there are {shards} shards")
     deployment = Deployment(
@@ -82,11 +88,13 @@ def kubernetes(
     worker_cpus: WorkerCpusOption = 2,
     memory: MemoryOption = 4096,
     worker_memory: WorkerMemoryOption = 4096,
-    storage: Annotated[str, typer.Option(help="Volume of each shard for its log.")] = "20Gi",
+    storage: Annotated[str, typer.Option(help="Size of each shard's volume for its event log.")] = "20Gi",
     durability: DurabilityOption = "log",
     snapshots: SnapshotsOption = None,
     data_claim: Annotated[str, typer.Option(help="Volume claim that workers mount at /data.")] = "",
-    service_account: Annotated[str, typer.Option(help="Service account of all pods, as for rights to storage.")] = "",
+    service_account: Annotated[
+        str, typer.Option(help="Service account of all pods, for example with permissions for storage.")
+    ] = "",
     pack: Annotated[bool, typer.Option("--pack", help="Let shards share a node.")] = False,
 ) -> None:
     """Print the objects for kubectl apply: shards as a StatefulSet, workers as an indexed Job, and what they need."""

@@ -19,14 +19,16 @@ MetricsOption = Annotated[
     typer.Option(
         "--metrics",
         metavar="HOST:PORT",
-        help="Serve /metrics for Prometheus, /livez, /readyz and /status.json there; :PORT is on loopback.",
+        help="Serve /metrics for Prometheus, /livez, /readyz and /status.json at this host:port; :PORT is on loopback.",
         show_default=False,
     ),
 ]
 
 LogFormatOption = Annotated[
     LogFormat,
-    typer.Option("--log-format", help="text, or json: an object for each event, for programs that collect logs."),
+    typer.Option(
+        "--log-format", help="Format of log output: text, or json (one object per log message, for log collectors)."
+    ),
 ]
 
 TraceOption = Annotated[
@@ -34,11 +36,12 @@ TraceOption = Annotated[
     typer.Option(
         "--trace",
         metavar="URL",
-        help="Send traces to the OpenTelemetry collector there (http://localhost:4318). Needs the extra `tracing`.",
+        help="Send traces to the OpenTelemetry collector at this URL (http://localhost:4318). Needs the extra "
+        "`tracing`.",
         show_default=False,
     ),
 ]
-TraceEveryOption = Annotated[int, typer.Option("--trace-every", help="Trace one step in so many.", min=1)]
+TraceEveryOption = Annotated[int, typer.Option("--trace-every", help="Trace every N-th step.", min=1)]
 
 _log = logging.getLogger("embershard.cli")
 

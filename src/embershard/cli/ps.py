@@ -39,51 +39,56 @@ def ps(
         str,
         typer.Option(
             metavar="INDEX",
-            help="Index of this shard, from 0. auto: what the cluster's variables say (EMBERSHARD_INDEX, "
-            "JOB_COMPLETION_INDEX of Kubernetes, SLURM_PROCID).",
+            help="Index of this shard, from 0. auto: the index in EMBERSHARD_INDEX, JOB_COMPLETION_INDEX (Kubernetes) "
+            "or SLURM_PROCID, whichever is set first.",
         ),
     ],
     of: Annotated[int, typer.Option(help="Number of shards; the same for every shard.", min=1, max=4096)],
-    listen: Annotated[str, typer.Option(help="host:port (port 0: any free one) or unix:/path.")] = "127.0.0.1:7700",
+    listen: Annotated[
+        str, typer.Option(help="Address to listen on: host:port (port 0: any free port) or unix:/path.")
+    ] = "127.0.0.1:7700",
     imports: Annotated[
         list[str] | None,
         typer.Option(
-            "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
+            "--import", help="Module with row optimizers or codecs, in this folder or installed; may be repeated."
         ),
     ] = None,
     announce: Annotated[
         Path | None,
-        typer.Option(help="Folder in which to announce the address to clients, which name it as --ps file:FOLDER."),
+        typer.Option(help="Folder in which the shard announces its address; clients use --ps file:FOLDER."),
     ] = None,
     advertise: Annotated[
         str,
         typer.Option(
             metavar="HOST[:PORT]",
             envvar="EMBERSHARD_ADVERTISE",
-            help="Address to announce, where it is not the one of --listen.",
+            help="Address to announce, if it differs from --listen.",
         ),
     ] = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address that other machines reach, without protection.")
+        bool, typer.Option("--insecure", help="Allow, without TLS or tokens, an address that other machines can reach.")
     ] = False,
     tls: TLSOption = None,
     rpc: Annotated[
-        str, typer.Option(help="host:port at which to serve torch.distributed.rpc too; it executes pickles.")
+        str, typer.Option(help="host:port at which to serve torch.distributed.rpc as well; it executes pickles.")
     ] = "",
     rpc_executes_pickles: Annotated[
-        bool, typer.Option("--rpc-executes-pickles", help="Allow --rpc an address that other machines reach.")
+        bool, typer.Option("--rpc-executes-pickles", help="Allow --rpc an address that other machines can reach.")
     ] = False,
     queue_bytes: Annotated[
-        int, typer.Option(help="Bytes of requests that may wait before workers are told to come back later.", min=1)
+        int,
+        typer.Option(
+            help=("Maximum bytes of waiting requests; further requests are refused, and workers retry them."), min=1
+        ),
     ] = ServerOptions.queue_bytes,
     connections: Annotated[
-        int, typer.Option(help="Connections at a time; more are refused.", min=1)
+        int, typer.Option(help="Maximum number of open connections; more are refused.", min=1)
     ] = ServerOptions.connections,
     memory: Annotated[
         str,
         typer.Option(
-            help="What all tables of this shard may take: bytes (4GiB, 500MB), or a part (80%) of the memory of this "
-            "machine or its container."
+            help="Maximum memory of all tables of this shard: bytes (4GiB, 500MB), or a share (80%) of the memory of "
+            "this machine or its container."
         ),
     ] = "80%",
     durability: DurabilityOption = None,
@@ -92,14 +97,14 @@ def ps(
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
     trace: TraceOption = "",
-    restarts: Annotated[int, typer.Option(hidden=True, help="How often this shard was started again.", min=0)] = 0,
+    restarts: Annotated[int, typer.Option(hidden=True, help="How often this shard was restarted.", min=0)] = 0,
     snapshots: SnapshotsOption = None,
     access: AccessOption = None,
     insecure_loopback: InsecureLoopbackOption = False,
     audit: AuditOption = None,
     parent_pid: ParentPidOption = 0,
 ) -> None:
-    """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
+    """Serve one shard until SIGTERM. Once it serves, it prints its address as one JSON line on stdout."""
     index = _index(shard)
     if index >= of:
         raise typer.BadParameter(f"shards count from 0, so --shard {index} --of {of} does not exist")

@@ -9,7 +9,7 @@ import typer
 
 RANK_VARIABLES = ["RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"]  # torchrun's, Slurm's, Kubernetes'; the first counts
 
-RankOption = Annotated[int, typer.Option("--rank", envvar=RANK_VARIABLES, help="This worker's number.", min=0)]
+RankOption = Annotated[int, typer.Option("--rank", envvar=RANK_VARIABLES, help="Number of this worker, from 0.", min=0)]
 WorldSizeOption = Annotated[
     int,
     typer.Option("--world-size", envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="Number of workers.", min=1, max=65_535),
@@ -18,7 +18,7 @@ StartWorkersOption = Annotated[
     int | None,
     typer.Option(
         "--start-workers",
-        help="Number of workers that the job begins with, where others may join later.  [default: all]",
+        help="Number of workers with which the job begins; others may join later.  [default: all]",
         min=1,
     ),
 ]
@@ -27,7 +27,7 @@ LocalRankOption = Annotated[
     typer.Option(
         "--local-rank",
         envvar=["LOCAL_RANK", "SLURM_LOCALID"],
-        help="Its number on this machine.  [default: its rank]",
+        help="Number of this worker among those on this machine, from 0.  [default: its rank]",
         min=0,
     ),
 ]
@@ -36,7 +36,7 @@ LocalWorldSizeOption = Annotated[
     typer.Option(
         "--local-world-size",
         envvar="LOCAL_WORLD_SIZE",
-        help="Workers on this machine, who share its cores.",
+        help="Number of workers on this machine, which share its cores.",
         min=0,
     ),
 ]

@@ -43,7 +43,8 @@ class Recoveries:
         self.made.append(Recovery(reason, checkpoint, step, max(0, max(steps, default=step) - step)))
         where = "the beginning" if checkpoint is None else f"checkpoint {checkpoint}"
         self._say(
-            f"{reason}. The job goes on from {where}: about {self.made[-1].lost_steps} steps after step {step} are lost"
+            f"{reason}. The job continues from {where}: about {self.made[-1].lost_steps} steps after step {step} are "
+            "lost"
         )
 
     def look(self) -> None:

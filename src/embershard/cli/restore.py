@@ -19,7 +19,8 @@ from embershard.worker.client.client import Client
 
 def restore(
     folder: Annotated[
-        str, typer.Argument(help="Folder of snapshots (the latest is taken), or one snapshot in it; or an fsspec URL.")
+        str,
+        typer.Argument(help="Folder of snapshots (the latest is restored), or one snapshot in it; or an fsspec URL."),
     ],
     ps: RunningShards = None,
     tls: TLSOption = None,
@@ -27,13 +28,13 @@ def restore(
     token_file: TokenFileOption = None,
     name: Annotated[str, typer.Option(help="Name of the snapshot in the folder.  [default: the latest]")] = "",
     replace: Annotated[
-        bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")
+        bool, typer.Option("--replace", help="Replace the tables that the shards hold; their rows are lost.")
     ] = False,
     wait_timeout: Annotated[
-        float, typer.Option(help="Time out after so many seconds in which nothing was read.", min=0.1)
+        float, typer.Option(help="Time out if nothing is read for so many seconds.", min=0.1)
     ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
-    """Give running shards, of any number, the rows and optimizer states of a snapshot."""
+    """Restore the rows and optimizer states of a snapshot onto running shards, of any number."""
     began = time.monotonic()
     with contextlib.closing(
         Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))

@@ -18,29 +18,27 @@ SnapshotsOption = Annotated[
     typer.Option(
         "--snapshots",
         metavar="FOLDER_OR_URL",
-        help="Where snapshots and checkpoints may lie, at it or below: a folder, s3://, gs:// or abfs://; may be "
-        "repeated. "
-        "[default: anywhere, where no other machine reaches the shard; else nowhere]",
+        help="Folder or URL (s3://, gs://, abfs://) at or below which snapshots and checkpoints may be written and "
+        "read; may be repeated.  [default: anywhere if only this machine can reach the shard, else nowhere]",
     ),
 ]
 AccessOption = Annotated[
     Path | None,
-    typer.Option(
-        "--access", help="File that says who may do what (access.yaml), read again when it changes; docs/security.md."
-    ),
+    typer.Option("--access", help="File of access rules (access.yaml), read again when it changes; docs/security.md."),
 ]
 InsecureLoopbackOption = Annotated[
     bool,
     typer.Option(
         "--insecure-loopback",
-        help="On loopback ask nobody who they are: any user of this machine can read and change the model.",
+        help="Require no token on loopback: any user of this machine can read and change the model.",
     ),
 ]
 AuditOption = Annotated[
     Path | None,
     typer.Option(
         "--audit",
-        help="Folder in which each shard keeps shard-K/audit.jsonl: who came, who was refused, and what they changed.",
+        help="Folder in which each shard writes its audit log, shard-K/audit.jsonl: logins, refused requests and "
+        "changes.",
     ),
 ]
 TOKEN_ENVIRONMENT = "EMBERSHARD_TOKEN_FILE"
@@ -75,7 +73,8 @@ TokenFileOption = Annotated[
         "--token-file",
         envvar=TOKEN_ENVIRONMENT,
         callback=_use_token_file,
-        help="File with the token to show to the shards.  [default: that of your own shards on loopback]",
+        help="File with the token for the shards.  [default: for your own shards on loopback, the token that they "
+        "wrote]",
     ),
 ]
 

@@ -24,8 +24,8 @@ RunningShards = Annotated[
         "--ps",
         metavar="ADDRESSES",
         envvar=ENVIRONMENT,
-        help="host:port of every shard, with commas between, or file:DIR, where they announce themselves.  "
-        "[default: the shards of `embershard up`, here]",
+        help="host:port of every shard, separated by commas, or file:DIR, in which they announce their addresses.  "
+        "[default: the shards of `embershard up` on this machine]",
     ),
 ]
 NamedShards = Annotated[
@@ -34,7 +34,7 @@ NamedShards = Annotated[
         "--ps",
         metavar="ADDRESSES",
         envvar=ENVIRONMENT,
-        help="host:port of every shard, with commas between, or file:DIR, where they announce themselves.",
+        help="host:port of every shard, separated by commas, or file:DIR, in which they announce their addresses.",
     ),
 ]
 

@@ -31,30 +31,30 @@ def snapshot(
     at_clock: Annotated[
         int | None,
         typer.Option(
-            help="Take it when so many clocks are closed; 0: at once.  "
-            "[default: soon where workers train synchronously, else at once]",
+            help="Take it when this number of clocks is closed; 0: at once.  [default: a clock soon if workers train "
+            "synchronously, else at once]",
             min=0,
         ),
     ] = None,
     keep: Annotated[
         int,
         typer.Option(
-            help="Remove all snapshots of the folder but the last so many; one and its increments count once.", min=0
+            help="Keep only the last N snapshots of the folder; a full snapshot and its increments count as one.", min=0
         ),
     ] = 0,
     incremental: Annotated[
         bool,
         typer.Option(
             "--incremental",
-            help="Write only the rows that changed since the latest snapshot of the folder, which was taken so, too; "
-            "now and then all of them.",
+            help="Write only the rows that changed since the latest snapshot of the folder, if that was taken with "
+            "this option, too; from time to time all rows are written.",
         ),
     ] = False,
     wait_timeout: Annotated[
-        float, typer.Option(help="Time out after so many seconds in which nothing was written.", min=0.1)
+        float, typer.Option(help="Time out if nothing is written for so many seconds.", min=0.1)
     ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
-    """Take a snapshot of all shards, rows and optimizer states, while they go on serving."""
+    """Take a snapshot of all shards (rows and optimizer states) while they continue to serve."""
     with contextlib.closing(
         Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
     ) as client:

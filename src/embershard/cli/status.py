@@ -64,10 +64,10 @@ def status(
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --watch one a line.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --watch, one per line.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the state again every second, until Ctrl-C.")] = False,
 ) -> None:
-    """Show every shard, its tables, and the workers that train; exit code 1 if a shard does not serve."""
+    """Show every shard, its tables, and the members of the job; exit code 1 if a shard does not serve."""
     named = shard_addresses(ps) if ps is not None else shards_of_up() or [FIRST_OF_UP]
     certificates = tls_of(tls, tls_server_name)
     transports = [transport_for(address, tls=certificates) for address in named]

@@ -17,7 +17,7 @@ TLSOption = Annotated[
         "--tls",
         metavar="DIR",
         envvar=ENVIRONMENT,
-        help="Folder of tls.crt, tls.key and ca.crt: TLS for everything over TCP (docs/security.md).",
+        help="Folder with tls.crt, tls.key and ca.crt: use TLS over TCP (docs/security.md).",
     ),
 ]
 ServerNameOption = Annotated[
@@ -26,7 +26,7 @@ ServerNameOption = Annotated[
         "--tls-server-name",
         metavar="NAME",
         envvar=f"{ENVIRONMENT}_SERVER_NAME",
-        help="What the shards' certificates must cover.  [default: the host of each address]",
+        help="Name that the shards' certificates must cover.  [default: the host of each address]",
         show_default=False,
     ),
 ]

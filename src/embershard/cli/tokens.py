@@ -15,17 +15,19 @@ _OTHER_FILE = "choose another file with --out"
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Who shows it, for access.yaml, logs and the audit log.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the client (principal), for access.yaml, messages and the audit log.")
+    ],
     role: Annotated[str, typer.Option(help="read, train or admin.")],
     tables: Annotated[
         list[str] | None,
         typer.Option("--table", help="Table, or pattern with * and ?; may be repeated. [default: all]"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File for the token, which nobody else can read. [default: NAME.token]")
+        Path | None, typer.Option(help="File for the token; only you can read it.  [default: NAME.token]")
     ] = None,
 ) -> None:
-    """Make a token: write it to a file, and print its entry for access.yaml."""
+    """Create a token: write it to a file, and print its entry for access.yaml."""
     made = new_token()
     lines = [f"- name: {name}", f"  role: {role}", f'  token_sha256: "{token_digest(made).hex()}"']
     lines += [f"  tables: [{', '.join(map(_quoted, tables))}]"] if tables else []

@@ -29,7 +29,7 @@ def top(
     token_file: TokenFileOption = None,
     run: RunOption = None,
 ) -> None:
-    """Show shards, workers and a run in the terminal, until q. It only reads: training goes on without it."""
+    """Show shards, workers and a run in the terminal; q ends it. Training does not depend on it."""
     if importlib.util.find_spec("textual") is None:
         raise NoPanel(what="`embershard top`", package="textual", extra="top")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

@@ -67,7 +67,7 @@ def train(
         typer.Option(
             metavar="ADDRESSES",
             envvar=ENVIRONMENT,
-            help="host:port of every shard, with commas between.  [default: shards are started here]",
+            help="host:port of every shard, separated by commas. [default: shards are started here]",
         ),
     ] = None,
     tls: TLSOption = None,
@@ -77,18 +77,24 @@ def train(
         str | None,
         typer.Option(
             metavar="N|N-M",
-            help="Workers to start, instead of the job's. 2-8: two, and up to eight while more of them pay.",
+            help=(
+                "Number of workers to start, instead of the job's. 2-8: start two, and add up to six while they "
+                "raise the throughput."
+            ),
         ),
     ] = None,
-    shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
+    shards: Annotated[int | None, typer.Option(help="Number of shards to start, instead of the job's.", min=1)] = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(
-            help="Emulate a slower link between each worker and the shards, as in 100mbit; instead of the job's."
+            help="Emulate a slower link between each worker and the shards, such as 100mbit; instead of the job's."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder of logs and TensorBoard events.  [default: runs/JOB-TIME]")
+        Path | None,
+        typer.Option(
+            help=("Folder of the run: run log, workers' output and TensorBoard events. [default: runs/JOB-TIME]")
+        ),
     ] = None,
     overrides: SetOption = None,
     data: DataOption = None,
@@ -96,24 +102,28 @@ def train(
         list[str] | None,
         typer.Option(
             "--import",
-            help="Module with row optimizers or codecs, for the workers and the shards started here; may be repeated.",
+            help="Module with row optimizers or codecs, for the workers and shards started here; may be repeated.",
         ),
     ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Go on from a checkpoint: its folder, the newest of a folder, or `latest` or `best` of "
-            "checkpoint.folder; auto: the latest, if there is one."
+            help="Continue from a checkpoint: name its folder, or a folder of checkpoints (the newest is used), or "
+            "`latest` or `best` of checkpoint.folder. auto: the latest, if there is one."
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="With --resume: do so even where the shards hold tables of another job.")
+        bool,
+        typer.Option("--replace", help=("With --resume: replace all tables of the shards, also those of another job.")),
     ] = False,
     profile: Annotated[
         bool,
         typer.Option(
             "--profile",
-            help="Print where the first worker's time goes; profile.json and trace.json go into the run's folder.",
+            help=(
+                "Print the time of each part of the first worker's steps; write profile.json and trace.json to the "
+                "run's folder."
+            ),
         ),
     ] = False,
     metrics: MetricsOption = "",
@@ -121,7 +131,10 @@ def train(
     trace: TraceOption = "",
     trace_every: TraceEveryOption = 1000,
     dash: Annotated[
-        bool, typer.Option("--dash", help="Serve a page that shows the job, until it ends, and print its address.")
+        bool,
+        typer.Option(
+            "--dash", help=("Serve the panel, a web page that shows the job, until the job ends; print its address.")
+        ),
     ] = False,
     engine: EngineOption = EngineName.LOCAL,
     insecure: InsecureOption = False,
@@ -130,12 +143,12 @@ def train(
     worker_resources: WorkerResourcesOption = "",
     parent_pid: ParentPidOption = 0,
 ) -> None:
-    """Train a job: start shards and workers here, show how it goes, end them all.
+    """Train a job: start its shards and workers here, show the progress, and end them all when it is done.
 
-    With --metrics HOST:PORT the shards started here serve their metrics at this port and those that follow, then the
+    With --metrics HOST:PORT the shards started here serve their metrics at this port and the following ones, then the
     workers.
 
-    A job with checkpoints goes on from the latest one where a shard or a worker is lost (train.recover).
+    If a shard or a worker is lost, a job with checkpoints continues from the latest one (train.recover).
     """
     if log_format == "json":
         log_as_json(sys.stdout)
@@ -226,7 +239,7 @@ def _explain(error: Exception, folder: Path, *, can_resume: bool) -> None:
     """
     check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
     if can_resume and isinstance(error, WorkerFailed | ShardUnavailable):
-        say(f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
+        say(f"to continue from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
     if isinstance(error, WorkerFailed):
         check_stdout(error)
 
@@ -244,7 +257,7 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
         return []
     if checkpoint is None:
         counted = ", ".join(f"{count:,} of {part}" for part, count in data.fitted["samples"].items())
-        say(f"read the data once for what its features need: {counted}")
+        say(f"read the data once to prepare its features: {counted}")
     path = folder / "preprocessing.json"
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))

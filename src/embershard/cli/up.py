@@ -40,12 +40,13 @@ _WATCH = timedelta(seconds=0.5)
 def up(
     shards: Annotated[int, typer.Option(help="Number of shards.", min=1, max=4096)] = 2,
     base_port: Annotated[
-        int, typer.Option(help="Port of shard 0; the others follow. 0: any free ones.", min=0, max=65535)
+        int,
+        typer.Option(help="Port of shard 0; the others use the following ports. 0: any free ports.", min=0, max=65535),
     ] = DEFAULT_PORT,
     imports: Annotated[
         list[str] | None,
         typer.Option(
-            "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
+            "--import", help="Module with row optimizers or codecs, in this folder or installed; may be repeated."
         ),
     ] = None,
     tls: TLSOption = None,
@@ -60,11 +61,12 @@ def up(
     insecure_loopback: InsecureLoopbackOption = False,
     audit: AuditOption = None,
 ) -> None:
-    """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
+    """Run shards on this machine until Ctrl-C; report and restart a shard that dies.
 
-    With --metrics HOST:PORT shard 0 serves its metrics at this port, the others at those that follow.
+    With --metrics HOST:PORT shard 0 serves its metrics at this port, the others at the following ones.
 
-    Without a log, a shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
+    Without an event log (--log-dir) a shard keeps its rows only in memory: if it dies, its rows are lost, and its
+    workers end with an error.
     """
     if log_format == "json":
         log_as_json(sys.stderr)

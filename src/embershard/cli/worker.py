@@ -99,8 +99,8 @@ def worker(
         typer.Option(
             metavar="ADDRESSES",
             envvar=ENVIRONMENT,
-            help="host:port of every shard, with commas between, or file:DIR, for a strategy that has some. -: a line "
-            "of stdin.",
+            help="host:port of every shard, separated by commas, or file:DIR, for a strategy with shards. -: read "
+            "them as a line from stdin.",
         ),
     ] = None,
     tls: TLSOption = None,
@@ -108,9 +108,15 @@ def worker(
     token_file: TokenFileOption = None,
     overrides: SetOption = None,
     data: DataOption = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of log.jsonl and TensorBoard events.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run log (log.jsonl) and TensorBoard events.")
+    ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Write profile.json and trace.json into --output, and print the split.")
+        bool,
+        typer.Option(
+            "--profile",
+            help="Print the time of each part of a step, and write profile.json and trace.json to --output.",
+        ),
     ] = False,
     rank: RankOption = 0,
     world_size: WorldSizeOption = 1,
@@ -119,38 +125,43 @@ def worker(
     local_world_size: LocalWorldSizeOption = 0,
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Module with codecs, found from here or installed; may be repeated."),
+        typer.Option("--import", help="Module with codecs, in this folder or installed; may be repeated."),
     ] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Emulate a slower link to the shards, as in 100mbit; instead of the job's.")
+        str | None, typer.Option(help="Emulate a slower link to the shards, such as 100mbit; instead of the job's.")
     ] = None,
     join_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait at the start for the other workers.", min=0.1)
+        float, typer.Option(help="Seconds to wait for the other workers at the start.", min=0.1)
     ] = JOIN_TIMEOUT.total_seconds(),
     run: Annotated[
         int,
         typer.Option(
-            help="Number of the run, the same for all of its workers: a higher one than any before on these shards "
-            "begins anew, whoever still trains there.  [default: take part in the run that goes on]",
+            help="Run number (a fencing token), the same for all workers of a run. If it is higher than any before on "
+            "these shards, this run takes them over, and workers with a lower number are refused. [default: join "
+            "the running workers]",
             show_default=False,
             min=0,
             max=2**63 - 1,
         ),
     ] = 0,
     resume: Annotated[
-        str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
+        str | None, typer.Option(help="Continue from this checkpoint; restore its snapshot onto the shards first.")
     ] = None,
     recover: Annotated[
         bool,
         typer.Option(
             "--recover",
-            help="For workers that a cluster starts again: the first one begins a run, and gives all shards the latest "
-            "checkpoint; the others take part in it. Without checkpoint.folder it has no meaning.",
+            help="For workers that a cluster restarts: whenever worker 0 starts, it restores the latest checkpoint "
+            "onto all shards and begins a new attempt; the other workers join it. It has no effect without "
+            "checkpoint.folder.",
         ),
     ] = False,
     attempts: Annotated[
         int,
-        typer.Option(help="With --recover: tries in a row without a new checkpoint, after which the job ends.", min=1),
+        typer.Option(
+            help=("With --recover: maximum number of attempts in a row without a new checkpoint; then the job ends."),
+            min=1,
+        ),
     ] = 3,
     metrics: MetricsOption = "",
     log_format: LogFormatOption = "text",
@@ -158,15 +169,19 @@ def worker(
     trace_every: TraceEveryOption = 1000,
     started_here: Annotated[
         bool,
-        typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
+        typer.Option(
+            "--started-here",
+            hidden=True,
+            help=("All shards and workers see the folder --output, and end with this run."),
+        ),
     ] = False,
     parent_pid: ParentPidOption = 0,
 ) -> None:
-    """Train as one worker of a job; its place among the workers comes from torchrun's variables.
+    """Train as one worker of a job; its rank and the number of workers come from the variables of torchrun.
 
-    Several workers connect at MASTER_ADDR and MASTER_PORT. Without any variable it is the only worker. The exit code is
-    75 where a shard or another worker was lost, which a start from the last checkpoint may cure, and 76 where that was
-    tried too often (--attempts).
+    Several workers connect at MASTER_ADDR and MASTER_PORT. Without these variables it is the only worker. The exit code
+    is 75 if a shard or another worker was lost: start the job again from its last checkpoint. It is 76 if too many
+    attempts failed (--attempts).
     """
     end_with_parent(parent_pid, sessions.kill_own)  # nothing here would be lost, and nothing may hold it up
     if log_format == "json":

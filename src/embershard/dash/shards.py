@@ -208,7 +208,7 @@ class ShardWatch:
             return [Event(now, Severity.INFO, f"{name} answers")] if was_down else []
         if old.instance != new.instance:
             kept = (
-                f"with its log, term {new.term}"
+                f"with its event log, term {new.term}"
                 if new.term
                 else "without its rows"
                 if sum(table.rows for table in old.tables)

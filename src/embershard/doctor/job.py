@@ -15,7 +15,7 @@ _SILENT_SHARE = 0.5  # of a lease: workers renew theirs four times in it
 @check(
     "clock",
     asks="whether the shards are at the same clock, and whether it advances",
-    remedy="see `waited for`; if one shard is behind, see `load`, and its log",
+    remedy="see `waited for`; if one shard is behind, see `load`, and its output",
 )
 def clock(case: Case) -> Finding | None:
     """The first clock that is not closed, on every shard, at two looks."""
@@ -36,7 +36,7 @@ def clock(case: Case) -> Finding | None:
     "members",
     asks="whether every shard knows the same workers, as many as the job has",
     remedy="start the missing workers: no clock closes before all have joined once; for a worker that left, see its "
-    "log",
+    "output",
 )
 def members(case: Case) -> Finding | None:
     """Workers that hold a lease."""
@@ -80,7 +80,7 @@ def waited_for(case: Case) -> Finding | None:
 @check(
     "leases",
     asks="whether workers lost their leases, or are about to",
-    remedy="see the logs of those workers: killed, stopped, or starved of CPU for longer than train.lease, which may "
+    remedy="see the output of those workers: killed, stopped, or starved of CPU for longer than train.lease, which may "
     "be raised",
 )
 def leases(case: Case) -> Finding | None:

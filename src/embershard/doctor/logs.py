@@ -26,7 +26,8 @@ _MEASURED_SECONDS = 1.0
 
 @check(
     "log folder",
-    asks="whether the shards' logs can be written and locked in their folder, and survive a restart of the machine",
+    asks="whether the shards' event logs can be written and locked in their folder, and survive a restart of the "
+    "machine",
     remedy="choose a folder on a local disk (--log-dir, or the job's output)",
 )
 def log_folder(case: Case) -> Finding | None:
@@ -53,7 +54,7 @@ def log_folder(case: Case) -> Finding | None:
 
 @check(
     "log space",
-    asks="whether the disk of the shards' logs has space for their first files",
+    asks="whether the disk of the shards' event logs has space for their first files",
     remedy="make space, or choose another folder: while the disk is full, the shards accept no pushes",
 )
 def log_space(case: Case) -> Finding | None:
@@ -69,7 +70,8 @@ def log_space(case: Case) -> Finding | None:
 
 @check(
     "log disk",
-    asks="how fast the disk of the shards' logs is: bytes per second, and the time until a small record is on disk",
+    asks="how fast the disk of the shards' event logs is: bytes per second, and the time until a small record is on "
+    "disk",
     remedy="use a local SSD; with `log` in place of `fsync` a push waits for the kernel only, not for the disk",
     seconds=15.0,
 )

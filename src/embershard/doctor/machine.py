@@ -29,9 +29,10 @@ _SMALL_SHARED_MEMORY = 2**28
 
 @check(
     "system time",
-    asks="whether the system's clock is plausible: a restarted worker takes its number from it",
-    remedy="set the clock (timedatectl set-ntp true): a worker that restarts with an earlier time is refused as an old "
-    "one",
+    asks="whether the system time is plausible: a worker's start time is its worker epoch, by which it replaces an "
+    "earlier process",
+    remedy="set the system time (timedatectl set-ntp true): a worker that restarts with an earlier time is refused as "
+    "an old one",
 )
 def system_time(_: Case) -> Finding:
     """Now, against the age of what is installed."""

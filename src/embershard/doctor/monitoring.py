@@ -75,7 +75,7 @@ class _Pages:
     "metrics",
     asks="whether each address of --metrics answers Prometheus and probes, and whether the process is live and ready",
     remedy="start the shard or worker with --metrics HOST:PORT, and open that port for Prometheus; restart a process "
-    "that is not live, and see the log of one that stays not ready",
+    "that is not live, and see the output of one that stays not ready",
 )
 def metrics(case: Case) -> Finding | None:
     """Ask for /metrics, /livez and /readyz as Prometheus and Kubernetes do, at all addresses at once."""

@@ -24,9 +24,9 @@ _MODEL = "the model computes: more train.threads, train.linear onednn, mixed pre
 
 _TROUBLES = {  # fields of a result that are 0 where all went well
     "skipped_rows": "gradient rows held NaN or Inf",
-    "skipped_steps": "steps were left out for a NaN or Inf",
+    "skipped_steps": "steps were skipped because of NaN or Inf",
     "expired_leases": "times a worker was evicted",
-    "returned_splits": "parts of the data were dealt again",
+    "returned_splits": "input splits were assigned again",
 }
 
 # part of a step (proto/timing.py) -> what to try where it dominates

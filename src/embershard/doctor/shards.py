@@ -59,7 +59,7 @@ def ports(case: Case) -> Finding | None:
 @check(
     "stream",
     asks="whether an embershard shard answers there on the stream transport, the default",
-    remedy="name the shards' ports, not those of another program; if a shard is stopped or hangs, see its log",
+    remedy="name the shards' ports, not those of another program; if a shard is stopped or hangs, see its output",
 )
 def stream(case: Case) -> Finding | None:
     """A Hello over the stream transport."""
@@ -69,7 +69,7 @@ def stream(case: Case) -> Finding | None:
 @check(
     "gRPC",
     asks="whether the shard answers there on gRPC too: health checks and clients in other languages",
-    remedy="see the shard's log; a proxy in between must support HTTP/2",
+    remedy="see the shard's output; a proxy in between must support HTTP/2",
 )
 def grpc(case: Case) -> Finding | None:
     """Check that every shard answers over gRPC."""
@@ -92,9 +92,9 @@ def access(case: Case) -> Finding | None:
 
 @check(
     "system times",
-    asks="whether the shards' machines have the time of this one: workers take their numbers from it, and certificates "
-    "are valid from one time to another",
-    remedy="set the clocks of the machines that are named by NTP (timedatectl set-ntp true)",
+    asks="whether the shards' machines have the same time as this one: worker epochs and run numbers are times, and "
+    "certificates have a period of validity",
+    remedy="set the system time of the named machines by NTP (timedatectl set-ntp true)",
 )
 def system_times(case: Case) -> Finding | None:
     """Compare the shards' clocks with this machine's."""
@@ -162,7 +162,7 @@ def versions(case: Case) -> Finding | None:
 
 @check(
     "placement",
-    asks="whether the addresses name every shard of one placement and one epoch, each once",
+    asks="whether the addresses name every shard of one placement, of one placement epoch, each once",
     remedy="name every shard of one job, each once; start all with the same --of and each with its own --shard",
 )
 def placement(case: Case) -> Finding | None:

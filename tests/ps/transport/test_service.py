@@ -142,7 +142,7 @@ def test_arrays_count_for_nothing_of_what_a_message_says_beside_them(here):
 
 def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(here, caplog):
     here.service.shard.handle = lambda *_: [][1]
-    with pytest.raises(InternalError, match=r"IndexError in Pull.*see the shard's log"):
+    with pytest.raises(InternalError, match=r"IndexError in Pull.*see the shard's output"):
         here.ask(PULL)
     assert "[][1]" in caplog.text
 

@@ -465,7 +465,7 @@ checkpoint.every=1; checkpoint.keep=3 -> checkpoint.every: has no meaning withou
 shards=4097 -> shards: input should be less than or equal to 4096
 workers=65536 -> workers: input should be less than or equal to 65535
 shards={durability: log} -> shards: is a number; what else is said of shards stands beside it
-train.recover=true -> train.recover: goes on from checkpoints: name a checkpoint.folder
+train.recover=true -> train.recover: continues from checkpoints: set checkpoint.folder
 checkpoint={best: false, restore_best: true} -> checkpoint.restore_best: the best weights are not kept
 data.valid=null; train.early_stop=null; train.lr_schedule={name: constant}; checkpoint.best=true -> checkpoint.best:
 """
@@ -537,15 +537,15 @@ compression={push: dgc:0.01, unless_slower: true} -> compression.unless_slower: 
 """
 
 OF_WORKERS = """
-dense.mode=ddp -> data.splits: gives workers uneven numbers of steps, but dense.mode ddp makes
-train.steps=10 -> data.splits: deals out whole epochs: give train.epochs in place of train.steps
+dense.mode=ddp -> data.splits: gives workers different numbers of steps, but with dense.mode ddp
+train.steps=10 -> data.splits: divides whole epochs into input splits: set train.epochs instead of train.steps
 data.splits=2 -> data.splits: must be at least as many as workers, which are 3
 data.splits=0 -> data.splits: must be a number of parts, auto or null, got 0
 data.splits=null; dense.mode=fsdp; train.restart_workers=1 -> train.restart_workers: has no meaning for
 strategy=ddp; workers=1; data.splits=null; train.restart_workers=1 -> train.restart_workers: has no meaning
-strategy=ddp; data.splits=4 -> data.splits: gives workers uneven numbers of steps, but strategy ddp makes
-train.samples=10 -> data.splits: deals out whole epochs: give train.epochs in place of train.samples
-workers=1; train.restart_workers=1 -> train.restart_workers: starts workers again beside others
+strategy=ddp; data.splits=4 -> data.splits: gives workers different numbers of steps, but with strategy ddp
+train.samples=10 -> data.splits: divides whole epochs into input splits: set train.epochs instead of train.samples
+workers=1; train.restart_workers=1 -> train.restart_workers: restarts lost workers while the others continue
 """
 
 CASES = [
@@ -601,7 +601,7 @@ def test_data_parallel_needs_a_gpu(folder, monkeypatch):
 
 def test_gzipped_text_is_not_dealt_out_where_it_streams(folder):
     (folder / "a.csv.gz").write_bytes(b"")
-    with pytest.raises(JobFileError, match=r"data.splits: a.csv.gz would be read from its start for every split"):
+    with pytest.raises(JobFileError, match=r"data.splits: a.csv.gz would be read from its start for every input split"):
         load(folder, SPLITS, "data={reader: ctr_csv, train: a.csv.gz, stream: true, splits: 8}")
     load(folder, SPLITS, "data={reader: ctr_csv, train: a.csv.gz, splits: 8}")  # read once, into memory
     (folder / "a.csv").write_text("label,a\n1,2\n")

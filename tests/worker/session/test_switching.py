@@ -53,8 +53,8 @@ def test_workers_switch_as_the_shards_were_told_and_say_so(make_wires, caplog):
     # the first pull after a change brings its revision: that step's push is the first that follows it
     assert codecs_sent(wires) == [("", "")] * 2 + [("", "packed")] * 3 + [("fp16s", "packed")]
     assert [record.getMessage() for record in caplog.records] == [
-        "step 2: table t travels as push=int8 pull=none, as the shards were told",
-        "step 4: table t travels as push=int8 pull=fp16s, as the shards were told",
+        "step 2: table t uses push=int8 pull=none, as set on the shards",
+        "step 4: table t uses push=int8 pull=fp16s, as set on the shards",
     ]
 
 
@@ -80,7 +80,7 @@ def test_a_session_without_the_codec_stays_as_it_is(make_wires, caplog):
     train(session, 2)
     assert [push for _, push in codecs_sent(wires)] == ["", "", ""]
     (record,) = caplog.records
-    assert "step 1: table t stays as it travels: no codec 'int8' here (known: none)" in record.getMessage()
+    assert "step 1: table t keeps its codecs: no codec 'int8' here (known: none)" in record.getMessage()
 
 
 def test_settings_of_tables_that_a_session_has_not_are_no_concern_of_it(make_wires, caplog):
@@ -143,7 +143,7 @@ def test_a_schedule_switches_at_its_steps(begin, caplog):
         codecs.before_step(step)
         train(session, 1)
     assert codecs_sent(wires) == [("bf16", ""), ("bf16", ""), ("bf16", "packed"), ("", "packed")]
-    assert "step 2: table t travels as push=int8 pull=bf16, by the job's schedule" in caplog.text
+    assert "step 2: table t uses push=int8 pull=bf16, by the job's schedule" in caplog.text
 
 
 def test_a_schedule_leaves_alone_what_was_switched_by_hand(begin):

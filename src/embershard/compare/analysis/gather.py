@@ -114,7 +114,7 @@ def _notes(plan: ComparisonPlan, runs: Sequence[ArmRun], judged: str, deciding: 
     if failed:
         yield (
             f"{len(failed)} of {len(runs)} runs failed twice, and are in no figure. The first of them: "
-            f"{name_of(failed[0])}; its log: `{failed[0].folder}/{SAID}`."
+            f"{name_of(failed[0])}; its output: `{failed[0].folder}/{SAID}`."
         )
 
 

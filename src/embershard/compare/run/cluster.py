@@ -18,8 +18,8 @@ class ShardsNotEmpty(EmbershardError):
     """The shards of a comparison hold tables that are not its own."""
 
     template = (
-        "the shards hold tables already ({tables}), and every run of a comparison begins with empty shards; name other "
-        "shards, or have these tables dropped with --replace"
+        "the shards already hold tables ({tables}), but every run of a comparison begins with empty shards; name "
+        "other shards, or drop these tables with --replace"
     )
 
 

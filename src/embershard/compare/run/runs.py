@@ -92,7 +92,7 @@ def _attempt(
                     heard = time.monotonic()
                     watch(log.progress())
                 elif time.monotonic() - heard > QUIET_SECONDS:
-                    return f"it was ended: its log had no new line for {QUIET_SECONDS:.0f} s"
+                    return f"it was ended: its run log had no new line for {QUIET_SECONDS:.0f} s"
         log.read()
         if process.returncode == 0:
             return log.trouble
