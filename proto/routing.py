@@ -189,6 +189,11 @@ def make_bundle(
     return RoutedBundle(route, bounds[0].tolist(), bounds[1].tolist())
 
 
+def has_order_of_its_own(count: int) -> bool:
+    """Whether the route of so many ids of a table groups them in another order than that of a bundle would."""
+    return count >= _MANY
+
+
 def make_route(ids: Ids, space_key: int, placement: Placement) -> Route:
     """Route of flat ids ((N,) int64, any order, duplicates welcome), without sorting."""
     return make_routes([(ids, space_key)], placement)[0]
@@ -202,10 +207,10 @@ def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list
     if not inputs:
         return []
     flats = [np.ascontiguousarray(ids, dtype=np.int64).reshape(-1) for ids, _ in inputs]
-    if len(inputs) > 1 and max(map(len, flats)) >= _MANY:
+    if len(inputs) > 1 and has_order_of_its_own(max(map(len, flats))):
         return [make_route(flat, key, placement) for flat, (_, key) in zip(flats, inputs, strict=True)]
     num_shards = placement.shards[-1] + 1
-    if len(flats[0]) >= _MANY:
+    if has_order_of_its_own(len(flats[0])):
         key = inputs[0][1]
         parts = _route_many(flats[0], np.uint64(key), placement.shard_of, num_shards)
         return [Route(*parts, space_key=key, epoch=placement.epoch)]

@@ -12,7 +12,15 @@ import torch
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import MAX_MEMBERS, TableKey
-from embershard.proto.routing import BundleRoute, Placement, Route, ascending, make_bundle, make_routes
+from embershard.proto.routing import (
+    BundleRoute,
+    Placement,
+    Route,
+    ascending,
+    has_order_of_its_own,
+    make_bundle,
+    make_routes,
+)
 from embershard.proto.shared_memory import empty_floats
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
@@ -321,6 +329,8 @@ def _bundles(lookups: Sequence[Lookup], source: RowSource) -> tuple[list[list[Lo
         if not lookup.how or spec.name not in fits or lookup.ids.dtype not in (torch.int64, torch.int32):
             single.append(lookup)
         elif spec.name in known:  # it is read twice
+            single.append(lookup)
+        elif has_order_of_its_own(lookup.ids.numel()):  # a table alone that a checkpoint reads again must have the same
             single.append(lookup)
         else:
             known.add(spec.name)

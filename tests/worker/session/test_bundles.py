@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import embershard as es
+from embershard.proto import routing
 from embershard.proto.messages import Pull, Push
 from embershard.proto.routing import Placement, make_bundle, make_routes
 from embershard.ps.shard import Shard
@@ -442,10 +443,12 @@ def test_bags_of_a_bundle_may_be_called_with_weights_or_without_gradients():
     check_equal(*(train(make, 2, data, step=step) for make in (Bags, AnnouncedBags)))
 
 
+@pytest.mark.parametrize("many", [2**18, 8], ids=["few ids", "very many"])
 @pytest.mark.parametrize("prefetch", [None, 0])
 @pytest.mark.parametrize("kind", ["rows", "bags"])
-def test_activation_checkpoints_compute_a_part_of_a_bundle_again(kind, prefetch):
+def test_activation_checkpoints_compute_a_part_of_a_bundle_again(kind, prefetch, many, monkeypatch):
     """The tensors that autograd saves in a forward are those of the second one, counted from the first."""
+    monkeypatch.setattr(routing, "_MANY", many)
 
     def make(announced, again):
         base = (AnnouncedBags if announced else Bags) if kind == "bags" else (Announced if announced else Model)
