@@ -189,9 +189,6 @@ bench-growth: setup  ## worst pull while a table grows to 20 million rows: at mo
 bench-lookup: setup  ## forward and backward of a lookup against torch's own
 	$(BIN)/python bench/lookup.py
 
-bench-route: setup  ## what the route of a large batch takes, its ids scattered by hash first and not
-	$(BIN)/python bench/route.py $(ARGS)
-
 bench-linear: setup  ## a linear layer by oneDNN against torch's own
 	$(BIN)/python bench/linear.py
 

@@ -86,9 +86,8 @@ class Placement:
 class Route:
     """One batch's ids of one id space, unique and grouped by shard.
 
-    ids[splits[s]:splits[s + 1]] belong to shard s, in an order that the input alone determines: that of their first
-    occurrence, but for very large inputs. ids[index] is the flat input. `epoch` is that of the placement that they are
-    grouped by.
+    ids[splits[s]:splits[s + 1]] belong to shard s, in the order of their first occurrence.
+    ids[index] is the flat input. `epoch` is that of the placement that they are grouped by.
     """
 
     ids: Ids  # (U,) int64, unique
@@ -195,25 +194,15 @@ def make_route(ids: Ids, space_key: int, placement: Placement) -> Route:
 
 
 def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list[Route]:
-    """The route of every (ids, space key), as `make_route` gives it, in one compiled call for all of them.
-
-    Where any has 2^18 ids or more, each has a call of its own.
-    """
+    """The route of every (ids, space key), as `make_route` gives it, in one compiled call for all of them."""
     if not inputs:
         return []
     flats = [np.ascontiguousarray(ids, dtype=np.int64).reshape(-1) for ids, _ in inputs]
-    if len(inputs) > 1 and max(map(len, flats)) >= _MANY:
-        return [make_route(flat, key, placement) for flat, (_, key) in zip(flats, inputs, strict=True)]
-    num_shards = placement.shards[-1] + 1
-    if len(flats[0]) >= _MANY:
-        key = inputs[0][1]
-        parts = _route_many(flats[0], np.uint64(key), placement.shard_of, num_shards)
-        return [Route(*parts, space_key=key, epoch=placement.epoch)]
     starts = np.zeros(len(flats) + 1, np.int64)
     np.cumsum([len(flat) for flat in flats], out=starts[1:])
     keys = np.array([key for _, key in inputs], np.uint64)
     flat = flats[0] if len(flats) == 1 else np.concatenate(flats)
-    ids, splits, index = _route(flat, starts, keys, placement.shard_of, num_shards)
+    ids, splits, index = _route(flat, starts, keys, placement.shard_of, placement.shards[-1] + 1)
     routes = []
     first = 0
     for number, ((start, stop), (_, key)) in enumerate(zip(pairwise(starts.tolist()), inputs, strict=True)):
@@ -245,9 +234,6 @@ def ascending(route: Route) -> Route:
 
 
 _BLOCK = 256  # ids looked up together
-_MANY = 2**18  # ids of a table from which on it is faster to scatter them first (make bench-route)
-_PARTS_OF_MANY = 64
-_PART_SHIFT = _U(58)
 _ROUTE_SIGNATURE = types.Tuple((types.int64[::1], types.int64[:, ::1], types.int64[::1]))(
     types.Array(types.int64, 1, "C", readonly=True),
     types.int64[::1],
@@ -267,12 +253,14 @@ def _number(ids: Ids, key: np.uint64, cells: Cells, unique: Ids, index: Ids, hom
     loop without branches finds those, and a second one probes and inserts the rest, in order.
     """
     cells[:] = FREE  # position of an id in `unique`
-    mask = _U(cells.size - 1)
+    shift = _U(64)
+    while _1 << (_U(64) - shift) < _U(cells.size):
+        shift -= _1
     count = _0
     for start in range(_0, _U(ids.size), _U(_BLOCK)):
         stop = min(start + _U(_BLOCK), _U(ids.size))
         for i in range(start, stop):
-            homes[i - start] = mix64(_U(ids[i]), key) & mask
+            homes[i - start] = mix64(_U(ids[i]), key) * _M1 >> shift  # low bits alone are equal in all of even_ids
         num_missed = _0
         for i in range(start, stop):
             u = cells[homes[i - start]]
@@ -346,61 +334,6 @@ def _route(
         seen = unique[start : start + counts[t]]
         _group(seen, keys[t], shard_of, cells, grouped[first:last], splits[t], index[start : starts[t + 1]])
         first = last
-    return grouped, splits, index
-
-
-@compiled(
-    types.Tuple((types.int64[::1], types.int64[::1], types.int64[::1]))(
-        types.Array(types.int64, 1, "C", readonly=True),
-        types.uint64,
-        types.Array(types.uint16, 1, "C", readonly=True),
-        types.int64,
-    )
-)
-def _route_many(ids: Ids, key: np.uint64, shard_of: Shards, num_shards: int) -> tuple[Ids, Ids, Ids]:
-    """The route of so many ids that what `_number` reads would not fit a core's cache: grouped ids, splits and index.
-
-    They are scattered by the high bits of their hashes, and numbered one part after the other.
-    """
-    ends, parts = np.zeros(_PARTS_OF_MANY + 1, np.int64), np.empty(ids.size, np.uint8)
-    for i in range(_U(ids.size)):
-        parts[i] = mix64(_U(ids[i]), key) >> _PART_SHIFT
-    for i in range(_U(ids.size)):
-        ends[_U(parts[i]) + _1] += 1
-    longest = 0
-    for part in range(_PARTS_OF_MANY):
-        longest = max(longest, ends[part + 1])
-        ends[part + 1] += ends[part]
-    scattered, fill = np.empty(ids.size, np.int64), ends[:_PARTS_OF_MANY].copy()
-    for i in range(_U(ids.size)):
-        home = _U(parts[i])
-        scattered[_U(fill[home])] = ids[i]
-        fill[home] += 1
-    size = 16
-    while size < 4 * longest:
-        size *= 2
-    cells = np.empty(size, np.int32)
-    homes, missed = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK + 1, np.uint64)
-    unique, numbers, count = np.empty(ids.size + 1, np.int64), np.empty(ids.size, np.int64), np.int64(0)
-    for part in range(_PARTS_OF_MANY):
-        start, stop = ends[part], ends[part + 1]
-        size = 16
-        while size < 4 * (stop - start):
-            size *= 2
-        found = np.int64(
-            _number(scattered[start:stop], key, cells[:size], unique[count:], numbers[start:stop], homes, missed)
-        )
-        for i in range(start, stop):
-            numbers[i] += count
-        count += found
-    grouped, splits = np.empty(count, np.int64), np.zeros(num_shards + 1, np.int64)
-    _group(unique[:count], key, shard_of, np.empty(count, np.int32), grouped, splits, numbers)
-    index = np.empty(ids.size, np.int64)
-    fill[:] = ends[:_PARTS_OF_MANY]
-    for i in range(_U(ids.size)):
-        home = _U(parts[i])
-        index[i] = numbers[_U(fill[home])]
-        fill[home] += 1
     return grouped, splits, index
 
 

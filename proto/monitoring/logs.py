@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from embershard.proto.monitoring import tracing
 
 LogFormat = Literal["text", "json"]
 
 _log = logging.getLogger(__name__)
-_printed = logging.getLogger("stdout")
 
 
 class JsonFormatter(logging.Formatter):
@@ -56,10 +55,11 @@ def log_as_json(stream: IO[str], **fields: object) -> JsonFormatter:
     So do Python's warnings, exceptions that nobody catches, of each thread, and where `stream` is stdout, lines that
     are printed.
     """
+    stream = stream.stream if isinstance(stream, _Printed) else stream
     formatter, handler = JsonFormatter(fields), _JsonHandler(stream)
     handler.setFormatter(formatter)
-    if stream is sys.stdout:  # what a user's code prints would not be JSON
-        sys.stdout = _Printed(stream)
+    if stream is getattr(sys.stdout, "stream", sys.stdout):  # what a user's code prints would not be JSON
+        sys.stdout = _Printed(handler)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
@@ -87,33 +87,52 @@ class _JsonHandler(logging.StreamHandler[IO[str]]):
 
 
 class _Printed(io.TextIOBase):
-    """Takes the place of a stream, and logs each line that is printed to it."""
+    """Takes the place of a handler's stream, and gives each line that is printed to the handler.
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._lock = threading.RLock()  # of one thread, as logging may print
+    Not to a logger: a user's handler that writes to stdout would log its own lines again, without end.
+    """
+
+    def __init__(self, handler: _JsonHandler) -> None:
+        self._handler, self.stream = handler, handler.stream
         self._rest = ""
         atexit.register(self._end)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)  # such as buffer, whose bytes are not logged
+
     def write(self, text: str, /) -> int:
         """Log the lines that end with this text."""
-        with self._lock:
-            *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            _printed.info(line)
+        assert self._handler.lock is not None
+        with self._handler.lock:  # of one thread, as what is logged may print
+            *lines, rest = (self._rest + text).split("\n")
+            # of a line that is printed over and over, such as a progress bar, the last state
+            self._rest = rest if rest.endswith("\r") else rest.rpartition("\r")[2]
+            for line in lines:
+                shown = line.rstrip("\r").rpartition("\r")[2]
+                self._handler.handle(logging.LogRecord("stdout", logging.INFO, "", 0, shown, None, None))
         return len(text)
 
     def flush(self) -> None:
         """Flush the stream; the beginning of a line waits for its end."""
-        self._stream.flush()
+        self.stream.flush()
 
     def fileno(self) -> int:
         """That of the stream, for a child process, whose lines are not logged."""
-        return self._stream.fileno()
+        return self.stream.fileno()
 
     def writable(self) -> bool:
         """True: it takes text."""
         return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of the stream."""
+        return self.stream.encoding  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """That of the stream."""
+        return self.stream.errors  # type: ignore[attr-defined, no-any-return]
 
     def _end(self) -> None:
         if self._rest:

@@ -88,33 +88,6 @@ def test_the_kernel_of_many_tables_equals_its_reference(tables, num_shards):
         assert_is_the_references(route, ids, key, placement)
 
 
-def assert_differs_by_order(route, ids, key, placement):
-    """It is the reference's route, but for the order of each shard's ids."""
-    want = reference_routes.make_route(ids, key, placement)
-    np.testing.assert_array_equal(route.splits, want.splits)
-    np.testing.assert_array_equal(route.ids[route.index], ids)
-    for shard in placement.shards:
-        np.testing.assert_array_equal(
-            np.sort(route.ids[route.slice_of(shard)]), np.sort(want.ids[want.slice_of(shard)])
-        )
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 5])
-@pytest.mark.parametrize("case", BATCHES)
-def test_a_route_of_very_many_ids_has_the_same_ids_at_the_same_shards(case, num_shards, monkeypatch):
-    monkeypatch.setattr(routing, "_MANY", 0)
-    placement = routing.Placement.even(num_shards)
-    assert_differs_by_order(routing.make_route(BATCHES[case], 7, placement), BATCHES[case], 7, placement)
-
-
-def test_a_batch_of_very_many_ids_is_routed_beside_others():
-    placement, generator = routing.Placement.even(3), np.random.default_rng(5)
-    inputs = [(generator.integers(INT64.min, INT64.max, size), key) for key, size in enumerate([5, 2**18, 0])]
-    inputs[1][0][::3] = inputs[1][0][0]
-    for (ids, key), route in zip(inputs, routing.make_routes(inputs, placement), strict=True):
-        assert_differs_by_order(route, ids, key, placement)
-
-
 def assert_ascends(route, ids, num_shards):
     found = routing.ascending(route)
     np.testing.assert_array_equal(found.ids[found.index], ids)

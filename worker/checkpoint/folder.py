@@ -23,13 +23,14 @@ from embershard.worker.checkpoint.checkpoint import (
     CheckpointManifest,
     checkpoint_names,
 )
-from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME, remove_unfinished
-from embershard.worker.checkpoint.owner import FolderOwner
+from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME
+from embershard.worker.checkpoint.owner import CheckpointFolderTaken, FolderOwner
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
 
 _PROBE = ".embershard-probe"
+_FIRST = f"shared{ENDING}"  # the file of a checkpoint that is written first
 
 _log = logging.getLogger(__name__)
 
@@ -60,15 +61,23 @@ class CheckpointFolder:
     If another job begins to write into it, this one stops: CheckpointFolderTaken (see owner.py).
 
     `source`, from which the run was resumed, stays too: workers that are started again begin with it. So do those that
-    the ones that stay are increments of.
+    the ones that stay are increments of. `owner` gives the name of the job in owner.py; without, this object is one.
     """
 
-    def __init__(self, url: str, keep: int = 2, source: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        keep: int = 2,
+        source: Checkpoint | None = None,
+        owner: Callable[[], str] | None = None,
+    ) -> None:
         self._storage = Storage(url)
         self._keep = keep
         self._source = None if source is None else source.url
-        self._owner = FolderOwner(self._storage)
-        self._process = secrets.token_hex(8)
+        token = secrets.token_hex(8)
+        self._owner = FolderOwner(self._storage, owner or (lambda: token))
+        self._before: list[str] = []  # whole checkpoints, when the one that is written was begun
+        self._failure: EmbershardError | None = None  # why it could not be begun
 
     @property
     def url(self) -> str:
@@ -79,17 +88,33 @@ class CheckpointFolder:
         """CheckpointNotWritten if nothing can be written, CheckpointFolderInUse if a new run would mix with another."""
         if not resumed and (found := checkpoint_names(self._storage)):
             raise CheckpointFolderInUse(path=self.url, step=Checkpoint.open(self._storage.at(found[-1])).manifest.step)
-        with self._undone(_PROBE, []):
+        with self._named(_PROBE):
             self._storage.make_folder("")
             self._storage.replace(_PROBE, b"")
             self._storage.remove(_PROBE)
 
     def new_url(self, step: int) -> str:
-        """Return a place for the next checkpoint, apart from those that are there, of which one may be half written.
+        """Take the folder for this job, and in it a place for its next checkpoint; `begin` says where this failed.
 
-        A first worker that lost its lease may still write the checkpoint that another one makes in its place.
+        The place is apart from those that are there, of which one may be half written: a first worker that lost its
+        lease may still write the checkpoint that another one makes in its place, and a job that had the folder before
+        writes until it finds out. Of two that reserve one place at once the check stops one, or both.
         """
-        return self._storage.at(_free_name(step, list(self._storage.sizes(""))))
+        name, self._failure = f"{FOLDER}{step:09d}", None
+        try:
+            with self._named(name):
+                self._storage.make_folder("")
+                self._before = checkpoint_names(self._storage)
+                self._owner.claim()
+                name = _free_name(step, list(self._storage.sizes("")))
+                self._storage.make_folder(name)
+                self._storage.replace(f"{name}/{_FIRST}", b"")  # object storage shows no empty folders
+                self._owner.check()
+        except EmbershardError as error:
+            self._failure = error
+            if not isinstance(error, CheckpointFolderTaken):  # else the place may be the other job's
+                self._remove(name)
+        return self._storage.at(name)
 
     def begin(
         self,
@@ -108,8 +133,7 @@ class CheckpointFolder:
         `best` is the one of the best evaluation: itself, or one before. `shards` are those whose snapshot is a part of
         it. When this returns they hold the moment, and may be changed again while all is being written.
         """
-        before = checkpoint_names(self._storage)
-        name = posixpath.basename(url)
+        name, before = posixpath.basename(url), self._before
         manifest = CheckpointManifest(
             job=job.model_dump(mode="json"),
             step=step,
@@ -119,53 +143,39 @@ class CheckpointFolder:
             output=None if output is None else str(output.absolute()),
             time=time.time(),
         )
-        owner = self._owner_of(job, shards)
         snapshot: RunningSnapshot | None = None
-        failure: EmbershardError | None = None
-        try:
-            snapshot = self._start(name, before, owner, job, shards)
-        except EmbershardError as error:
-            failure = error
+        failure = self._failure
+        if failure is None and shards is not None:
+            parent = self._storage.at(f"{before[-1]}/{SNAPSHOT}") if before else None
+            incremental = job.checkpoint.incremental
+            try:
+                with self._undone(name):
+                    snapshot = begin_snapshot(
+                        shards, self._storage.at(name), SNAPSHOT, at_clock=0, incremental=incremental, parent_url=parent
+                    )
+            except EmbershardError as error:
+                failure = error
 
         def finish() -> str:
             if failure is not None:
                 raise failure
-            with self._undone(name, before):
-                for file, data in states.items():
-                    self._storage.replace(f"{name}/{file}{ENDING}", data)
-                if snapshot is not None:
-                    snapshot.finish()
-                self._owner.check(owner)
-                self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
-                self._mark(best)
+            try:
+                with self._undone(name):
+                    for file, data in states.items():
+                        self._storage.replace(f"{name}/{file}{ENDING}", data)
+                    if snapshot is not None:
+                        snapshot.finish()
+                    self._owner.check()
+                    self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+                    self._mark(best)
+            except EmbershardError:
+                with contextlib.suppress(SnapshotUnreadable):
+                    self._owner.check()  # another job may have removed what was written
+                raise
             self._prune([*before, name], best)
             return url
 
         return WritingCheckpoint(finish)
-
-    def _start(
-        self, name: str, before: list[str], owner: str, job: Job, shards: Client | None
-    ) -> RunningSnapshot | None:
-        """Take the folder for this job, and begin the snapshot of its shards, if it has any."""
-        with self._undone(name, before):
-            self._storage.make_folder("")
-            if self._owner.claim(owner):
-                remove_unfinished(self.url)  # nobody finishes them: see owner.py
-            self._storage.make_folder(name)
-            if shards is None:
-                return None
-            return begin_snapshot(
-                shards,
-                self._storage.at(name),
-                SNAPSHOT,
-                at_clock=0,
-                incremental=job.checkpoint.incremental,
-                parent_url=self._storage.at(f"{before[-1]}/{SNAPSHOT}") if before else None,
-            )
-
-    def _owner_of(self, job: Job, shards: Client | None) -> str:
-        """A name of the job that all who may write its checkpoints know, and no other job has."""
-        return self._process if shards is None else f"{shards.lineage.number:016x}/{job.prefix}"
 
     def _mark(self, best: str | None) -> None:
         """Name the best one, where it is in this folder."""
@@ -183,6 +193,7 @@ class CheckpointFolder:
         newest = whole[len(whole) - self._keep :] if self._keep < len(whole) else whole
         own = _step_of(whole[-1])
         names = [name for name in self._storage.sizes("") if NAME.fullmatch(name)]
+        self._owner.check()  # only now: a job that takes the folder after this check had begun none of them
         kept = {name for name in names if name in newest or self._storage.at(name) in (self._source, best)}
         try:
             kept |= {parent for name in kept for parent in self._parents(name)}
@@ -206,17 +217,27 @@ class CheckpointFolder:
         return [posixpath.basename(posixpath.dirname(one.url)) for one in chain[1:]]
 
     @contextlib.contextmanager
-    def _undone(self, name: str, before: list[str]) -> Iterator[None]:
+    def _undone(self, name: str) -> Iterator[None]:
         """Leaves nothing of a checkpoint behind that is not finished."""
+        with self._named(name):
+            try:
+                yield
+            except BaseException:
+                self._remove(name)
+                raise
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(EmbershardError):  # it is in nobody's way
+            self._storage.remove(name)
+
+    @contextlib.contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Says which checkpoint could not be written."""
         try:
             yield
-        except BaseException as error:
-            with contextlib.suppress(EmbershardError):
-                self._storage.remove(name)
-            if not isinstance(error, SnapshotNotWritten | SnapshotUnreadable):
-                raise
+        except (SnapshotNotWritten, SnapshotUnreadable) as error:
             reason = error.fields["reason"] if isinstance(error, SnapshotNotWritten) else error
-            previous = self._storage.at(before[-1]) if before else "none"
+            previous = self._storage.at(self._before[-1]) if self._before else "none"
             raise CheckpointNotWritten(path=self._storage.at(name), reason=str(reason), previous=previous) from None
 
 

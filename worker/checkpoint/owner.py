@@ -1,16 +1,21 @@
-"""Which job a folder of checkpoints belongs to, so that two jobs never write into one folder at the same time."""
+"""Which job a folder of checkpoints belongs to, so that two jobs never write into one folder at the same time.
+
+Without torch, for who starts a job.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
+from collections.abc import Callable
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embershard.proto.errors import EmbershardError, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
-from embershard.worker.checkpoint.names import OWNER_FILE
+from embershard.worker.checkpoint.names import BEST_FILE, MANIFEST, NAME, OWNER_FILE
 
 _FORMER = 1000  # owners that are remembered
 
@@ -33,7 +38,7 @@ class _Record(BaseModel):
     owner: str
     former: list[str]  # those that had the folder before, the latest last
     host: str  # of the process that claimed it
-    since: float  # seconds since 1970
+    since: float = Field(ge=0, lt=2**40)  # seconds since 1970
 
 
 class FolderOwner:
@@ -42,36 +47,37 @@ class FolderOwner:
     It needs neither locks, which object storage and some network drives lack, nor clocks. A job that was started later,
     in place of one that was killed or by mistake beside one that runs, takes the folder over at its first checkpoint.
     The job that had the folder before finds that out, and writes no more.
+
+    `name` gives that of this job, which all who may write its checkpoints know, and no other job has.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, name: Callable[[], str]) -> None:
+        self._storage, self._name = storage, name
 
-    def claim(self, owner: str) -> bool:
-        """Take the folder for a job, by a name that no other job has; whether another one had it until now.
+    def claim(self) -> None:
+        """Take the folder for this job, before it begins a checkpoint.
 
         CheckpointFolderTaken where another job has taken it from this one. SnapshotNotWritten, SnapshotUnreadable.
         """
-        present = self._read()
+        present, owner = self._read(), self._name()
         if present is not None:
             if present.owner == owner:
-                return False
-            self._check(present, owner)
+                return
+            if owner in present.former:
+                raise self._taken(present)
         former = [] if present is None else [*present.former, present.owner][-_FORMER:]
         record = _Record(owner=owner, former=former, host=socket.gethostname(), since=time.time())
         self._storage.replace(OWNER_FILE, record.model_dump_json(indent=1).encode())
-        return present is not None
 
-    def check(self, owner: str) -> None:
-        """CheckpointFolderTaken where another job has taken the folder from this one. SnapshotUnreadable."""
+    def check(self) -> None:
+        """CheckpointFolderTaken unless the folder belongs to this job, or to none. SnapshotUnreadable."""
         present = self._read()
-        if present is not None:
-            self._check(present, owner)
+        if present is not None and present.owner != self._name():
+            raise self._taken(present)
 
-    def _check(self, present: _Record, owner: str) -> None:
-        if owner in present.former:
-            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(present.since))
-            raise CheckpointFolderTaken(path=self._storage.url, host=present.host, since=since)
+    def _taken(self, present: _Record) -> CheckpointFolderTaken:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(present.since))
+        return CheckpointFolderTaken(path=self._storage.url, host=present.host, since=since)
 
     def _read(self) -> _Record | None:
         try:
@@ -81,3 +87,14 @@ class FolderOwner:
         except (ValueError, ValidationError, RecursionError) as error:
             reason = f"it is damaged ({str(error).splitlines()[0]}); remove it"
             raise SnapshotUnreadable(path=self._storage.at(OWNER_FILE), reason=reason) from None
+
+
+def remove_unfinished(url: str, owner: str) -> None:
+    """Remove what a job never finished from its folder of checkpoints, once all that write for it have ended."""
+    with contextlib.suppress(EmbershardError):  # it is in nobody's way
+        storage = Storage(url)
+        names = [name for name in storage.sizes("") if NAME.fullmatch(name) and MANIFEST not in storage.sizes(name)]
+        # only now: a job that takes the folder after this check had begun none of them
+        FolderOwner(storage, lambda: owner).check()
+        for name in [*names, f"{BEST_FILE}.new"]:
+            storage.remove(name)

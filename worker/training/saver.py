@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +142,7 @@ class Saver:
     shards, for a job that has some; what it holds back of gradients is this worker's own, too. `source` is the
     checkpoint that the run was resumed from. `best` is told which checkpoint holds the weights of the best evaluation;
     a job that names no folder keeps that one in `best_folder`, if there is one, and trains on where this cannot be
-    written.
+    written. `owner` is the name of the job in its folder (see owner.py), if whoever started it has given one.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Saver:
         output: Path | None = None,
         source: Checkpoint | None = None,
         best_folder: Path | None = None,
+        owner: str = "",
     ) -> None:
         self._job, self._group, self._client, self._output, self._best = job, group, client, output, best
         self._shared, self._own = shared, dict(own)
@@ -163,10 +165,15 @@ class Saver:
             self._own[COMPRESSION] = client.compressor
         self._folder: CheckpointFolder | None = None
         self.saves = job.checkpoint.folder is not None  # whether the job wants checkpoints
+        name: Callable[[], str] | None = None  # without shards, one process writes all checkpoints
+        if owner:
+            name = partial(str, owner)
+        elif client is not None:  # the lineage is not known yet
+            name = lambda: f"{client.lineage.number:016x}/{job.prefix}"  # noqa: E731
         if job.checkpoint.folder is not None:
-            self._folder = CheckpointFolder(job.checkpoint.folder, job.checkpoint.keep, source)
+            self._folder = CheckpointFolder(job.checkpoint.folder, job.checkpoint.keep, source, name)
         elif best_folder is not None and job.checkpoint.best:
-            self._folder = CheckpointFolder(str(best_folder), 0, source)
+            self._folder = CheckpointFolder(str(best_folder), 0, source, name)
         self._writing: WritingCheckpoint | None = None
         self._begun = ""  # url of the last one that was begun
         self.not_kept = ""  # why the best weights could not be written, as the first worker knows

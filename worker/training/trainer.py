@@ -70,6 +70,7 @@ class Trainer:
         resume: Checkpoint | None = None,
         best_folder: Path | None = None,
         restore_best: bool = True,
+        owner: str = "",
     ) -> None:
         self._job, self._dataset, self._group, self._session = job, dataset, group, session
         self.device = device_of(job)
@@ -109,7 +110,7 @@ class Trainer:
         self._stopped = False
         self._restores = restore_best and job.checkpoint.restore_best
         self._not_restored: BestNotRestored | None = None
-        self._saver = self._make_saver(session, output, resume, best_folder)
+        self._saver = self._make_saver(session, output, resume, best_folder, owner)
         self._resumed_step = None if before is None else begun
         if resume is not None:
             self._restore(resume)
@@ -271,7 +272,12 @@ class Trainer:
         return BestWeights(checkpoint=best.checkpoint, current=True, restored=True)
 
     def _make_saver(
-        self, session: Session | None, output: Path | None, source: Checkpoint | None, best_folder: Path | None
+        self,
+        session: Session | None,
+        output: Path | None,
+        source: Checkpoint | None,
+        best_folder: Path | None,
+        owner: str,
     ) -> Saver:
         schedule = Attributes(self._rates.schedule, "plateaus", "worse_in_a_row")
         self._common: dict[str, Stateful] = {"schedule": schedule, "best": self._best, "report": self._report}
@@ -300,6 +306,7 @@ class Trainer:
             output=output,
             source=source,
             best_folder=best_folder,
+            owner=owner,
         )
 
 

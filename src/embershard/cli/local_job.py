@@ -35,7 +35,7 @@ from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettin
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed
 from embershard.proto.security.tls import TLS
-from embershard.worker.checkpoint.names import remove_unfinished
+from embershard.worker.checkpoint.owner import remove_unfinished
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
 
@@ -105,10 +105,10 @@ class LocalJob:
 
     def _attempt(self, checkpoint: Checkpoint | None, timeout: timedelta) -> None:
         """Start shards, unless there are some, and workers; wait for them, and end them all."""
-        job, ps = self.job, self.ps
+        job, ps, run = self.job, self.ps, str(time.time_ns())
         with contextlib.ExitStack() as stack:
             if ps is None:  # others may still write
-                stack.callback(self._remove_unfinished)  # by then all processes have ended
+                stack.callback(self._remove_unfinished, run)  # by then all processes have ended
             local = self._local_shards(stack) if job.has_shards and ps is None else None
             if ps is not None:
                 _meet_shards(ps, checkpoint, self.replace, timeout, self.tls)
@@ -116,7 +116,7 @@ class LocalJob:
                 stack.callback(local.close)
                 local.start()
             # shards that outlive a run must not take the next one's workers for late ones of the last
-            command = [*self.command, *(["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else [])]
+            command = [*self.command, "--run", run, *(["--ps", "-"] if job.has_shards else [])]
             command += ["--started-here"] if ps is None else []
             shutil.rmtree(self.folder / WORKER_RECORDS, ignore_errors=True)  # of an attempt before
             if checkpoint is not None:
@@ -196,14 +196,14 @@ class LocalJob:
             scaling.look(running)
         return None if local is None else local.failure
 
-    def _remove_unfinished(self) -> None:
+    def _remove_unfinished(self, run: str) -> None:
         """Remove the checkpoint that the end of this attempt met half written."""
         if (best := self.folder / "best").is_dir():
-            remove_unfinished(str(best))
+            remove_unfinished(str(best), run)
         folder = self.job.checkpoint.folder
         if folder is not None:
             # a thread: a storage that does not answer may take minutes to say so
-            removal = threading.Thread(target=remove_unfinished, args=[folder], daemon=True)
+            removal = threading.Thread(target=remove_unfinished, args=[folder, run], daemon=True)
             removal.start()
             removal.join(_REMOVAL_SECONDS)
             if removal.is_alive():

@@ -325,6 +325,7 @@ class _Worker:
                 resume=checkpoint,
                 best_folder=self.output / "best" if self.output is not None and self.started_here else None,
                 restore_best=not self.started_here,  # nobody could read what ends with the run
+                owner=str(self.run) if self.started_here else "",  # others may begin runs of one number
             )
             self._run(trainer, metrics, stack)
             if job.all_reduces:

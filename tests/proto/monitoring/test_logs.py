@@ -180,6 +180,33 @@ def test_what_is_printed_to_the_stream_of_the_log_is_an_event():
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+HABITS = """
+import logging, sys
+from embershard.proto.monitoring.logs import log_as_json
+for _ in range(2):
+    log_as_json(sys.stdout)
+logging.getLogger().addHandler(logging.StreamHandler(sys.stdout))
+logging.getLogger("x").warning("an event")
+logging.disable()
+for percent in range(100):
+    print(f"{percent} %\\r", end="")
+print("done\\r")
+print(sys.stdout.encoding.lower(), sys.stdout.errors, sys.stdout.buffer.mode)
+"""
+
+
+def test_what_users_do_with_stdout_goes_well_beside_json():
+    done = subprocess.run([sys.executable, "-X", "utf8", "-c", HABITS], capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == ("", 0)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["logger"], line["event"]) for line in found] == [
+        ("x", "an event"),
+        ("stdout", "an event"),  # by the user's handler
+        ("stdout", "done"),
+        ("stdout", "utf-8 surrogateescape wb"),
+    ]
+
+
 FULL = """
 import logging, sys
 from embershard.proto.monitoring.logs import log_as_json

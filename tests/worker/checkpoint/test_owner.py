@@ -3,16 +3,21 @@
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 from embershard.proto.snapshot.storage import Storage
-from embershard.worker.checkpoint.checkpoint import checkpoint_names
+from embershard.worker.checkpoint import folder as folder_module
+from embershard.worker.checkpoint.checkpoint import Checkpoint, checkpoint_names
 from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointNotWritten
 from embershard.worker.checkpoint.names import MANIFEST
-from embershard.worker.checkpoint.owner import CheckpointFolderTaken, FolderOwner
+from embershard.worker.checkpoint.owner import CheckpointFolderTaken, FolderOwner, remove_unfinished
 from embershard.worker.checkpoint.tensors import pack
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.training.evaluate import Best
+from embershard.worker.training.saver import Saver
 from harness.job import make_job
 from harness.raises import raises
 
@@ -44,59 +49,153 @@ def test_the_job_that_came_later_has_the_folder(place):
     assert steps(place) == checkpoint_names(Storage(place)) == [f"step-00000000{step}" for step in (3, 5, 9)]
 
 
+class Gate:
+    """Holds up a folder's write of the files of an ending, until `go_on` is set."""
+
+    def __init__(self, folder, ending, monkeypatch):
+        self.reached, self.go_on, replace = threading.Event(), threading.Event(), Storage.replace
+
+        def wait(storage, path, data):
+            if storage is folder._storage and path.endswith(ending):
+                self.reached.set()
+                assert self.go_on.wait(30)
+            replace(storage, path, data)
+
+        monkeypatch.setattr(Storage, "replace", wait)
+
+
+def held_up(folder, step, ending, monkeypatch):
+    """A checkpoint that is being written, and what holds it up."""
+    gate = Gate(folder, ending, monkeypatch)
+    writing = begin(folder, step)
+    assert gate.reached.wait(30)
+    return writing, gate.go_on
+
+
+def whole(place):
+    """The steps of the checkpoints of a folder, each of which is read."""
+    for name in checkpoint_names(Storage(place)):
+        assert Checkpoint.open(Storage(place).at(name)).worker(0)
+    return steps(place)
+
+
 def test_a_checkpoint_that_was_begun_before_another_job_came_is_not_finished(place, monkeypatch):
-    earlier, later = CheckpointFolder(place), CheckpointFolder(place)
-    reached, go_on, replace = threading.Event(), threading.Event(), Storage.replace
-
-    def wait(storage, path, data):
-        replace(storage, path, data)
-        if storage is earlier._storage and path.endswith("worker-0.safetensors"):
-            reached.set()
-            assert go_on.wait(30)
-
-    monkeypatch.setattr(Storage, "replace", wait)
-    writing = begin(earlier, 3)
-    assert reached.wait(30)
-    begin(later, 2).wait()
+    earlier, later = CheckpointFolder(place, keep=9), CheckpointFolder(place, keep=9)
+    writing, go_on = held_up(earlier, 3, "worker-0.safetensors", monkeypatch)
+    for step in (2, 3):
+        begin(later, step).wait()
     go_on.set()
     with raises(CheckpointFolderTaken):
         writing.wait()
-    assert steps(place) == ["step-000000002"]
+    assert whole(place) == ["step-000000002", "step-000000003-2"]
 
 
-def test_what_a_killed_job_left_half_written_is_removed_by_the_next(place):
+def test_a_checkpoint_that_another_job_removed_while_it_was_written_says_whose_the_folder_is(place, monkeypatch):
+    earlier, later = CheckpointFolder(place), CheckpointFolder(place)
+    writing, go_on = held_up(earlier, 3, "worker-0.safetensors", monkeypatch)
+    begin(later, 4).wait()
+    go_on.set()
+    with raises(CheckpointFolderTaken):
+        writing.wait()
+    assert whole(place) == ["step-000000004"]
+
+
+def test_a_place_that_two_jobs_choose_at_once_stays_that_of_the_later(place, monkeypatch):
+    earlier, later = CheckpointFolder(place), CheckpointFolder(place)
+    chosen = threading.Event()
+    make_folder = Storage.make_folder
+
+    def wait(storage, path):
+        if storage is earlier._storage and path and not chosen.is_set():
+            chosen.set()
+            begin(later, 3).wait()
+        make_folder(storage, path)
+
+    monkeypatch.setattr(Storage, "make_folder", wait)
+    monkeypatch.setattr(folder_module, "_FIRST", "first")  # where a file of the later one is not replaced
+    with raises(CheckpointFolderTaken):
+        begin(earlier, 3).wait()
+    assert whole(place) == ["step-000000003"]
+
+
+def test_of_two_jobs_that_claim_a_folder_at_once_one_has_it(place, monkeypatch):
+    one, another = CheckpointFolder(place), CheckpointFolder(place)
+    gate = Gate(one, "OWNER", monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(begin, one, 3)
+        assert gate.reached.wait(30)
+        writing, go_on = held_up(another, 3, "worker-0.safetensors", monkeypatch)
+        gate.go_on.set()
+        first.result().wait()
+    go_on.set()
+    with raises(CheckpointFolderTaken):
+        writing.wait()
+    assert whole(place) == ["step-000000003-2"]
+
+
+def test_a_job_that_lost_the_folder_removes_nothing_of_the_job_that_has_it(place, monkeypatch):
+    earlier, later = CheckpointFolder(place, keep=1), CheckpointFolder(place)
+    writing, go_on = held_up(earlier, 3, MANIFEST, monkeypatch)
+    written, finish = held_up(later, 2, MANIFEST, monkeypatch)
+    go_on.set()
+    with raises(CheckpointFolderTaken):  # its checkpoint is whole, and it drops no other
+        writing.wait()
+    with raises(CheckpointFolderTaken):
+        begin(earlier, 4).wait()
+    remove_unfinished(place, earlier._owner._name())  # as the end of its command does
+    finish.set()
+    written.wait()
+    assert whole(place) == ["step-000000002", "step-000000003"]
+
+
+def test_the_end_of_a_job_removes_what_was_never_finished(place):
+    storage, folder = Storage(place), CheckpointFolder(place)
+    begin(folder, 1).wait()
+    for name in ("step-000000008", "step-by-step"):
+        storage.make_folder(name)
+        storage.replace(f"{name}/shared.safetensors", b"half")
+    remove_unfinished(place, folder._owner._name())
+    assert steps(place) == ["step-000000001", "step-by-step"]
+
+
+def test_what_a_killed_job_left_half_written_is_removed_by_one_that_passed_it(place):
     storage = Storage(place)
     begin(CheckpointFolder(place), 1).wait()
     storage.make_folder("step-000000008")
     storage.replace("step-000000008/shared.safetensors", b"half")
-    storage.make_folder("step-by-step")
-    storage.replace("step-by-step/mine", b"not a checkpoint")
-    begin(CheckpointFolder(place), 2).wait()
-    assert steps(place) == ["step-000000001", "step-000000002", "step-by-step"]
+    begin(CheckpointFolder(place), 9).wait()
+    assert steps(place) == ["step-000000001", "step-000000009"]
 
 
 def test_workers_of_one_job_write_in_turn(place):
-    owners = [FolderOwner(Storage(place)) for _ in range(2)]
+    job, another = [FolderOwner(Storage(place), lambda: "a job") for _ in range(2)], FolderOwner(Storage(place), str)
     Storage(place).make_folder("")
-    assert [owner.claim("a job") for owner in (*owners, *owners)] == [False] * 4
-    assert owners[0].claim("another")
-    for owner in owners:
-        owner.check("another")
-        with raises(CheckpointFolderTaken):
-            owner.check("a job")
+    for owner in (*job, *job):
+        owner.claim()
+        owner.check()
+    another.claim()
+    another.check()
+    for owner in job:
+        for call in (owner.check, owner.claim):
+            with raises(CheckpointFolderTaken):
+                call()
 
 
 def test_jobs_on_shards_are_told_apart_by_lineage_and_prefix(tmp_path):
-    folder = CheckpointFolder(str(tmp_path))
-
-    def name(lineage, prefix):
-        job = make_job(prefix=prefix)
-        return folder._owner_of(job, SimpleNamespace(lineage=SimpleNamespace(number=lineage)))
+    def name(lineage, prefix, owner=""):
+        client = SimpleNamespace(lineage=SimpleNamespace(number=lineage), compressor=None)
+        job = make_job(prefix=prefix, checkpoint={"folder": str(tmp_path)})
+        saver = Saver(job, WorkerGroup(), shared={}, own={}, client=client, best=Best(), owner=owner)
+        return saver._folder._owner._name()
 
     assert len({name(1, "a"), name(1, "b"), name(2, "a"), name(1, "a")}) == 3
+    assert name(1, "a", "17") == name(2, "a", "17") == "17"  # whoever started it removes what it leaves
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"owner": 3})])
+SINCE = {"owner": "a", "former": [], "host": "h", "since": 1e300}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"owner": 3}), json.dumps(SINCE)])
 def test_a_damaged_file_is_named(text, tmp_path):
     (tmp_path / "OWNER").write_text(text)
     with raises(CheckpointNotWritten, reason=re.compile("OWNER: it is damaged")):
