@@ -237,7 +237,7 @@ train: {batch_size: 4, steps: 1}
     ("strategy", "bandwidth", "words"),
     [
         *[("ps", wrong, "write a number with its unit, as in 100mbit") for wrong in ("100", "0mbit", "null")],
-        ("ddp", "100mbit", "has none"),  # not all that travels goes to shards
+        ("ddp", "100mbit", "has no shards"),  # not all that travels goes to shards
         ("hybrid", "100mbit", "all-reduced"),
         ("hybrid", "unlimited", None),
     ],
