@@ -159,19 +159,14 @@ class CheckpointFolder:
         def finish() -> str:
             if failure is not None:
                 raise failure
-            try:
-                with self._undone(name):
-                    for file, data in states.items():
-                        self._storage.replace(f"{name}/{file}{ENDING}", data)
-                    if snapshot is not None:
-                        snapshot.finish()
-                    self._owner.check()
-                    self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
-                    self._mark(best)
-            except EmbershardError:
-                with contextlib.suppress(SnapshotUnreadable):
-                    self._owner.check()  # another job may have removed what was written
-                raise
+            with self._undone(name):
+                for file, data in states.items():
+                    self._storage.replace(f"{name}/{file}{ENDING}", data)
+                if snapshot is not None:
+                    snapshot.finish()
+                self._owner.check()
+                self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+                self._mark(best)
             self._prune([*before, name], best)
             return url
 
@@ -222,7 +217,14 @@ class CheckpointFolder:
         with self._named(name):
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
+                try:
+                    self._owner.check()  # another job may have removed what was written
+                except SnapshotUnreadable:  # nor would it remove anything, and each try may take minutes
+                    raise error from None
+                except CheckpointFolderTaken:
+                    self._remove(name)
+                    raise
                 self._remove(name)
                 raise
 
