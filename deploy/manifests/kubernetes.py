@@ -27,7 +27,7 @@ _FAILED_EXIT_CODE = 1
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSettings:
-    """What pods run and what their cluster gives them. BadDeployment where Kubernetes would refuse a name or a size.
+    """Images, names and sizes for the manifests of one job; BadDeployment where Kubernetes would refuse one of them.
 
     `issuer` is a cert-manager Issuer of the namespace, which issues the certificates of shards and workers; without one
     connections are not encrypted, and the NetworkPolicy alone keeps strangers away. `storage` is the size of each
@@ -304,7 +304,7 @@ class _Volume(NamedTuple):
 
     @property
     def mount(self) -> Object:
-        """What the container says of it."""
+        """The entry for `volumeMounts` of the container that sees the volume."""
         return {"name": self.name, "mountPath": self.path, **({"readOnly": True} if self.read_only else {})}
 
 

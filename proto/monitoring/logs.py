@@ -121,17 +121,17 @@ class _Printed(io.TextIOBase):
         return self.stream.fileno()
 
     def writable(self) -> bool:
-        """True: it takes text."""
+        """Return True, so that libraries which wrap stdout accept this object."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream."""
+        """The encoding of the stream that this object replaces."""
         return self.stream.encoding  # type: ignore[attr-defined, no-any-return]
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """That of the stream."""
+        """How the stream that this object replaces handles characters that it cannot encode."""
         return self.stream.errors  # type: ignore[attr-defined, no-any-return]
 
     def _end(self) -> None:
