@@ -30,3 +30,25 @@ def test_an_interrupt_that_meets_the_start_of_a_process_leaves_none_behind(kind,
     finally:
         for process in started:
             process.kill()
+
+
+def test_an_interrupt_that_meets_the_start_of_a_lost_worker_leaves_none_behind(monkeypatch, tmp_path):
+    started, popen = [], subprocess.Popen
+
+    def interrupted(_, **options):
+        lost = len(started) == 1
+        code = "import os; os.kill(os.getpid(), 9)" if lost else "import time; time.sleep(3600)"
+        started.append(popen([sys.executable, "-c", code], **options))
+        if len(started) == 3:  # worker 1 for the second time
+            os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt), LocalWorkers(2, [], tmp_path, elastic=True, restarts=1) as running:
+            running.wait()
+        assert len(started) == 3
+        assert all(process.returncode is not None for process in started)
+    finally:
+        for process in started:
+            process.kill()
