@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from embershard.proto.errors import SnapshotNotWritten, SnapshotUnreadable
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint import folder as folder_module
 from embershard.worker.checkpoint.checkpoint import Checkpoint, checkpoint_names
@@ -201,3 +202,26 @@ def test_a_damaged_file_is_named(text, tmp_path):
     with raises(CheckpointNotWritten, reason=re.compile("OWNER: it is damaged")):
         begin(CheckpointFolder(str(tmp_path)), 1).wait()
     assert not list(tmp_path.glob(f"step-*/{MANIFEST}"))
+
+
+def test_a_storage_that_does_not_answer_is_asked_no_more_than_once_when_a_checkpoint_failed(tmp_path, monkeypatch):
+    folder, asked = CheckpointFolder(str(tmp_path)), []
+
+    def fail(error):
+        def call(_, path, *__):
+            asked.append(path.rpartition("/")[2])
+            raise error(path=path, reason="TimeoutError: no answer")
+
+        return call
+
+    url = folder.new_url(3)
+    monkeypatch.setattr(folder, "new_url", lambda step: url)
+    for name, error in {
+        "replace": SnapshotNotWritten,
+        "read": SnapshotUnreadable,
+        "remove": SnapshotNotWritten,
+    }.items():
+        monkeypatch.setattr(Storage, name, fail(error))
+    with raises(CheckpointNotWritten, reason=re.compile("no answer")):
+        begin(folder, 3).wait()
+    assert asked == ["shared.safetensors", "OWNER"]
