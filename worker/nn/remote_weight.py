@@ -14,7 +14,7 @@ from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Route
 from embershard.worker.nn.rows_gradient import RowsGradient, TableTooLarge, changed_tensor
-from embershard.worker.session.dense import METADATA, ParameterChanged, untraced
+from embershard.worker.session.dense import METADATA, ParameterChanged, have_same_bits, untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.tables import RemoteTable
 
@@ -70,6 +70,7 @@ class RemoteWeight(nn.Parameter):
         parameter.table, parameter.limit = table, limit
         parameter.batch_rows, parameter._lookups = batch_rows and 4 * parameter.numel() > limit, []
         parameter._whole, parameter._read_at, parameter._whole_version, parameter.looked_up_at = None, -1, 0, -1
+        parameter._shown = None
         parameter.in_use = parameter._used = parameter._was_used = False
         is_trained = parameter.requires_grad
         parameter.requires_grad_()  # torch takes hooks for no other tensor
@@ -83,6 +84,7 @@ class RemoteWeight(nn.Parameter):
     _whole: Tensor | None  # (num_embeddings, dim), a leaf, while it is as the step wants it
     _read_at: int  # clock
     _whole_version: int  # of the whole, as it was read
+    _shown: Tensor | None  # a copy of the whole, where somebody got it apart from autograd: numpy raises no version
     _used: bool  # as a whole, and with a gradient, in this step
     _was_used: bool  # in the step before
 
@@ -144,7 +146,12 @@ class RemoteWeight(nn.Parameter):
 
     def check_unchanged(self) -> None:
         """ParameterChanged where somebody changed the values that were read."""
-        if self._whole is not None and self._whole._version != self._whole_version:
+        whole, shown = self._whole, self._shown
+        self._shown = None
+        if whole is None:
+            return
+        same = shown is None or have_same_bits(shown, whole.detach())
+        if whole._version != self._whole_version or not same:
             self._whole = None
             raise ParameterChanged(parameter=self.table.spec.name)
 
@@ -197,8 +204,11 @@ class RemoteWeight(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The whole table, apart from autograd."""
-        return self._whole_of_step().detach()
+        """The whole table, apart from autograd; a change in it is found at the next step, as ParameterChanged."""
+        whole = self._whole_of_step().detach()
+        if self._shown is None:
+            self._shown = whole.clone()
+        return whole
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -251,6 +261,8 @@ class RemoteWeight(nn.Parameter):
                 return func(*args, **kwargs)
         if func is Tensor.detach:
             return args[0].data
+        if func is Tensor.numpy and not args[0].requires_grad:
+            return args[0].data.numpy(**kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag:

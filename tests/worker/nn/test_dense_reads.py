@@ -216,6 +216,16 @@ def test_a_change_here_that_a_pull_would_undo_is_an_error(counted, change, fresh
     assert all(map(torch.equal, before, now))  # it is said once, and the next use reads the shards
 
 
+def test_data_of_weights_that_are_nan_may_be_read(counted):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=100.0, weight_decay=1.0))
+    for _ in range(2):  # -inf, and then inf - inf
+        model.scale.grad = torch.full((4,), 3e38)
+        session.step()
+    assert model.scale.data.isnan().all()
+    session.step()  # no ParameterChanged: nobody has changed it
+
+
 @pytest.mark.parametrize("read_since", [True, False])
 def test_an_old_graph_has_no_backward_after_a_step(counted, read_since):
     session, _ = counted(1)

@@ -428,6 +428,9 @@ CHANGES = {
     "out": lambda w: torch.add(torch.ones(12, 4), 1, out=w),
     "foreach": lambda w: torch._foreach_mul_([w], 2.0),
     "detached": lambda w: w.detach().zero_(),
+    "numpy": lambda w: w.detach().numpy().fill(1.0),
+    "numpy of data": lambda w: w.data.numpy().__setitem__(0, 1.0),
+    "numpy of a frozen one": lambda w: (w.requires_grad_(False).numpy().fill(1.0), w.requires_grad_()),
     "optimizer": lambda w: (w.square().sum().backward(), torch.optim.Adam([w]).step()),
 }
 
