@@ -33,7 +33,6 @@ from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
 from harness.logs import FOLDER, ids, open_log
-from harness.raises import raises
 from harness.random_job import RandomJob, state_of
 from harness.shards import gradients, push, rows, table
 from harness.simulated_disk import SimulatedDisk
@@ -536,17 +535,20 @@ def test_large_pushes_are_slowed_down_while_a_base_is_late_and_small_ones_are_no
         one.shard.handle(push(parts, seq=seq, first=seq))
         one.write()
 
+    def handle_many():
+        for seq in range(8, 100):  # one each 200,000 bytes / 16 MiB/s = 12 ms
+            handle(large, seq)
+
     for seq in range(1, 8):  # a base begins with the sixth; the seventh is the first of those that are slowed down
         handle(large, seq)
     assert one.works
-    with raises(errors.LogTooLong, tail_bytes=one.bases.tail_bytes):
-        for seq in range(8, 100):  # one each 200,000 bytes / 16 MiB/s = 12 ms
-            handle(large, seq)
-    handle(small, seq)
-    for later in range(1, 6):
-        while one.works:
+    with pytest.raises(errors.LogTooLong) as refused:
+        handle_many()
+    assert refused.value.fields["tail_bytes"] == one.bases.tail_bytes
+    for seq, parts in enumerate([small, *[large] * 5], start=100):
+        while parts is large and one.works:
             one.works.pop()()
-        handle(large, seq + later)
+        handle(parts, seq)
     assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
 
 
