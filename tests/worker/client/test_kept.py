@@ -251,6 +251,32 @@ def test_a_load_follows_the_pushes_that_got_no_answer():
     client.close()
 
 
+def test_a_push_that_was_answered_early_says_nothing_of_a_load_before_it_that_got_no_answer():
+    """The load was given up; a shard that had lost the push, and never seen the load, told of lost memory."""
+    machine = Machine()
+    client = machine.client()
+    real, down = machine._handle, [True]
+
+    def handle(request):
+        if isinstance(request, Load) and down[0]:
+            raise Unreachable("the machine is gone")
+        return real(request)
+
+    machine._handle = handle
+    client.timeout = client.connections.timeout = timedelta(seconds=0.2)
+    route = make_route(np.array([1], np.int64), SPEC.space_key, client.placement)
+    with pytest.raises(errors.ShardUnavailable):
+        client.load("t", route, np.full((1, SPEC.dim), 7.0, np.float32))
+    down[0] = False
+    client.timeout = client.connections.timeout = timedelta(seconds=60)
+    machine.lose = every(1)
+    step(client, 0)
+    machine.lose = lambda request: False
+    assert machine.restarts == 1
+    assert row(client) == -1.0
+    client.close()
+
+
 @pytest.mark.parametrize("what", ["push", "messages of one load", "load"])
 def test_what_follows_says_that_a_load_and_all_before_it_are_safe(what):
     """Else a shard that has lost them with its machine's power would take it, and nobody be told."""
