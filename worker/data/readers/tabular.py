@@ -347,8 +347,9 @@ def _row_keys(table: pa.Table) -> Ids:
         else:
             values = hashes_of(name, name, array)
         if lengths is not None:
-            sums = np.concatenate([[0], np.cumsum(values * (np.arange(len(values)) % 61 + 1))])
             ends = np.cumsum(lengths)
+            place = np.arange(len(values)) - np.repeat(ends - lengths, lengths)  # in its list: blocks differ by reader
+            sums = np.concatenate([[0], np.cumsum(values * (place % 61 + 1))])
             values = sums[ends] - sums[ends - lengths] + lengths
         keys = hash_numbers(name, keys ^ values)
     return keys

@@ -16,7 +16,7 @@ REST = "embedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_s
 
 def job_of(folder, columns, features, ending="parquet", model="{name: fm}", **data):
     """A job of these columns, in a file of this format."""
-    rows = pa.table({"label": pa.array([1, 0] * 2), **columns})
+    rows = pa.table({"label": [row % 2 for row in range(len(next(iter(columns.values()))))], **columns})
     if ending == "parquet":
         pq.write_table(rows, folder / "a.parquet")
     else:
@@ -46,6 +46,22 @@ def test_times_as_other_programs_write_them_split_rows(tmp_path):
         split = {"by": "time", "column": "time", "at": ["2026-01-04"]}
         section = section_of(tmp_path, columns, "{user: {}}", split=split)
         assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 3, "test": 1}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_a_row_with_lists_is_in_one_split_however_many_workers_read(tmp_path, ending):
+    rows = 400
+    columns = {"user": list(range(rows)), "tags": [[f"t{tag}" for tag in range(row % 6)] for row in range(rows)]}
+    features, split = "{user: {}, tags: {type: list}}", {"by": "random", "valid": 0.3}
+    dataset = section_of(tmp_path, columns, features, ending, split=split).open(tmp_path, 0)
+
+    def users(part, workers):
+        shares = [dataset.evaluate(part, rank, workers, 64) for rank in range(workers)]
+        return {user for share in shares for batch in share for user in batch.ids[:, 0].tolist()}
+
+    train, valid = users("train", 1), users("valid", 1)
+    assert len(train) + len(valid) == rows
+    assert [users("valid", workers) for workers in (2, 3)] == [valid] * 2
 
 
 def test_a_vocabulary_of_a_windows_program_has_its_first_value(tmp_path):
