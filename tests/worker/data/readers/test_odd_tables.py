@@ -118,6 +118,16 @@ def test_a_category_whose_text_depends_on_its_type_is_refused(tmp_path, features
             samples(section_of(tmp_path, {"user": ["a"] * 4, "x": x}, features), tmp_path)
 
 
+def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_errors(tmp_path):
+    columns, features = (
+        {"user": ["u"] * 400, "x": [1234567.1] * 400},
+        "{user: {}, x: {type: number, transform: standardise}}",
+    )
+    section = section_of(tmp_path, columns, features).fit(tmp_path, 0)
+    _, dense = section.preprocessor()({"user": ["u"] * 2, "x": [1234567.1, 1234569.1]})
+    assert dense[:, 0].tolist() == pytest.approx([0, 2], abs=1e-6)
+
+
 def test_dates_are_categories(tmp_path):
     days = pa.array([20454, 20455] * 2, pa.int32()).cast(pa.date32())
     texts = days.cast(pa.string())
