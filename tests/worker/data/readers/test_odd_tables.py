@@ -109,13 +109,20 @@ def test_sequences_that_din_weighs_together_are_as_long_as_each_other(tmp_path):
 TIMES = [pa.timestamp("us"), pa.timestamp("ns", "UTC"), pa.time64("us")]
 
 
-@pytest.mark.parametrize("kind", [*TIMES, pa.float64()], ids=str)
+@pytest.mark.parametrize("kind", [*TIMES, pa.float64(), pa.decimal128(21, 2)], ids=str)
 @pytest.mark.parametrize("features", ["{user: {}, x: {}}", "{user: {}, c: {type: cross, of: [user, x]}}"])
 def test_a_category_whose_text_depends_on_its_type_is_refused(tmp_path, features, kind):
     """The same moment is 12:00:00.000 in one file, and 12:00:00.000000 in the next or in a request."""
     for x in (plain := pa.array([1, 2, 1, 2]).cast(kind), plain.dictionary_encode()):
         with pytest.raises(JobError, match=rf"feature 'x': (is|has) {re.escape(str(kind))}.*(or save|: save)"):
             samples(section_of(tmp_path, {"user": ["a"] * 4, "x": x}, features), tmp_path)
+
+
+def test_decimals_without_a_fraction_are_categories(tmp_path):
+    numbers = pa.array([7, 8, 7, 8])  # as databases write ids
+    users = numbers.cast(pa.decimal128(38, 0)), numbers
+    one, other = (samples(section_of(tmp_path, {"user": x}, "{user: {}}"), tmp_path) for x in users)
+    assert one.ids.tolist() == other.ids.tolist()
 
 
 def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_errors(tmp_path):
