@@ -344,6 +344,8 @@ def _row_keys(table: pa.Table) -> Ids:
             array = pc.list_flatten(array)
         if pa.types.is_floating(array.type):
             values = np.nan_to_num(array.to_numpy(zero_copy_only=False).astype(np.float64), nan=-0.5).view(np.int64)
+        elif pa.types.is_timestamp(array.type):  # a feature may read it as a number
+            values = np.nan_to_num(numbers_of(name, array), nan=-0.5).view(np.int64)
         else:
             values = hashes_of(name, name, array)
         if lengths is not None:

@@ -125,6 +125,16 @@ def test_decimals_without_a_fraction_are_categories(tmp_path):
     assert one.ids.tolist() == other.ids.tolist()
 
 
+def test_times_are_numbers_in_a_table_that_is_split_at_random(tmp_path):
+    columns = {"user": ["u"] * 40, "x": pa.array(range(40), pa.timestamp("us"))}
+    features = "{user: {}, x: {type: number}}"
+    section = section_of(tmp_path, columns, features, split={"by": "random", "valid": 0.3})
+    section.look(tmp_path)
+    counts = section.fit(tmp_path, 0).fitted["samples"]
+    assert sum(counts.values()) == 40
+    assert min(counts.values()) > 0
+
+
 def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_errors(tmp_path):
     columns, features = (
         {"user": ["u"] * 400, "x": [1234567.1] * 400},
