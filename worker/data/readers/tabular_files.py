@@ -38,7 +38,7 @@ ENDINGS: dict[str, Format] = {
 
 def format_of(path: File) -> Format | None:
     """The format that a file's name tells, that of its compression aside; None where it tells none."""
-    name = str(path).removesuffix(".gz").removesuffix(".zst").lower()
+    name = str(path).lower().removesuffix(".gz").removesuffix(".zst")
     return next((kind for ending, kind in ENDINGS.items() if name.endswith(ending)), None)
 
 

@@ -1,5 +1,6 @@
 """Tables as other programs write them: what their texts, ids and vocabularies become, and what is said of odd ones."""
 
+import gzip
 import json
 import re
 
@@ -161,6 +162,17 @@ def test_a_folder_says_why_it_has_no_format(tmp_path):
         (tmp_path / "parts" / name).touch()
     with pytest.raises(JobError, match=r"parts: its files are of several formats \(csv, parquet\): give data\.format"):
         section.look(tmp_path)
+
+
+def test_a_folder_has_the_files_of_a_format_in_letters_of_either_case(tmp_path):
+    (tmp_path / "parts").mkdir()
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="parts")
+    for name in ("a.csv", "b.CSV", "c.Csv.GZ"):
+        text = b"user,label\nu,1\n"
+        (tmp_path / "parts" / name).write_bytes(gzip.compress(text) if name.endswith("GZ") else text)
+    at_url = section.model_copy(update={"train": ((tmp_path / "parts").as_uri(),), "format": "csv"})
+    for own in (section, at_url):
+        assert len(samples(own, tmp_path).ids) == 3
 
 
 SPLIT = {"by": "time", "column": "t", "at": ["March"]}

@@ -297,6 +297,13 @@ BAD = {  # name: (the file's text, features, settings of data, where, the reason
         ":3",
         "'age'.*1e.39",
     ),
+    "a number of Python alone": (
+        CSV.replace("a|b", "1_000"),
+        " {user: {}, tags: {type: number}}",
+        {},
+        ":2",
+        "'tags': '1_000' is not",
+    ),
     "a weight that is none": (
         CSV.replace("a|b", "a:x|b"),
         " {tags: {type: list, separator: '|', weight_separator: ':'}}",
