@@ -90,6 +90,7 @@ class FeatureSpec:
 
 
 Columns = Mapping[str, pa.Array | pa.ChunkedArray]
+_Counts = tuple[Ids, Ids]  # hashes, ascending, and how often each was there
 Fitted = dict[str, Any]  # JSON: numbers (feature -> figures), vocabularies (table -> hashes), split, samples
 
 
@@ -350,7 +351,7 @@ class Fitting:
         self._preprocessor = preprocessor
         self._random = np.random.default_rng(seed)
         self._numbers: dict[str, _Figures] = {}
-        self._counts: dict[str, tuple[Ids, Ids]] = {}  # table -> hashes, ascending, and how often each was there
+        self._counts: dict[str, list[_Counts]] = {}  # of a table
         for name, feature in preprocessor.features.items():
             if set(feature.transform) - {"log"} or isinstance(feature.bucketise, int):
                 self._numbers[name] = _Figures()
@@ -371,13 +372,17 @@ class Fitting:
             if not feature.is_dense and own._tables[table]["min_count"] is not None:
                 values = own._values(name, feature, arrays)
                 found, counts = np.unique(values.hashes(table, feature.weight_separator), return_counts=True)
-                self._counts[table] = _added(self._counts.get(table), found, counts)
+                parts = self._counts.setdefault(table, [])
+                parts.append((found, counts))
+                if sum(len(hashes) for hashes, _ in parts[1:]) > len(parts[0][0]):  # else each block would sort all
+                    parts[:] = [_summed(parts)]
 
     def fitted(self) -> Fitted:
         """Return the figures of numbers and the vocabularies of tables, learnt from the training rows, as JSON."""
         numbers = {name: figures.to_dict() for name, figures in self._numbers.items()}
         vocabularies = {}
-        for table, (hashes, counts) in self._counts.items():
+        for table, parts in self._counts.items():
+            hashes, counts = _summed(parts)
             keep = counts >= self._preprocessor._tables[table]["min_count"]
             hashes, counts = hashes[keep], counts[keep]
             vocabularies[table] = hashes[np.lexsort((hashes, -counts))].tolist()
@@ -416,11 +421,10 @@ class _Figures:
         return {"mean": self._mean, "std": std, "min": self._low, "max": self._high, "quantiles": quantiles}
 
 
-def _added(known: tuple[Ids, Ids] | None, found: Ids, counts: Ids) -> tuple[Ids, Ids]:
-    if known is None:
-        return found, counts
-    keys, inverse = np.unique(np.concatenate([known[0], found]), return_inverse=True)
-    return keys, np.bincount(inverse, np.concatenate([known[1], counts])).astype(np.int64)
+def _summed(parts: Sequence[_Counts]) -> _Counts:
+    hashes, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    keys, inverse = np.unique(hashes, return_inverse=True)
+    return keys, np.bincount(inverse, counts).astype(np.int64)
 
 
 def _declare(name: str) -> str:

@@ -15,7 +15,7 @@ from embershard.proto.errors import JobError
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
+from embershard.worker.data.preprocess import FeatureSpec, Fitting, Preprocessor
 from embershard.worker.data.values import BadFeature
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.training.trainer import Trainer
@@ -168,6 +168,21 @@ def test_rows_of_one_table_are_split(tmp_path, name, split, parts):
     assert split["by"] != "user" or not users["train"] & users["test"]
     shares = [np.concatenate([b.dense for b in dataset.train(0, rank, 2, 64)]) for rank in (0, 1)]
     assert sorted(np.concatenate(shares)[:, 0]) == sorted(found["train"])
+
+
+def test_counts_of_many_values_are_not_sorted_anew_for_each_block(monkeypatch):
+    fitting, sorted_at_once, unique = Fitting(Preprocessor({"user": FeatureSpec(min_count=2)})), [], np.unique
+
+    def spy(values, **options):
+        sorted_at_once.append(len(values))
+        return unique(values, **options)
+
+    monkeypatch.setattr(np, "unique", spy)
+    for block in range(64):
+        fitting.observe({"user": pa.array(np.arange(99 * block, 99 * block + 100))})  # the last one comes again
+    fitted = fitting.fitted()["vocabularies"]["user"]
+    assert set(fitted) == set(es.hash_ids("user", np.arange(99, 99 * 64, 99)).tolist())
+    assert sum(sorted_at_once) < 6 * 6400
 
 
 def test_a_checkpoint_gives_what_was_learnt_whatever_became_of_the_files(tmp_path):
