@@ -19,7 +19,7 @@ import pyarrow.json as pa_json
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.files import LOOK_BYTES, Block, File, expand, read_blocks
+from embershard.worker.data.files import BLOCK_BYTES, LOOK_BYTES, Block, File, expand, read_blocks
 from embershard.worker.data.readers.parquet import LOOK_ROWS, READ_ROWS, ParquetSource
 from embershard.worker.data.stream import BlockSource
 from embershard.worker.data.text import Kind, Layout, TextSource, line_of, parse, read_header, recoded
@@ -78,7 +78,7 @@ def open_tables(
             for part, own in paths.items()
         }
     every = list(dict.fromkeys(path for own in paths.values() for path in own))
-    layout, parser = _json(every[0], how, wanted) if kind == "jsonl" else (_csv(every, how, kind, wanted), parse)
+    layout, parser = _json(paths, how, wanted) if kind == "jsonl" else (_csv(every, how, kind, wanted), parse)
     return {
         part: _TextTables(
             paths=own,
@@ -142,9 +142,13 @@ def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) 
     )
 
 
-def _json(path: File, how: TableFormat, wanted: Wanted) -> tuple[Layout, Callable[[File, Block, Layout], pa.Table]]:
+def _json(
+    paths: Mapping[str, Sequence[File]], how: TableFormat, wanted: Wanted
+) -> tuple[Layout, Callable[[File, Block, Layout], pa.Table]]:
     layout = Layout(columns=dict.fromkeys(wanted, "text"), encoding=how.encoding)
-    return layout, partial(_parse_json, _json_schema(path, wanted))
+    # of train first, which gives the types; in the others a column may be missing, too
+    schemas = [_json_schema(own, wanted) for own in dict.fromkeys(map(tuple, paths.values()))]
+    return layout, partial(_parse_json, schemas[0])
 
 
 def _of_part(to_samples: Callable[[pa.Table, str], Samples], part: str, table: pa.Table, layout: Layout) -> Samples:
@@ -246,27 +250,36 @@ def check_columns(where: str, names: Sequence[str], wanted: Wanted, delimiter: s
             raise JobError(where=where, reason=reason)
 
 
-def _json_schema(path: File, wanted: Wanted) -> pa.Schema:
-    """The types of the columns, by the first lines of a file."""
-    block = next(read_blocks(path, LOOK_BYTES))
+def _json_schema(paths: Sequence[File], wanted: Wanted) -> pa.Schema:
+    """The types of a split's columns, by the first lines of its files, and more where those lack a column's values."""
     values: dict[str, list[object]] = {name: [] for name in wanted}
     names: dict[str, None] = {}
-    for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
-        if line.strip():
-            row = json_row(f"{path}:{number}", line)
-            names |= dict.fromkeys(row)
-            for name in wanted:
-                if (value := row.get(name)) is not None:
-                    values[name].append(value)
-                    if isinstance(value, dict):
-                        reason = f"column {name!r}: {ascii(value)[:40]} is an object; write its fields as columns"
-                        raise JobError(where=f"{path}:{number}", reason=reason)
-                    if (kind := _kind_of(values[name][0])) != _kind_of(value):
-                        reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the lines before"
-                        raise JobError(where=f"{path}:{number}", reason=f"{reason}; write all its values alike")
-    check_columns(f"{path}:1", list(names), wanted)
+    looked = 0
+    for path, block in ((own, block) for own in paths for block in read_blocks(own, LOOK_BYTES)):
+        for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
+            if line.strip():
+                row = json_row(f"{path}:{number}", line)
+                names |= dict.fromkeys(row)
+                for name in wanted:
+                    if (value := row.get(name)) is not None:
+                        _check_kind(f"{path}:{number}", name, value, values[name])
+                        values[name].append(value)
+        looked += len(block.text)
+        if looked >= BLOCK_BYTES or all(any(value != [] for value in own) for own in values.values()):
+            break
+    check_columns(f"{paths[0]}:1", list(names), wanted)
     # in the file's order, in which Arrow finds a line's keys without a look into its map of them
     return pa.schema([(name, _json_type(wanted[name][0], values[name])) for name in names if name in wanted])
+
+
+def _check_kind(where: str, name: str, value: object, before: Sequence[object]) -> None:
+    """JobError for an object, and for a value of another kind than those before."""
+    if isinstance(value, dict):
+        reason = f"column {name!r}: {ascii(value)[:40]} is an object; write its fields as columns"
+        raise JobError(where=where, reason=reason)
+    if before and (kind := _kind_of(before[0])) != _kind_of(value):
+        reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the lines before"
+        raise JobError(where=where, reason=f"{reason}; write all its values alike")
 
 
 def _kind_of(value: object) -> str:

@@ -215,6 +215,24 @@ def test_a_value_that_arrow_cannot_hold_is_named(tmp_path, first, second):
         section.look(tmp_path)
 
 
+def test_columns_that_the_first_lines_of_json_lack_have_the_type_of_later_ones(tmp_path):
+    (tmp_path / "b.jsonl").touch()
+    section = section_of(
+        tmp_path, {"user": [1] * 4}, "{user: {}, shop: {}, tags: {type: list}}", "jsonl", valid="b.jsonl"
+    )
+    rows = [{"label": 1, "user": n, "tags": [], "pad": "x" * 99} for n in range(1000)]
+    rows.append({"label": 0, "user": 7, "shop": 8, "tags": [9]})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps(rows[-1]) + "\n")
+    section.look(tmp_path)
+    dataset = section.open(tmp_path, 0)
+    (last,) = dataset.evaluate("valid", 0, 1, 9)
+    assert [*dataset.evaluate("train", 0, 1, 2000)][-1].ids[-1].tolist() == last.ids[0].tolist()
+    (tmp_path / "b.jsonl").write_text(json.dumps(rows[0]) + "\n")  # it would be missing in all its rows
+    with pytest.raises(JobError, match=r"b\.jsonl:1: no column 'shop'"):
+        section.look(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("values", "remedy"),
     [
