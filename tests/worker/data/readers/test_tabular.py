@@ -522,3 +522,11 @@ def test_features_that_contradict_each_other_are_named_with_their_line(tmp_path,
     with pytest.raises(JobFileError) as found:
         job_of(tmp_path, features)
     assert str(found.value).startswith(f"{tmp_path}/{want}")
+
+
+@pytest.mark.parametrize("more", ["{type: cross, of: [user, item], buckets: 9}", "{type: number, column: item}"])
+def test_negatives_of_a_column_that_another_feature_reads_are_refused(tmp_path, more):
+    (tmp_path / "train.csv").write_text("user,item\n1,2\n3,4\n")
+    features = f"\n  user: {{}}\n  item: {{}}\n  other: {more}"
+    with pytest.raises(JobFileError, match=r"data.negatives: names 'item', and not 'other', which reads column 'item'"):
+        job_of(tmp_path, features, label=[], negatives={"count": 1, "features": ["item"]})
