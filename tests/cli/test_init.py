@@ -253,6 +253,20 @@ def test_the_job_of_a_folder_trains_on_all_its_files():
     assert sum(job.data.fit(Path(), 0).fitted["samples"].values()) == 100
 
 
+def test_the_job_of_a_pattern_trains_on_the_files_in_folders_of_a_key():
+    for day in (1, 2):
+        folder = Path(f"clicks/day={day}")
+        folder.mkdir(parents=True)
+        columns = {"label": [0, 1] * 50, "user": [f"u{day * n % 77}" for n in range(100)]}
+        pq.write_table(pa.table(columns), folder / "0.parquet")
+    Path("clicks/_SUCCESS").touch()
+    run("clicks/**/*.parquet")
+    dataset = load_job(Path("job.yaml")).data.open(Path(), 0)
+    assert sum(dataset.num_samples(part) for part in ("train", "valid", "test")) == 200
+    with pytest.raises(EmbershardError, match="no file fits the pattern"):
+        run("clicks/*.parquet", "--replace")
+
+
 def test_a_folder_without_a_file_of_a_known_format_is_refused():
     Path("parts").mkdir()
     Path("parts/notes.txt").write_text("no data")

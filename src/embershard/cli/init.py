@@ -62,7 +62,8 @@ def init(
         Path,
         typer.Argument(
             metavar="DATA",
-            help="Parquet, CSV, TSV or lines of JSON, also compressed (.gz, .zst); or a folder of such files.",
+            help="Parquet, CSV, TSV or lines of JSON, also compressed (.gz, .zst); or a folder of such files, "
+            "or a pattern in quotes, 'clicks/**/*.parquet' say.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The job file to write.")] = Path("job.yaml"),
@@ -99,12 +100,11 @@ def _write(out: Path, text: str, before: bytes | None) -> None:
 
 
 def look_at(path: Path) -> Look:
-    """Read the first rows of a file, or of the first one in a folder.
+    """Read the first rows of a file, or of the first one in a folder or of a pattern.
 
     CannotInit says why there are none; JobError where the file cannot be read, or the folder has none of one format.
     """
-    if path.is_dir():
-        path = _files(path)[0]
+    path = _files(path)[0]
     if not path.is_file():
         raise CannotInit(path=str(path), reason="there is no such file")
     kind = format_of(path)
@@ -121,8 +121,10 @@ def look_at(path: Path) -> Look:
 
 
 def _files(data: Path) -> list[Path]:
-    """The data files of a folder, or the one that is named."""
-    return [Path(file) for file in files_of(format_of_first(data), [data])] if data.is_dir() else [data]
+    """The data files of a folder, those that a pattern with * fits, or the one that is named."""
+    if not data.is_dir() and (data.exists() or "*" not in str(data)):
+        return [data]
+    return [Path(file) for file in files_of(format_of_first(data), [data])]
 
 
 def _parquet(path: Path) -> Look:
