@@ -345,10 +345,16 @@ class Preprocessor:
 
 
 class Fitting:
-    """Learns from the columns of the training data what a preprocessor needs."""
+    """Learns from the columns of the training data what a preprocessor needs.
 
-    def __init__(self, preprocessor: Preprocessor, seed: int = 0) -> None:
+    `unseen` are the vocabularies that have none of the values so far: table -> hashes.
+    """
+
+    def __init__(
+        self, preprocessor: Preprocessor, seed: int = 0, vocabularies: Mapping[str, Sequence[int]] = {}
+    ) -> None:
         self._preprocessor = preprocessor
+        self.unseen = dict(vocabularies)
         self._random = np.random.default_rng(seed)
         self._numbers: dict[str, _Figures] = {}
         self._counts: dict[str, list[_Counts]] = {}  # of a table
@@ -369,6 +375,10 @@ class Fitting:
             figures.observe(x[~np.isnan(x)], self._random)
         for name, feature in own.features.items():
             table = feature.table or name
+            if table in self.unseen:
+                hashes = own._values(name, feature, arrays).hashes(table, feature.weight_separator)
+                if np.isin(hashes, self.unseen[table]).any():
+                    del self.unseen[table]
             if not feature.is_dense and own._tables[table]["min_count"] is not None:
                 values = own._values(name, feature, arrays)
                 found, counts = np.unique(values.hashes(table, feature.weight_separator), return_counts=True)

@@ -229,7 +229,9 @@ class Tabular:
             else:
                 self._each_row(tables, lambda table: times.append(split.times(table)))
                 cuts = split.cuts(np.concatenate(times))
-        fitting, counts = Fitting(self.preprocessor, seed), dict.fromkeys(self._parts, 0)
+        names = self.preprocessor.vocabulary_files()
+        known = {table: read_vocabulary(as_file(self.vocabulary_folder, name), table) for table, name in names.items()}
+        fitting, counts = Fitting(self.preprocessor, seed, known), dict.fromkeys(self._parts, 0)
 
         def observe(table: pa.Table) -> None:
             masks = self._masks(table, cuts)
@@ -243,9 +245,13 @@ class Tabular:
         if empty and self.split is not None and not first:
             rows, where = sum(counts.values()), str(self.files["train"][0])
             raise JobError(where="data.split", reason=f"leaves {empty[0]} without a row, of {rows} in {where}")
+        for table in fitting.unseen if not first else ():
+            reason = (
+                f"has none of the values that table {table!r} gets in {self.files['train'][0]}: is each line a value?"
+            )
+            raise JobError(where=str(as_file(self.vocabulary_folder, names[table])), reason=reason)
         fitted = fitting.fitted()
-        for table_name, name in self.preprocessor.vocabulary_files().items():
-            fitted["vocabularies"][table_name] = read_vocabulary(as_file(self.vocabulary_folder, name), table_name)
+        fitted["vocabularies"] |= known
         return {**fitted, "cuts": cuts, "samples": counts if self.split is not None else {"train": counts["train"]}}
 
     def _each_row(self, tables: Iterable[pa.Table] | None, do: Callable[[pa.Table], None]) -> None:

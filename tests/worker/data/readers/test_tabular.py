@@ -256,6 +256,19 @@ def test_a_vocabulary_gives_each_line_an_id_and_all_other_values_one(tmp_path):
     assert section.preprocessor().schema.id_limits == {"item": 3}
 
 
+@pytest.mark.parametrize("feature", ["{vocabulary: v.txt}", "{type: list, separator: '|', vocabulary: v.txt}"])
+def test_a_vocabulary_that_has_no_value_of_the_training_rows_is_refused(tmp_path, feature):
+    (tmp_path / "train.csv").write_text("item,label\na|b,1\nc,0\n")
+    for text, is_known in (("x\nc\n", True), ("item,count\na,7\nc,1\n", False)):
+        (tmp_path / "v.txt").write_text(text)
+        section = job_of(tmp_path, f" {{item: {feature}}}").data
+        if is_known:
+            assert section.fit(tmp_path, 0).fitted["vocabularies"]["item"] == es.hash_ids("item", ["x", "c"]).tolist()
+            continue
+        with pytest.raises(JobError, match=r"v\.txt: has none of the values that table 'item' gets in .*train\.csv"):
+            section.fit(tmp_path, 0)
+
+
 def test_a_table_in_cp1252_with_a_decimal_comma(tmp_path):
     (tmp_path / "train.csv").write_bytes("stadt;preis;label\r\nKöln;3,5;1\r\n€;1,5;0\r\n".encode("cp1252"))
     features = " {stadt: {}, preis: {type: number}}"
