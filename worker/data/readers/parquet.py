@@ -122,6 +122,9 @@ class ParquetSource:
         groups = []
         for path in self.paths:
             file = open_parquet(path)
+            for name in self._names:
+                if file.schema_arrow.names.count(name) > 1:
+                    raise JobError(where=str(path), reason=f"column {name!r} occurs twice: give one another name")
             self._check_columns(path, file.schema_arrow)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
             groups += [(path, i, size) for i, size in enumerate(sizes) if size]

@@ -146,6 +146,15 @@ def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_
     assert dense[:, 0].tolist() == pytest.approx([0, 2], abs=1e-6)
 
 
+def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path):
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}")
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["a"])] * 2 + [pa.array([1])], ["user", "user", "label"]), tmp_path / "a.parquet"
+    )
+    with pytest.raises(JobError, match=r"a\.parquet: column 'user' occurs twice"):
+        section.look(tmp_path)
+
+
 def test_dates_are_categories(tmp_path):
     days = pa.array([20454, 20455] * 2, pa.int32()).cast(pa.date32())
     texts = days.cast(pa.string())
