@@ -288,6 +288,7 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
         "price": [Decimal(n) / 100 for n in rows],
         "hour": pa.array([n % 24 * 3600 for n in rows], pa.time32("s")),
         "stay": pa.array(rows, pa.duration("s")),
+        "session": pa.array([bytes([255, n % 256] * 8) for n in rows], pa.uuid()),
         "ns": pa.array([n * 1001 for n in rows], pa.timestamp("ns")),
     }
     pq.write_table(pa.table(columns), "a.parquet")

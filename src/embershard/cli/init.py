@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Annotated
+from uuid import UUID
 
 import typer
 
@@ -363,7 +364,7 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
         if any(isinstance(one, float) for one in parts):
             return "# NAME: left out, it has lists of floats: write each number into a column of its own"
         return _list(present, table)
-    if any(isinstance(value, dict | bytes | time | timedelta) for value in present):
+    if any(isinstance(value, dict | bytes | time | timedelta | UUID) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
     distinct = set(present)
     if isinstance(present[0], date | datetime) or (_is_time(name, present) and len(distinct) > _FEW):

@@ -155,6 +155,12 @@ def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path):
         section.look(tmp_path)
 
 
+def test_a_category_of_uuids_is_refused_whose_bytes_are_text_by_chance(tmp_path):
+    section = section_of(tmp_path, {"user": pa.array([b"0123456789abcdef"] * 4, pa.uuid())}, "{user: {}}")
+    with pytest.raises(JobError, match="save the texts of the UUIDs"):
+        section.look(tmp_path)
+
+
 def test_dates_are_categories(tmp_path):
     days = pa.array([20454, 20455] * 2, pa.int32()).cast(pa.date32())
     texts = days.cast(pa.string())
