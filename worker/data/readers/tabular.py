@@ -170,8 +170,10 @@ class Tabular:
 
     def look(self) -> None:
         """Read the first rows of every file, without torch. JobError names the file and line of what is wrong."""
-        pre = self.preprocessor
-        for part, source in self._sources(lambda table, part: NO_SAMPLES).items():
+        pre, sources = self.preprocessor, self._sources(lambda table, part: NO_SAMPLES)
+        if self.split is None:
+            _check_apart({part: set(getattr(source, "paths", ())) for part, source in sources.items()})
+        for part, source in sources.items():
             for where, table in source.first_rows() if self.split is None or part == "train" else ():
                 with located(where):
                     for name, feature in pre.features.items():
@@ -307,6 +309,15 @@ class Tabular:
         if self.split is not None and self.split.column is not None:
             wanted.setdefault(self.split.column, ("text", "data.split"))
         return wanted
+
+
+def _check_apart(files: Mapping[str, set[File]]) -> None:
+    """JobError where one of several files to train on is to be evaluated on, too; one file for both is no oversight."""
+    for part, own in files.items():
+        both = sorted(map(str, own & files["train"]))
+        if both and own != files["train"]:
+            reason = f"{both[0]} is a file of train, too, so that the metrics would be of rows that were trained on"
+            raise JobError(where=f"data.{part}", reason=f"{reason}: let the files of train be others")
 
 
 def give_label_values(column: pa.ChunkedArray) -> str:

@@ -190,6 +190,16 @@ def test_a_folder_has_the_files_of_a_format_in_letters_of_either_case(tmp_path):
         assert len(samples(own, tmp_path).ids) == 3
 
 
+def test_a_file_of_a_pattern_to_train_on_is_none_to_evaluate_on(tmp_path):
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("user,label\nu,1\n")
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="*.csv", valid="b.csv")
+    with pytest.raises(JobError, match=r"data.valid: .*b\.csv is a file of train, too"):
+        section.look(tmp_path)
+    section.model_copy(update={"train": ("a.csv",)}).look(tmp_path)
+    section.model_copy(update={"train": ("b.csv",)}).look(tmp_path)  # as in a first try with one file
+
+
 SPLIT = {"by": "time", "column": "t", "at": ["March"]}
 ODD = {  # name: (the second row's value of x, the feature, settings, where, what is said)
     "a text that is nearly a number": ("1_000", "{type: number}", {}, "a.parquet: row 2", "'1_000' is not a number"),
