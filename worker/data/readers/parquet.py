@@ -148,7 +148,9 @@ class ParquetSource:
             yield self.columns.rows(self._typed(f"{path}: row group {group}", table), self.layout)
 
     def _parts(self, path: File, group: int, rows: int) -> Iterator[pa.Table]:
-        file = open_parquet(path)
+        file = open_parquet(path, self._footer.get(path))
+        self._footer.clear()
+        self._footer[path] = file.metadata
         texts = self._text_leaves(file)
         if texts:
             file = open_parquet(path, file.metadata, list(texts))
@@ -174,6 +176,11 @@ class ParquetSource:
                 if _is_text(kind.value_type if is_list(kind) else kind):
                     leaves[path] = name
         return leaves
+
+    @cached_property
+    def _footer(self) -> dict[File, pq.FileMetaData]:
+        """That of the file read last: it is as long as a file has row groups, and each of them is opened anew."""
+        return {}
 
     @cached_property
     def _as_text(self) -> set[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
@@ -209,10 +210,19 @@ class _ParquetTables(ParquetSource):
 
     def _tables(self, path: File, group: int, rows: int) -> Iterator[tuple[File, int, pa.Table]]:
         """Parts of a row group, each with its first row within the file."""
-        begin = sum(size for of, number, size in self._groups if of == path and number < group)
+        begin = self._begins[path, group]
         for table in self._parts(path, group, rows):
             yield path, begin, table
             begin += table.num_rows
+
+    @cached_property
+    def _begins(self) -> dict[tuple[File, int], int]:
+        """The first row of each row group within its file."""
+        begins, rows = {}, Counter[File]()
+        for path, group, size in self._groups:
+            begins[path, group] = rows[path]
+            rows[path] += size
+        return begins
 
     def _samples(self, path: File, begin: int, table: pa.Table) -> Samples:
         with located(lambda row: f"{path}: row {begin + row + 1}"):

@@ -190,6 +190,21 @@ def test_a_folder_has_the_files_of_a_format_in_letters_of_either_case(tmp_path):
         assert len(samples(own, tmp_path).ids) == 3
 
 
+def test_the_footer_of_a_file_is_not_parsed_for_each_row_group(tmp_path, monkeypatch):
+    section = section_of(tmp_path, {"user": [f"u{n}" for n in range(40)]}, "{user: {}}")
+    rows = pq.read_table(tmp_path / "a.parquet")
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=2)
+    dataset, parsed, file = section.open(tmp_path, 0), [], pq.ParquetFile
+
+    def spy(*given, metadata=None, **options):
+        parsed.extend([1] if metadata is None else [])
+        return file(*given, metadata=metadata, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", spy)
+    assert sum(len(batch.ids) for batch in dataset.train(0, 0, 1, 9)) == 40
+    assert len(parsed) == 1
+
+
 def test_a_file_of_a_pattern_to_train_on_is_none_to_evaluate_on(tmp_path):
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text("user,label\nu,1\n")
