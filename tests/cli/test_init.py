@@ -5,7 +5,7 @@ import gzip
 import json
 import random
 import re
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -152,6 +152,50 @@ def test_columns_become_what_their_values_are():
     assert job["data"]["split"] == {"by": "random", "valid": 0.1, "test": 0.1}
 
 
+def test_rows_are_split_by_the_finest_time_and_by_no_duration():
+    rows = range(300)
+    events = [datetime(2026, 1, 1) + timedelta(minutes=n) for n in rows]
+    columns = {
+        "click": [n % 2 for n in rows],
+        "user": [f"u{n % 7}" for n in rows],
+        "watch_time": [n / 7 for n in rows],
+        "birth_date": [date(1980, 1, 1) + timedelta(days=n // 2) for n in rows],
+        "event_time": [1_700_000_000 + n for n in rows],
+        "bought": [None, *events[1:]],
+    }
+    job = features_of(columns)
+    assert job["data"]["split"]["column"] == "event_time"
+    assert list(job["features"]) == ["user", "watch_time"]
+    del columns["event_time"], columns["birth_date"]
+    assert features_of(columns)["data"]["split"]["by"] == "random"  # for one has no time
+    columns["time"] = [f"{n // 60 % 24:02}:{n % 60:02}" for n in rows]
+    job = features_of(columns)
+    assert (job["data"]["split"]["by"], list(job["features"])) == ("random", ["user", "watch_time"])
+
+
+def test_of_several_columns_of_zeros_and_ones_none_is_taken_for_the_label():
+    columns = {"is_male": [0, 1] * 20, "saw_ad": [1, 0] * 20, "user": [f"u{n}" for n in range(40)]}
+    with pytest.raises(CannotInit, match="is_male, saw_ad; name the label by --label"):
+        features_of(columns)
+    assert features_of(columns, "saw_ad")["data"]["label"] == "saw_ad"
+
+
+def test_what_pandas_and_databases_add_to_parquet_is_known():
+    rows = range(300)
+    columns = {
+        "__index_level_0__": pa.array(rows),
+        "label": [n % 2 for n in rows],
+        "user_id": pa.array([1000 + n % 70 for n in rows]).cast(pa.decimal128(38, 0)),
+        "price": [float("nan") if n % 3 else -float(n) for n in rows],
+        "none\nof it": [float("nan")] * 300,
+    }
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    features = YAML(typ="safe").load(Path("job.yaml"))["features"]
+    assert features == {"user_id": {}, "price": {"type": "number", "transform": "standardise"}}
+    assert look_at(Path("a.parquet")).columns["price"][:4] == [0.0, None, None, -3.0]
+
+
 def test_numbers_alone_get_embeddings_of_their_buckets():
     job = features_of({"label": [0, 1] * 200, "x": [n / 3 for n in range(400)]})
     assert job["features"] == {"x": {"type": "number", "bucketise": 10}}
@@ -209,6 +253,20 @@ def test_the_job_of_a_folder_trains_on_all_its_files():
     assert sum(job.data.fit(Path(), 0).fitted["samples"].values()) == 100
 
 
+def test_the_job_of_a_pattern_trains_on_the_files_in_folders_of_a_key():
+    for day in (1, 2):
+        folder = Path(f"clicks/day={day}")
+        folder.mkdir(parents=True)
+        columns = {"label": [0, 1] * 50, "user": [f"u{day * n % 77}" for n in range(100)]}
+        pq.write_table(pa.table(columns), folder / "0.parquet")
+    Path("clicks/_SUCCESS").touch()
+    run("clicks/**/*.parquet")
+    dataset = load_job(Path("job.yaml")).data.open(Path(), 0)
+    assert sum(dataset.num_samples(part) for part in ("train", "valid", "test")) == 200
+    with pytest.raises(EmbershardError, match="no file fits the pattern"):
+        run("clicks/*.parquet", "--replace")
+
+
 def test_a_folder_without_a_file_of_a_known_format_is_refused():
     Path("parts").mkdir()
     Path("parts/notes.txt").write_text("no data")
@@ -230,6 +288,7 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
         "price": [Decimal(n) / 100 for n in rows],
         "hour": pa.array([n % 24 * 3600 for n in rows], pa.time32("s")),
         "stay": pa.array(rows, pa.duration("s")),
+        "session": pa.array([bytes([255, n % 256] * 8) for n in rows], pa.uuid()),
         "ns": pa.array([n * 1001 for n in rows], pa.timestamp("ns")),
     }
     pq.write_table(pa.table(columns), "a.parquet")

@@ -90,7 +90,7 @@ def expand(path: File, endings: tuple[str, ...]) -> list[File]:
             if "*" in str(path):
                 found = sorted(files.glob(root))
             elif files.isdir(root):
-                found = sorted(name for name in files.ls(root, detail=False) if name.endswith(endings))
+                found = sorted(name for name in files.ls(root, detail=False) if name.lower().endswith(endings))
             else:
                 return [path]
         except Exception as error:  # a storage's own package may fail in any way
@@ -102,7 +102,7 @@ def expand(path: File, endings: tuple[str, ...]) -> list[File]:
         with reading(path):  # glob would take a folder that cannot be read for an empty one
             if not S_ISDIR(local.stat().st_mode):
                 return [path]
-            paths = list(sorted(p for p in local.iterdir() if p.name.endswith(endings)))
+            paths = list(sorted(p for p in local.iterdir() if p.name.lower().endswith(endings)))
     if not paths:
         kinds = " or ".join(f"*{ending}" for ending in endings)
         what = "no file fits the pattern" if "*" in str(path) else f"no {kinds} file in this folder"

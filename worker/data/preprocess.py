@@ -90,6 +90,7 @@ class FeatureSpec:
 
 
 Columns = Mapping[str, pa.Array | pa.ChunkedArray]
+_Counts = tuple[Ids, Ids]  # hashes, ascending, and how often each was there
 Fitted = dict[str, Any]  # JSON: numbers (feature -> figures), vocabularies (table -> hashes), split, samples
 
 
@@ -344,13 +345,19 @@ class Preprocessor:
 
 
 class Fitting:
-    """Learns from the columns of the training data what a preprocessor needs."""
+    """Learns from the columns of the training data what a preprocessor needs.
 
-    def __init__(self, preprocessor: Preprocessor, seed: int = 0) -> None:
+    `unseen` are the vocabularies that have none of the values so far: table -> hashes.
+    """
+
+    def __init__(
+        self, preprocessor: Preprocessor, seed: int = 0, vocabularies: Mapping[str, Sequence[int]] = {}
+    ) -> None:
         self._preprocessor = preprocessor
+        self.unseen = dict(vocabularies)
         self._random = np.random.default_rng(seed)
         self._numbers: dict[str, _Figures] = {}
-        self._counts: dict[str, tuple[Ids, Ids]] = {}  # table -> hashes, ascending, and how often each was there
+        self._counts: dict[str, list[_Counts]] = {}  # of a table
         for name, feature in preprocessor.features.items():
             if set(feature.transform) - {"log"} or isinstance(feature.bucketise, int):
                 self._numbers[name] = _Figures()
@@ -368,16 +375,24 @@ class Fitting:
             figures.observe(x[~np.isnan(x)], self._random)
         for name, feature in own.features.items():
             table = feature.table or name
+            if table in self.unseen:
+                hashes = own._values(name, feature, arrays).hashes(table, feature.weight_separator)
+                if np.isin(hashes, self.unseen[table]).any():
+                    del self.unseen[table]
             if not feature.is_dense and own._tables[table]["min_count"] is not None:
                 values = own._values(name, feature, arrays)
                 found, counts = np.unique(values.hashes(table, feature.weight_separator), return_counts=True)
-                self._counts[table] = _added(self._counts.get(table), found, counts)
+                parts = self._counts.setdefault(table, [])
+                parts.append((found, counts))
+                if sum(len(hashes) for hashes, _ in parts[1:]) > len(parts[0][0]):  # else each block would sort all
+                    parts[:] = [_summed(parts)]
 
     def fitted(self) -> Fitted:
         """Return the figures of numbers and the vocabularies of tables, learnt from the training rows, as JSON."""
         numbers = {name: figures.to_dict() for name, figures in self._numbers.items()}
         vocabularies = {}
-        for table, (hashes, counts) in self._counts.items():
+        for table, parts in self._counts.items():
+            hashes, counts = _summed(parts)
             keep = counts >= self._preprocessor._tables[table]["min_count"]
             hashes, counts = hashes[keep], counts[keep]
             vocabularies[table] = hashes[np.lexsort((hashes, -counts))].tolist()
@@ -411,15 +426,15 @@ class _Figures:
         if not self._count:
             return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0, "quantiles": [0.0]}
         quantiles = np.quantile(self._sample, np.linspace(0, 1, _QUANTILES)).tolist()
-        std = (self._squares / self._count) ** 0.5
+        is_constant = self._low == self._high  # whose squares are rounding errors, by which others would be divided
+        std = 0.0 if is_constant else (self._squares / self._count) ** 0.5
         return {"mean": self._mean, "std": std, "min": self._low, "max": self._high, "quantiles": quantiles}
 
 
-def _added(known: tuple[Ids, Ids] | None, found: Ids, counts: Ids) -> tuple[Ids, Ids]:
-    if known is None:
-        return found, counts
-    keys, inverse = np.unique(np.concatenate([known[0], found]), return_inverse=True)
-    return keys, np.bincount(inverse, np.concatenate([known[1], counts])).astype(np.int64)
+def _summed(parts: Sequence[_Counts]) -> _Counts:
+    hashes, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    keys, inverse = np.unique(hashes, return_inverse=True)
+    return keys, np.bincount(inverse, counts).astype(np.int64)
 
 
 def _declare(name: str) -> str:

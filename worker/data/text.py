@@ -273,6 +273,8 @@ def _problem(fields: list[str], layout: Layout) -> str | None:
 
 
 def _is_number(text: str, among: tuple[float, ...] = (), decimal: str = ".") -> bool:
+    if "_" in text or not text.isascii():  # which are numbers in Python alone
+        return False
     try:
         value = float(text if decimal == "." else text.replace(decimal, "."))
     except ValueError:

@@ -135,6 +135,11 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
     if pa.types.is_temporal(kind) and not pa.types.is_date(kind):
         reason = f"is {kind}, and a time would be another category in each unit and zone"
         raise BadFeature(column, f"{reason}: save a date, a text or an integer (the hour, say)")
+    if pa.types.is_decimal(kind) and kind.scale:
+        reason = f"is {kind}, and 7.0 and 7.00 would be two categories"
+        raise BadFeature(column, f"{reason}: save integers or texts, or declare it as type: number")
+    if getattr(kind, "extension_name", "") == "arrow.uuid":  # 16 bytes, which may be UTF-8 by chance
+        raise BadFeature(column, f"is {kind}, and a category is a text or an integer: save the texts of the UUIDs")
     try:
         texts = array if pa.types.is_string(array.type) else array.cast(pa.string())
         texts = pc.fill_null(texts, "") if texts.null_count else texts

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -110,6 +111,11 @@ class FeatureSection(Section):
     """
     missing: float = 0.0
     """Value of a missing number, after the transforms."""
+
+    def columns(self, name: str) -> set[str]:
+        """The columns that it reads, where this is its name."""
+        own = self.of if self.type == "cross" else (self.column or name,)
+        return {*own, *([self.weights] if self.weights else [])}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -307,6 +313,11 @@ class TabularSection(DataSection):
             for name in self.negatives.features:
                 if name not in self.features:
                     return "negatives", f"names {name!r}, which is no feature (there are: {', '.join(self.features)})"
+            for name, other in product(self.negatives.features, self.features):
+                common = self.features[name].columns(name) & self.features[other].columns(other)
+                if common and other not in self.negatives.features:
+                    reason = f"names {name!r}, and not {other!r}, which reads column {min(common)!r}, too: a negative"
+                    return "negatives", f"{reason} would have the values of two rows, which tells its label; remove one"
         texts = self.texts_of_labels
         for name, (zero, one) in texts.items():
             if name not in self.label:

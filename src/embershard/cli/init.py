@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Annotated
+from uuid import UUID
 
 import typer
 
@@ -34,6 +36,10 @@ _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
 _MISSING = {"nan", "na", "n/a", "null", "none", "?", "-", "inf", "+inf", "-inf", "infinity", "-infinity", r"\n"}
 _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 _FEW = 100  # distinct integers that are categories
+_FIRST_TIME = 10_000_000  # a smaller number in a column such as watch_time is a duration
+_A_TIME = "# NAME: left out, a time"
+# the last two are of pandas
+_ROW_NUMBERS = ("id", "index", "row", "row_id", "uuid", "(column 1)", "unnamed: 0", "__index_level_0__")
 _YES = {"yes", "true", "y", "t", "positive", "pos", "clicked", "bought", "won"}  # texts of labels that stand for 1
 _NO = {"no", "false", "n", "f", "negative", "neg"}
 
@@ -57,7 +63,8 @@ def init(
         Path,
         typer.Argument(
             metavar="DATA",
-            help="Parquet, CSV, TSV or lines of JSON, also compressed (.gz, .zst); or a folder of such files.",
+            help="Parquet, CSV, TSV or lines of JSON, also compressed (.gz, .zst); or a folder of such files, "
+            "or a pattern in quotes, 'clicks/**/*.parquet' say.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The job file to write.")] = Path("job.yaml"),
@@ -94,12 +101,11 @@ def _write(out: Path, text: str, before: bytes | None) -> None:
 
 
 def look_at(path: Path) -> Look:
-    """Read the first rows of a file, or of the first one in a folder.
+    """Read the first rows of a file, or of the first one in a folder or of a pattern.
 
     CannotInit says why there are none; JobError where the file cannot be read, or the folder has none of one format.
     """
-    if path.is_dir():
-        path = _files(path)[0]
+    path = _files(path)[0]
     if not path.is_file():
         raise CannotInit(path=str(path), reason="there is no such file")
     kind = format_of(path)
@@ -108,12 +114,18 @@ def look_at(path: Path) -> Look:
     look = {"parquet": _parquet, "jsonl": _json_lines}.get(kind, _text)(path)
     if not look.columns or not any(look.columns.values()):
         raise CannotInit(path=str(path), reason="it has no rows")
-    return look
+    columns = {
+        name: [None if isinstance(value, float) and math.isnan(value) else value for value in values]
+        for name, values in look.columns.items()
+    }
+    return Look(columns, look.settings)
 
 
 def _files(data: Path) -> list[Path]:
-    """The data files of a folder, or the one that is named."""
-    return [Path(file) for file in files_of(format_of_first(data), [data])] if data.is_dir() else [data]
+    """The data files of a folder, those that a pattern with * fits, or the one that is named."""
+    if not data.is_dir() and (data.exists() or "*" not in str(data)):
+        return [data]
+    return [Path(file) for file in files_of(format_of_first(data), [data])]
 
 
 def _parquet(path: Path) -> Look:
@@ -130,8 +142,10 @@ def _parquet(path: Path) -> Look:
     if batch is None:
         return Look({}, {})
     types = {
-        field.name: pa.float64() for field in batch.schema if pa.types.is_decimal(field.type)
-    }  # numbers, as floats
+        field.name: pa.float64() if field.type.scale else pa.int64()
+        for field in batch.schema
+        if pa.types.is_decimal(field.type)
+    }
     for field in batch.schema:
         if pa.types.is_timestamp(field.type):  # Python's times have no nanoseconds
             types[field.name] = pa.timestamp("us", field.type.tz)
@@ -229,15 +243,18 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
             continue
         found = _feature(name, values, rows, shared.get(name))
         if found.startswith("#"):
-            skipped.append(f"  {found.replace('NAME', name)}")
-            times += [name] if "the time" in found else []
+            skipped.append(f"  {found.replace('NAME', name if name.isprintable() else json.dumps(name))}")
+            times += [name] if found == _A_TIME else []
         else:
             features.append(f"  {_name(name)}: {found}")
     if not features:
         raise CannotInit(path=str(data), reason="no column but the label is left to learn from")
     if all("type: number" in feature for feature in features):  # every model has embeddings
         features = [f"{line.partition(': {')[0]}: {{type: number, bucketise: 10}}" for line in features]
-    split = f"{{by: time, column: {_name(times[0])}" if times else "{by: random"
+    split = "{by: random"
+    if times := [name for name in times if None not in look.columns[name]]:
+        finest = max(times, key=lambda name: len(set(look.columns[name])))  # of an event, and no date of birth
+        split = f"{{by: time, column: {_name(finest)}"
     path = os.path.relpath(data.absolute(), folder)
     lines = [
         f"# Written by `embershard init {data.name}` from its first {rows:,} rows. Check what each column is.",
@@ -275,6 +292,9 @@ def _label(data: Path, look: Look, label: str | None) -> str:
         return label
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     named = [name for name in binary if name.lower() in _LABELS]
+    if len(binary) > 1 and not named:
+        reason = f"{len(binary)} columns of zeros and ones: {', '.join(binary)}; name the label by --label"
+        raise CannotInit(path=str(data), reason=reason)
     if binary:
         return (named or binary)[0]
     two = [name for name, values in look.columns.items() if _label_values(values)]
@@ -344,14 +364,16 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
         if any(isinstance(one, float) for one in parts):
             return "# NAME: left out, it has lists of floats: write each number into a column of its own"
         return _list(present, table)
-    if any(isinstance(value, dict | bytes | time | timedelta) for value in present):
+    if any(isinstance(value, dict | bytes | time | timedelta | UUID) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
     distinct = set(present)
     if isinstance(present[0], date | datetime) or (_is_time(name, present) and len(distinct) > _FEW):
-        return "# NAME: left out, the time, by which the rows are split"
+        return _A_TIME
+    if _TIME.search(name) and len(distinct) > _FEW and isinstance(present[0], str):
+        return "# NAME: left out, its times are not written as 2026-01-31 12:00:00"
     if len(distinct) == 1:
         return "# NAME: left out, it has one value in these rows"
-    if len(distinct) == rows > _FEW and name.lower() in ("id", "index", "row", "row_id", "uuid", "(column 1)"):
+    if len(distinct) == rows > _FEW and name.lower() in _ROW_NUMBERS:
         return "# NAME: left out, it numbers the rows"
     if all(isinstance(value, bool | int) for value in present):
         if len(distinct) <= _FEW or _ID.search(name):
@@ -365,8 +387,12 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
 
 
 def _is_time(name: str, values: Sequence[object]) -> bool:
-    """Whether a column's name, or the texts in it, are those of times."""
-    return bool(_TIME.search(name)) or all(isinstance(value, str) and _TIME_TEXT.match(value) for value in values)
+    """Whether a column has texts of times, or has the name of times and numbers that may be some."""
+    if any(isinstance(value, str) for value in values):
+        return all(isinstance(value, str) and _TIME_TEXT.match(value) for value in values)
+    named = _TIME.search(name)
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return named is not None and (named.start() == 0 or min(numbers, default=0) >= _FIRST_TIME)
 
 
 def _number(values: Sequence[float]) -> str:

@@ -49,11 +49,12 @@ def feature_ids(keys: npt.NDArray[np.uint64], texts: Sequence[bytes]) -> Ids:
 
 
 def is_category(kind: pa.DataType) -> bool:
-    """Whether a value of this type has one text: 1.0 and 1 would be two, and so would a time in two units or zones."""
+    """Whether a value of this type has one text: 1.0 and 1.00 would be two, and so would a time in two units."""
     from pyarrow import types  # here: to serve ids takes numpy alone
 
     of = kind.value_type if types.is_dictionary(kind) else kind
-    return not types.is_floating(of) and (not types.is_temporal(of) or bool(types.is_date(of)))
+    has_fraction = types.is_floating(of) or (types.is_decimal(of) and of.scale != 0)
+    return not has_fraction and (not types.is_temporal(of) or bool(types.is_date(of)))
 
 
 def spelled(value: object) -> bytes:

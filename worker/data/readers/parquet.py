@@ -122,6 +122,9 @@ class ParquetSource:
         groups = []
         for path in self.paths:
             file = open_parquet(path)
+            for name in self._names:
+                if file.schema_arrow.names.count(name) > 1:
+                    raise JobError(where=str(path), reason=f"column {name!r} occurs twice: give one another name")
             self._check_columns(path, file.schema_arrow)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
             groups += [(path, i, size) for i, size in enumerate(sizes) if size]
@@ -145,7 +148,9 @@ class ParquetSource:
             yield self.columns.rows(self._typed(f"{path}: row group {group}", table), self.layout)
 
     def _parts(self, path: File, group: int, rows: int) -> Iterator[pa.Table]:
-        file = open_parquet(path)
+        file = open_parquet(path, self._footer.get(path))
+        self._footer.clear()
+        self._footer[path] = file.metadata
         texts = self._text_leaves(file)
         if texts:
             file = open_parquet(path, file.metadata, list(texts))
@@ -171,6 +176,11 @@ class ParquetSource:
                 if _is_text(kind.value_type if is_list(kind) else kind):
                     leaves[path] = name
         return leaves
+
+    @cached_property
+    def _footer(self) -> dict[File, pq.FileMetaData]:
+        """That of the file read last: it is as long as a file has row groups, and each of them is opened anew."""
+        return {}
 
     @cached_property
     def _as_text(self) -> set[str]:

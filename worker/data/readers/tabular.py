@@ -170,8 +170,10 @@ class Tabular:
 
     def look(self) -> None:
         """Read the first rows of every file, without torch. JobError names the file and line of what is wrong."""
-        pre = self.preprocessor
-        for part, source in self._sources(lambda table, part: NO_SAMPLES).items():
+        pre, sources = self.preprocessor, self._sources(lambda table, part: NO_SAMPLES)
+        if self.split is None:
+            _check_apart({part: set(getattr(source, "paths", ())) for part, source in sources.items()})
+        for part, source in sources.items():
             for where, table in source.first_rows() if self.split is None or part == "train" else ():
                 with located(where):
                     for name, feature in pre.features.items():
@@ -229,7 +231,9 @@ class Tabular:
             else:
                 self._each_row(tables, lambda table: times.append(split.times(table)))
                 cuts = split.cuts(np.concatenate(times))
-        fitting, counts = Fitting(self.preprocessor, seed), dict.fromkeys(self._parts, 0)
+        names = self.preprocessor.vocabulary_files()
+        known = {table: read_vocabulary(as_file(self.vocabulary_folder, name), table) for table, name in names.items()}
+        fitting, counts = Fitting(self.preprocessor, seed, known), dict.fromkeys(self._parts, 0)
 
         def observe(table: pa.Table) -> None:
             masks = self._masks(table, cuts)
@@ -243,9 +247,13 @@ class Tabular:
         if empty and self.split is not None and not first:
             rows, where = sum(counts.values()), str(self.files["train"][0])
             raise JobError(where="data.split", reason=f"leaves {empty[0]} without a row, of {rows} in {where}")
+        for table in fitting.unseen if not first else ():
+            reason = (
+                f"has none of the values that table {table!r} gets in {self.files['train'][0]}: is each line a value?"
+            )
+            raise JobError(where=str(as_file(self.vocabulary_folder, names[table])), reason=reason)
         fitted = fitting.fitted()
-        for table_name, name in self.preprocessor.vocabulary_files().items():
-            fitted["vocabularies"][table_name] = read_vocabulary(as_file(self.vocabulary_folder, name), table_name)
+        fitted["vocabularies"] |= known
         return {**fitted, "cuts": cuts, "samples": counts if self.split is not None else {"train": counts["train"]}}
 
     def _each_row(self, tables: Iterable[pa.Table] | None, do: Callable[[pa.Table], None]) -> None:
@@ -303,6 +311,15 @@ class Tabular:
         return wanted
 
 
+def _check_apart(files: Mapping[str, set[File]]) -> None:
+    """JobError where one of several files to train on is to be evaluated on, too; one file for both is no oversight."""
+    for part, own in files.items():
+        both = sorted(map(str, own & files["train"]))
+        if both and own != files["train"]:
+            reason = f"{both[0]} is a file of train, too, so that the metrics would be of rows that were trained on"
+            raise JobError(where=f"data.{part}", reason=f"{reason}: let the files of train be others")
+
+
 def give_label_values(column: pa.ChunkedArray) -> str:
     """Return the setting that declares labels which are texts, with the first two of them."""
     first = [str(value) for value in pc.unique(column.cast(pa.string()).drop_null())[:2].to_pylist()]
@@ -344,11 +361,14 @@ def _row_keys(table: pa.Table) -> Ids:
             array = pc.list_flatten(array)
         if pa.types.is_floating(array.type):
             values = np.nan_to_num(array.to_numpy(zero_copy_only=False).astype(np.float64), nan=-0.5).view(np.int64)
+        elif pa.types.is_timestamp(array.type):  # a feature may read it as a number
+            values = np.nan_to_num(numbers_of(name, array), nan=-0.5).view(np.int64)
         else:
             values = hashes_of(name, name, array)
         if lengths is not None:
-            sums = np.concatenate([[0], np.cumsum(values * (np.arange(len(values)) % 61 + 1))])
             ends = np.cumsum(lengths)
+            place = np.arange(len(values)) - np.repeat(ends - lengths, lengths)  # in its list: blocks differ by reader
+            sums = np.concatenate([[0], np.cumsum(values * (place % 61 + 1))])
             values = sums[ends] - sums[ends - lengths] + lengths
         keys = hash_numbers(name, keys ^ values)
     return keys

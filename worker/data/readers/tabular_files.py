@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,7 +20,7 @@ import pyarrow.json as pa_json
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.files import LOOK_BYTES, Block, File, expand, read_blocks
+from embershard.worker.data.files import BLOCK_BYTES, LOOK_BYTES, Block, File, expand, read_blocks
 from embershard.worker.data.readers.parquet import LOOK_ROWS, READ_ROWS, ParquetSource
 from embershard.worker.data.stream import BlockSource
 from embershard.worker.data.text import Kind, Layout, TextSource, line_of, parse, read_header, recoded
@@ -38,7 +39,7 @@ ENDINGS: dict[str, Format] = {
 
 def format_of(path: File) -> Format | None:
     """The format that a file's name tells, that of its compression aside; None where it tells none."""
-    name = str(path).removesuffix(".gz").removesuffix(".zst").lower()
+    name = str(path).lower().removesuffix(".gz").removesuffix(".zst")
     return next((kind for ending, kind in ENDINGS.items() if name.endswith(ending)), None)
 
 
@@ -78,7 +79,7 @@ def open_tables(
             for part, own in paths.items()
         }
     every = list(dict.fromkeys(path for own in paths.values() for path in own))
-    layout, parser = _json(every[0], how, wanted) if kind == "jsonl" else (_csv(every, how, kind, wanted), parse)
+    layout, parser = _json(paths, how, wanted) if kind == "jsonl" else (_csv(every, how, kind, wanted), parse)
     return {
         part: _TextTables(
             paths=own,
@@ -142,9 +143,13 @@ def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) 
     )
 
 
-def _json(path: File, how: TableFormat, wanted: Wanted) -> tuple[Layout, Callable[[File, Block, Layout], pa.Table]]:
+def _json(
+    paths: Mapping[str, Sequence[File]], how: TableFormat, wanted: Wanted
+) -> tuple[Layout, Callable[[File, Block, Layout], pa.Table]]:
     layout = Layout(columns=dict.fromkeys(wanted, "text"), encoding=how.encoding)
-    return layout, partial(_parse_json, _json_schema(path, wanted))
+    # of train first, which gives the types; in the others a column may be missing, too
+    schemas = [_json_schema(own, wanted) for own in dict.fromkeys(map(tuple, paths.values()))]
+    return layout, partial(_parse_json, schemas[0])
 
 
 def _of_part(to_samples: Callable[[pa.Table, str], Samples], part: str, table: pa.Table, layout: Layout) -> Samples:
@@ -205,10 +210,19 @@ class _ParquetTables(ParquetSource):
 
     def _tables(self, path: File, group: int, rows: int) -> Iterator[tuple[File, int, pa.Table]]:
         """Parts of a row group, each with its first row within the file."""
-        begin = sum(size for of, number, size in self._groups if of == path and number < group)
+        begin = self._begins[path, group]
         for table in self._parts(path, group, rows):
             yield path, begin, table
             begin += table.num_rows
+
+    @cached_property
+    def _begins(self) -> dict[tuple[File, int], int]:
+        """The first row of each row group within its file."""
+        begins, rows = {}, Counter[File]()
+        for path, group, size in self._groups:
+            begins[path, group] = rows[path]
+            rows[path] += size
+        return begins
 
     def _samples(self, path: File, begin: int, table: pa.Table) -> Samples:
         with located(lambda row: f"{path}: row {begin + row + 1}"):
@@ -246,27 +260,36 @@ def check_columns(where: str, names: Sequence[str], wanted: Wanted, delimiter: s
             raise JobError(where=where, reason=reason)
 
 
-def _json_schema(path: File, wanted: Wanted) -> pa.Schema:
-    """The types of the columns, by the first lines of a file."""
-    block = next(read_blocks(path, LOOK_BYTES))
+def _json_schema(paths: Sequence[File], wanted: Wanted) -> pa.Schema:
+    """The types of a split's columns, by the first lines of its files, and more where those lack a column's values."""
     values: dict[str, list[object]] = {name: [] for name in wanted}
     names: dict[str, None] = {}
-    for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
-        if line.strip():
-            row = json_row(f"{path}:{number}", line)
-            names |= dict.fromkeys(row)
-            for name in wanted:
-                if (value := row.get(name)) is not None:
-                    values[name].append(value)
-                    if isinstance(value, dict):
-                        reason = f"column {name!r}: {ascii(value)[:40]} is an object; write its fields as columns"
-                        raise JobError(where=f"{path}:{number}", reason=reason)
-                    if (kind := _kind_of(values[name][0])) != _kind_of(value):
-                        reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the lines before"
-                        raise JobError(where=f"{path}:{number}", reason=f"{reason}; write all its values alike")
-    check_columns(f"{path}:1", list(names), wanted)
+    looked = 0
+    for path, block in ((own, block) for own in paths for block in read_blocks(own, LOOK_BYTES)):
+        for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
+            if line.strip():
+                row = json_row(f"{path}:{number}", line)
+                names |= dict.fromkeys(row)
+                for name in wanted:
+                    if (value := row.get(name)) is not None:
+                        _check_kind(f"{path}:{number}", name, value, values[name])
+                        values[name].append(value)
+        looked += len(block.text)
+        if looked >= BLOCK_BYTES or all(any(value != [] for value in own) for own in values.values()):
+            break
+    check_columns(f"{paths[0]}:1", list(names), wanted)
     # in the file's order, in which Arrow finds a line's keys without a look into its map of them
     return pa.schema([(name, _json_type(wanted[name][0], values[name])) for name in names if name in wanted])
+
+
+def _check_kind(where: str, name: str, value: object, before: Sequence[object]) -> None:
+    """JobError for an object, and for a value of another kind than those before."""
+    if isinstance(value, dict):
+        reason = f"column {name!r}: {ascii(value)[:40]} is an object; write its fields as columns"
+        raise JobError(where=where, reason=reason)
+    if before and (kind := _kind_of(before[0])) != _kind_of(value):
+        reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the lines before"
+        raise JobError(where=where, reason=f"{reason}; write all its values alike")
 
 
 def _kind_of(value: object) -> str:

@@ -1,5 +1,6 @@
 """Tables as other programs write them: what their texts, ids and vocabularies become, and what is said of odd ones."""
 
+import gzip
 import json
 import re
 
@@ -16,7 +17,7 @@ REST = "embedding: {optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_s
 
 def job_of(folder, columns, features, ending="parquet", model="{name: fm}", **data):
     """A job of these columns, in a file of this format."""
-    rows = pa.table({"label": pa.array([1, 0] * 2), **columns})
+    rows = pa.table({"label": [row % 2 for row in range(len(next(iter(columns.values()))))], **columns})
     if ending == "parquet":
         pq.write_table(rows, folder / "a.parquet")
     else:
@@ -46,6 +47,22 @@ def test_times_as_other_programs_write_them_split_rows(tmp_path):
         split = {"by": "time", "column": "time", "at": ["2026-01-04"]}
         section = section_of(tmp_path, columns, "{user: {}}", split=split)
         assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 3, "test": 1}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_a_row_with_lists_is_in_one_split_however_many_workers_read(tmp_path, ending):
+    rows = 400
+    columns = {"user": list(range(rows)), "tags": [[f"t{tag}" for tag in range(row % 6)] for row in range(rows)]}
+    features, split = "{user: {}, tags: {type: list}}", {"by": "random", "valid": 0.3}
+    dataset = section_of(tmp_path, columns, features, ending, split=split).open(tmp_path, 0)
+
+    def users(part, workers):
+        shares = [dataset.evaluate(part, rank, workers, 64) for rank in range(workers)]
+        return {user for share in shares for batch in share for user in batch.ids[:, 0].tolist()}
+
+    train, valid = users("train", 1), users("valid", 1)
+    assert len(train) + len(valid) == rows
+    assert [users("valid", workers) for workers in (2, 3)] == [valid] * 2
 
 
 def test_a_vocabulary_of_a_windows_program_has_its_first_value(tmp_path):
@@ -93,13 +110,55 @@ def test_sequences_that_din_weighs_together_are_as_long_as_each_other(tmp_path):
 TIMES = [pa.timestamp("us"), pa.timestamp("ns", "UTC"), pa.time64("us")]
 
 
-@pytest.mark.parametrize("kind", [*TIMES, pa.float64()], ids=str)
+@pytest.mark.parametrize("kind", [*TIMES, pa.float64(), pa.decimal128(21, 2)], ids=str)
 @pytest.mark.parametrize("features", ["{user: {}, x: {}}", "{user: {}, c: {type: cross, of: [user, x]}}"])
 def test_a_category_whose_text_depends_on_its_type_is_refused(tmp_path, features, kind):
     """The same moment is 12:00:00.000 in one file, and 12:00:00.000000 in the next or in a request."""
     for x in (plain := pa.array([1, 2, 1, 2]).cast(kind), plain.dictionary_encode()):
         with pytest.raises(JobError, match=rf"feature 'x': (is|has) {re.escape(str(kind))}.*(or save|: save)"):
             samples(section_of(tmp_path, {"user": ["a"] * 4, "x": x}, features), tmp_path)
+
+
+def test_decimals_without_a_fraction_are_categories(tmp_path):
+    numbers = pa.array([7, 8, 7, 8])  # as databases write ids
+    users = numbers.cast(pa.decimal128(38, 0)), numbers
+    one, other = (samples(section_of(tmp_path, {"user": x}, "{user: {}}"), tmp_path) for x in users)
+    assert one.ids.tolist() == other.ids.tolist()
+
+
+def test_times_are_numbers_in_a_table_that_is_split_at_random(tmp_path):
+    columns = {"user": ["u"] * 40, "x": pa.array(range(40), pa.timestamp("us"))}
+    features = "{user: {}, x: {type: number}}"
+    section = section_of(tmp_path, columns, features, split={"by": "random", "valid": 0.3})
+    section.look(tmp_path)
+    counts = section.fit(tmp_path, 0).fitted["samples"]
+    assert sum(counts.values()) == 40
+    assert min(counts.values()) > 0
+
+
+def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_errors(tmp_path):
+    columns, features = (
+        {"user": ["u"] * 400, "x": [1234567.1] * 400},
+        "{user: {}, x: {type: number, transform: standardise}}",
+    )
+    section = section_of(tmp_path, columns, features).fit(tmp_path, 0)
+    _, dense = section.preprocessor()({"user": ["u"] * 2, "x": [1234567.1, 1234569.1]})
+    assert dense[:, 0].tolist() == pytest.approx([0, 2], abs=1e-6)
+
+
+def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path):
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}")
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["a"])] * 2 + [pa.array([1])], ["user", "user", "label"]), tmp_path / "a.parquet"
+    )
+    with pytest.raises(JobError, match=r"a\.parquet: column 'user' occurs twice"):
+        section.look(tmp_path)
+
+
+def test_a_category_of_uuids_is_refused_whose_bytes_are_text_by_chance(tmp_path):
+    section = section_of(tmp_path, {"user": pa.array([b"0123456789abcdef"] * 4, pa.uuid())}, "{user: {}}")
+    with pytest.raises(JobError, match="save the texts of the UUIDs"):
+        section.look(tmp_path)
 
 
 def test_dates_are_categories(tmp_path):
@@ -118,6 +177,42 @@ def test_a_folder_says_why_it_has_no_format(tmp_path):
         (tmp_path / "parts" / name).touch()
     with pytest.raises(JobError, match=r"parts: its files are of several formats \(csv, parquet\): give data\.format"):
         section.look(tmp_path)
+
+
+def test_a_folder_has_the_files_of_a_format_in_letters_of_either_case(tmp_path):
+    (tmp_path / "parts").mkdir()
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="parts")
+    for name in ("a.csv", "b.CSV", "c.Csv.GZ"):
+        text = b"user,label\nu,1\n"
+        (tmp_path / "parts" / name).write_bytes(gzip.compress(text) if name.endswith("GZ") else text)
+    at_url = section.model_copy(update={"train": ((tmp_path / "parts").as_uri(),), "format": "csv"})
+    for own in (section, at_url):
+        assert len(samples(own, tmp_path).ids) == 3
+
+
+def test_the_footer_of_a_file_is_not_parsed_for_each_row_group(tmp_path, monkeypatch):
+    section = section_of(tmp_path, {"user": [f"u{n}" for n in range(40)]}, "{user: {}}")
+    rows = pq.read_table(tmp_path / "a.parquet")
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=2)
+    dataset, parsed, file = section.open(tmp_path, 0), [], pq.ParquetFile
+
+    def spy(*given, metadata=None, **options):
+        parsed.extend([1] if metadata is None else [])
+        return file(*given, metadata=metadata, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", spy)
+    assert sum(len(batch.ids) for batch in dataset.train(0, 0, 1, 9)) == 40
+    assert len(parsed) == 1
+
+
+def test_a_file_of_a_pattern_to_train_on_is_none_to_evaluate_on(tmp_path):
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("user,label\nu,1\n")
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="*.csv", valid="b.csv")
+    with pytest.raises(JobError, match=r"data.valid: .*b\.csv is a file of train, too"):
+        section.look(tmp_path)
+    section.model_copy(update={"train": ("a.csv",)}).look(tmp_path)
+    section.model_copy(update={"train": ("b.csv",)}).look(tmp_path)  # as in a first try with one file
 
 
 SPLIT = {"by": "time", "column": "t", "at": ["March"]}
@@ -157,6 +252,24 @@ def test_a_value_that_arrow_cannot_hold_is_named(tmp_path, first, second):
     assert "'user'" in found.value.fields["reason"]
     (tmp_path / "a.jsonl").write_text('{"label": 1, "user": {"id": 7}}\n')
     with pytest.raises(JobError, match=r"a\.jsonl:1: column 'user': {'id': 7} is an object"):
+        section.look(tmp_path)
+
+
+def test_columns_that_the_first_lines_of_json_lack_have_the_type_of_later_ones(tmp_path):
+    (tmp_path / "b.jsonl").touch()
+    section = section_of(
+        tmp_path, {"user": [1] * 4}, "{user: {}, shop: {}, tags: {type: list}}", "jsonl", valid="b.jsonl"
+    )
+    rows = [{"label": 1, "user": n, "tags": [], "pad": "x" * 99} for n in range(1000)]
+    rows.append({"label": 0, "user": 7, "shop": 8, "tags": [9]})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps(rows[-1]) + "\n")
+    section.look(tmp_path)
+    dataset = section.open(tmp_path, 0)
+    (last,) = dataset.evaluate("valid", 0, 1, 9)
+    assert [*dataset.evaluate("train", 0, 1, 2000)][-1].ids[-1].tolist() == last.ids[0].tolist()
+    (tmp_path / "b.jsonl").write_text(json.dumps(rows[0]) + "\n")  # it would be missing in all its rows
+    with pytest.raises(JobError, match=r"b\.jsonl:1: no column 'shop'"):
         section.look(tmp_path)
 
 

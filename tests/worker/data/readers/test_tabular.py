@@ -15,7 +15,7 @@ from embershard.proto.errors import JobError
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
+from embershard.worker.data.preprocess import FeatureSpec, Fitting, Preprocessor
 from embershard.worker.data.values import BadFeature
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.training.trainer import Trainer
@@ -170,6 +170,21 @@ def test_rows_of_one_table_are_split(tmp_path, name, split, parts):
     assert sorted(np.concatenate(shares)[:, 0]) == sorted(found["train"])
 
 
+def test_counts_of_many_values_are_not_sorted_anew_for_each_block(monkeypatch):
+    fitting, sorted_at_once, unique = Fitting(Preprocessor({"user": FeatureSpec(min_count=2)})), [], np.unique
+
+    def spy(values, **options):
+        sorted_at_once.append(len(values))
+        return unique(values, **options)
+
+    monkeypatch.setattr(np, "unique", spy)
+    for block in range(64):
+        fitting.observe({"user": pa.array(np.arange(99 * block, 99 * block + 100))})  # the last one comes again
+    fitted = fitting.fitted()["vocabularies"]["user"]
+    assert set(fitted) == set(es.hash_ids("user", np.arange(99, 99 * 64, 99)).tolist())
+    assert sum(sorted_at_once) < 6 * 6400
+
+
 def test_a_checkpoint_gives_what_was_learnt_whatever_became_of_the_files(tmp_path):
     (tmp_path / "train.csv").write_text("user,age,label\na,1,0\na,3,1\nb,5,0\n")
     features = " {user: {min_count: 2}, age: {type: number, transform: standardise}}"
@@ -241,6 +256,19 @@ def test_a_vocabulary_gives_each_line_an_id_and_all_other_values_one(tmp_path):
     assert section.preprocessor().schema.id_limits == {"item": 3}
 
 
+@pytest.mark.parametrize("feature", ["{vocabulary: v.txt}", "{type: list, separator: '|', vocabulary: v.txt}"])
+def test_a_vocabulary_that_has_no_value_of_the_training_rows_is_refused(tmp_path, feature):
+    (tmp_path / "train.csv").write_text("item,label\na|b,1\nc,0\n")
+    for text, is_known in (("x\nc\n", True), ("item,count\na,7\nc,1\n", False)):
+        (tmp_path / "v.txt").write_text(text)
+        section = job_of(tmp_path, f" {{item: {feature}}}").data
+        if is_known:
+            assert section.fit(tmp_path, 0).fitted["vocabularies"]["item"] == es.hash_ids("item", ["x", "c"]).tolist()
+            continue
+        with pytest.raises(JobError, match=r"v\.txt: has none of the values that table 'item' gets in .*train\.csv"):
+            section.fit(tmp_path, 0)
+
+
 def test_a_table_in_cp1252_with_a_decimal_comma(tmp_path):
     (tmp_path / "train.csv").write_bytes("stadt;preis;label\r\nKöln;3,5;1\r\n€;1,5;0\r\n".encode("cp1252"))
     features = " {stadt: {}, preis: {type: number}}"
@@ -296,6 +324,13 @@ BAD = {  # name: (the file's text, features, settings of data, where, the reason
         {},
         ":3",
         "'age'.*1e.39",
+    ),
+    "a number of Python alone": (
+        CSV.replace("a|b", "1_000"),
+        " {user: {}, tags: {type: number}}",
+        {},
+        ":2",
+        "'tags': '1_000' is not",
     ),
     "a weight that is none": (
         CSV.replace("a|b", "a:x|b"),
@@ -500,3 +535,11 @@ def test_features_that_contradict_each_other_are_named_with_their_line(tmp_path,
     with pytest.raises(JobFileError) as found:
         job_of(tmp_path, features)
     assert str(found.value).startswith(f"{tmp_path}/{want}")
+
+
+@pytest.mark.parametrize("more", ["{type: cross, of: [user, item], buckets: 9}", "{type: number, column: item}"])
+def test_negatives_of_a_column_that_another_feature_reads_are_refused(tmp_path, more):
+    (tmp_path / "train.csv").write_text("user,item\n1,2\n3,4\n")
+    features = f"\n  user: {{}}\n  item: {{}}\n  other: {more}"
+    with pytest.raises(JobFileError, match=r"data.negatives: names 'item', and not 'other', which reads column 'item'"):
+        job_of(tmp_path, features, label=[], negatives={"count": 1, "features": ["item"]})
