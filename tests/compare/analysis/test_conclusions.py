@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from report_cases import FP16S, INT8, JOB, NONE, TOPK, fake_results, plan_of
-from scipy import stats
 
 from embershard.compare.analysis import conclusions as c
 from embershard.compare.analysis.gather import gather
@@ -57,6 +56,8 @@ def test_a_verdict_on_a_model_is_read_off_the_interval(low, high, margin, said):
 
 
 def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_interval():
+    from scipy import stats  # every worker of xdist imports this file, and one runs it
+
     random, seen = np.random.default_rng(0), set()
     for _ in range(300):
         differences = random.normal(random.uniform(-6e-4, 6e-4), 2e-4, 5)

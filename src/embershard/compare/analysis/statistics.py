@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit  # of scipy.stats, which takes longer to load, t.ppf is this
 
 from embershard.compare.results import Estimate
 
@@ -89,7 +89,7 @@ def crossing_interval(differences: Mapping[float, Sequence[float]]) -> tuple[flo
     if crossing is None:
         return None
     seeds = len(links[0][1])
-    bound = float(stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1)) ** 2 / seeds
+    bound = float(stdtrit(seeds - 1, (1 + CONFIDENCE) / 2)) ** 2 / seeds
     edges = []
     for (x0, at), (x1, to) in itertools.pairwise(links):
         # mean(s)^2 = bound * variance(s) of the line from `at` (s = 0) to `to` (s = 1)
@@ -107,7 +107,7 @@ def _mean_and_half(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple
     mean = float(array.mean())
     if len(array) < 2:
         return mean, None
-    return mean, float(stats.t.ppf((1 + CONFIDENCE) / 2, len(array) - 1)) * _standard_error(array)
+    return mean, float(stdtrit(len(array) - 1, (1 + CONFIDENCE) / 2)) * _standard_error(array)
 
 
 def _standard_error(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
