@@ -159,10 +159,13 @@ def test_one_that_was_never_finished_is_none_and_the_one_before_loads(tmp_path):
 
 
 @pytest.mark.parametrize("latest", [None, b"../../etc", b"", b"\xff\xfe"])
-def test_a_folder_without_a_latest_snapshot_says_so(latest, tmp_path):
+def test_a_folder_without_a_latest_snapshot_says_so_and_which_it_has(latest, tmp_path):
+    take_snapshot(trained(), str(tmp_path), "one")
+    (tmp_path / "LATEST").unlink()
     if latest is not None:
         (tmp_path / "LATEST").write_bytes(latest)
-    with pytest.raises(errors.SnapshotNotFound if latest is None else errors.SnapshotDamaged, match="LATEST"):
+    error = errors.SnapshotNotFound if latest is None else errors.SnapshotDamaged
+    with pytest.raises(error, match=r"LATEST.* Snapshots there: one"):
         restore_snapshot(local(1).client, str(tmp_path))
 
 
