@@ -70,6 +70,7 @@ class Session:
         self.local_steps = None if local_steps is None else LocalSteps(client, local_steps)  # copies that it trains on
         self.switching = Switching(client, self.settle)
         self._source: RowSource = self.local_steps or client
+        client.restored = self.refresh
         self._cache: CachedRows | None = None
         self._prefetched = PrefetchedRows()
         self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
