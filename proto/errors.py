@@ -428,13 +428,14 @@ class ShardRestarted(EmbershardError):
 
 
 class MemoryLost(EmbershardError):
-    """A push of a worker whose earlier, acknowledged pushes this shard does not know: it was restarted since."""
+    """A push of a worker whose earlier, acknowledged pushes this shard does not know: it was restarted or restored."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "worker {worker} had pushes acknowledged (all below {first_incomplete}) that this shard does not know: it was "
-        "restarted, and the rows and optimizer states that it held in memory are lost; restore the last checkpoint "
-        "(embershard train ... --ps ... --resume latest), or restart all shards and start the training again"
+        "worker {worker} had pushes acknowledged (all below {first_incomplete}) that this shard does not know. If a "
+        "snapshot was restored onto it, start the worker again. Otherwise it was restarted, and the rows and optimizer "
+        "states that it held in memory are lost; restore the last checkpoint (embershard train ... --ps ... --resume "
+        "latest), or restart all shards and start the training again"
     )
 
 

@@ -122,7 +122,7 @@ def _latest(storage: Storage) -> str:
     try:
         return check_name(name)
     except EmbershardError as error:
-        raise SnapshotDamaged(path=storage.at(LATEST), reason=str(error)) from None
+        raise SnapshotDamaged(path=storage.at(LATEST), reason=f"{error}. {_others(storage)}") from None
 
 
 def _others(storage: Storage) -> str:

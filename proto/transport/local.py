@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from types import FrameType
 from typing import Protocol, cast
 
 import numpy as np
@@ -78,7 +81,7 @@ class SharedTransport(LocalTransport):
     def _try(self, request: Request) -> tuple[Reply | EmbershardError, threading.Lock | None]:
         shard, released = self._shard, threading.Lock()
         released.acquire()
-        with self._moved:
+        with _uninterrupted(), self._moved:
             before = shard.generation
             try:
                 outcome, _ = super()._try(_kept(request) if shard.keeps_arrays else request)
@@ -87,6 +90,22 @@ class SharedTransport(LocalTransport):
                     self._moved.notify_all()
             shard.release(released.release)
         return outcome, released
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a Ctrl-C take effect at the end: a request that it ends halfway would be applied in part, and then again."""
+    before, came = signal.getsignal(signal.SIGINT), list[tuple[int, FrameType | None]]()
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def _kept(request: Request) -> Request:

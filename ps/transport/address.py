@@ -133,6 +133,8 @@ class Address:
     def _reason(self, error: OSError) -> str:
         """Why the address is not to be had, and what to do."""
         reason = error.strerror or str(error)
+        if self.path and error.errno == errno.EADDRINUSE:
+            return "something else than a socket has this path; remove it, or choose another path"
         if self.path:
             return f"{reason}; name a path in a folder that is there, and that this user may write"
         if error.errno == errno.EADDRINUSE and self.port:

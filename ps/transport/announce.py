@@ -11,7 +11,15 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from embershard.proto.errors import AnnouncedTwice, CannotListen, EmbershardError, NotAShard, ShardRecovering
+from embershard.proto.errors import (
+    AnnouncedTwice,
+    CannotAnnounce,
+    CannotListen,
+    EmbershardError,
+    NotAnnounced,
+    NotAShard,
+    ShardRecovering,
+)
 from embershard.proto.messages import READ_ONLY_WORKER, Greeting, Hello
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport.addresses import transport_for
@@ -59,7 +67,10 @@ def announced(folder: Path | None, greeting: Greeting, address: str, tls: TLS | 
         yield
         return
     mine = Announcement(address, greeting.instance, greeting.shard, greeting.num_shards, time.time())
-    _check_place(folder, mine, tls)
+    try:
+        _check_place(folder, mine, tls)
+    except NotAnnounced as error:
+        raise CannotAnnounce(folder=str(folder), reason=str(error.fields["reason"])) from None
     mine.write(folder)
     _log.info("announced as %s in %s", address, folder)
     try:

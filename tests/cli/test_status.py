@@ -88,3 +88,9 @@ def test_a_shard_that_lost_its_rows_is_named_with_the_time_of_its_start():
     page = shown(kept, empty)
     for words in ("0/1 h:1 serving", "1/1 h:1 rows lost", "h:1: shard 1 lost its rows 3 minutes ago"):
         assert words in page
+
+
+def test_shards_of_two_jobs_are_no_shards_without_rows():
+    page = shown(STATUS, replace(STATUS, shard=1, num_shards=3, instance="b", lineage=STATUS.lineage + 1))
+    assert "lost" not in page
+    assert "these shards were started for 1 and 3 shards; name the shards of one job only" in page

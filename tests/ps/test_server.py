@@ -49,6 +49,13 @@ def test_an_address_of_nobody_or_of_another_machine_is_named(text, reason):
         bind(text)
 
 
+def test_a_file_in_the_place_of_a_unix_socket_is_left_and_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CannotListen, match="something else than a socket has this path; remove it"):
+        bind(f"unix:{tmp_path}/file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize("text", ["127.0.0.1:1", "127.8.9.1:1", "localhost:1", "[::1]:1", "unix:/tmp/x"])
 @pytest.mark.parametrize("other", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1"])
 def test_an_address_that_is_not_loopback_needs_the_flag_that_says_so(text, other, caplog):

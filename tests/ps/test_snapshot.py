@@ -213,7 +213,7 @@ def test_pushes_before_a_snapshot_are_known_after_it_and_refused_on_another_numb
     assert not push(fresh, 3).duplicate
     with pytest.raises(errors.StaleWorker):
         push(fresh, 1, epoch=0)
-    with pytest.raises(errors.MemoryLost):
+    with pytest.raises(errors.MemoryLost, match="If a snapshot was restored onto it, start the worker again"):
         push(restored(tmp_path, 0, 2), 2)
 
 

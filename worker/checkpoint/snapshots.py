@@ -325,6 +325,7 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
             request = replace(request, replace=True)  # from here on, tables that are in the way are of this restore
             client.ask_all(install)
             client.lineage.check()  # the shards have another one now
+            client.restored()
             return
         except BaseException as error:
             cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))

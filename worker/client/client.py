@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -94,6 +94,7 @@ class Client:
         self.lineage = Lineage(self.connections, worker)
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
+        self.restored: Callable[[], None] = lambda: None  # called when this client has restored the shards
         self._numbers = itertools.count(1)  # of this incarnation's joins and pauses
         self.compressor = Compressor(worker, self.placement)
         self.directory.subscribe(self.compressor.follow)

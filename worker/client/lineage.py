@@ -81,11 +81,11 @@ def shards_without_rows(statuses: Sequence[ShardStatus]) -> list[ShardStatus]:
     """The shards whose rows do not belong to those of the others; none while no shard has a row.
 
     They are those of another lineage than the shard that has had rows for longest. One that recovers its rows is not
-    among them.
+    among them, nor is one that was started for another number of shards: it is of another job.
     """
     statuses = [status for status in statuses if not status.recovering]
     with_rows = [status for status in statuses if any(table.rows for table in status.tables)]
     if not with_rows:
         return []
     oldest = max(with_rows, key=lambda status: status.uptime_seconds)
-    return [status for status in statuses if status.lineage != oldest.lineage]
+    return [its for its in statuses if its.lineage != oldest.lineage and its.num_shards == oldest.num_shards]

@@ -222,7 +222,7 @@ class DenseWeights:
                         "instead of converting a wrapped model"
                     )
                 same = before is None or have_same_bits(before, now.detach().to(before))
-                if now._version != version or not same:
+                if now._version > version or not same:
                     self._clock = None
                     self._watched.clear()
                     self._mark_stale(self._slices)
@@ -235,14 +235,16 @@ class DenseWeights:
         Autograd learns of the change, as from an optimizer: a graph that holds old values has no backward any more.
         """
         self._expired = self._erased = True
+        for place in slices:  # first: a Ctrl-C may come in between, and nobody is to read NaN
+            place.parameter.__class__ = StaleParameter
         if len(slices) == len(self._slices):
             self._blocks.fill_(torch.nan)
-        for place in slices:
-            if len(slices) < len(self._slices):
+        else:
+            for place in slices:
                 self._blocks[place.start : place.stop].fill_(torch.nan)
-            place.parameter.__class__ = StaleParameter
-        torch.autograd.graph.increment_version([place.parameter for place in slices])
-        self._note_versions()
+        parameters = [place.parameter for place in slices]
+        self._note_versions(parameters)
+        torch.autograd.graph.increment_version(parameters)
 
     def _mark_read(self) -> None:
         """The parameters have the values of the shards now."""
@@ -251,9 +253,14 @@ class DenseWeights:
         self._note_versions()
         self._expired = self._erased = False
 
-    def _note_versions(self) -> None:
+    def _note_versions(self, increased: Sequence[nn.Parameter] = ()) -> None:
+        """Remember the versions as they are, or will be once those of some parameters were increased.
+
+        Noted afterwards, a Ctrl-C in between would look like a change by somebody else.
+        """
+        more = set(map(id, increased))
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [place.parameter._version for place in self._slices]
+            self._versions = [place.parameter._version + (id(place.parameter) in more) for place in self._slices]
 
     def accept(self, route: Route, rows: Floats, clock: int) -> None:
         """Take the pulled blocks ((U, BLOCK), in route order) over into the parameters."""

@@ -69,7 +69,7 @@ class Prefetcher(Generic[B]):
         *,
         overlap_pulls: bool = True,
     ) -> None:
-        self._source, self._lookups, self._dense, self._staleness = source, lookups, dense, staleness
+        self._source, self._lookups, self._dense, self.staleness = source, lookups, dense, staleness
         self._cache = source if isinstance(source, CachedRows) else None
         self._overlap_pulls = overlap_pulls
         self._lost_leases = source.lost_leases
@@ -133,7 +133,7 @@ class Prefetcher(Generic[B]):
     def submit(self, send: Callable[[], object], touched: list[Touched]) -> None:
         """Have rows pushed by `send`; waits while staleness + 1 pushes are in flight."""
         with self._changed, span("wait"):
-            self._changed.wait_for(lambda: len(self._pushes) <= self._staleness)
+            self._changed.wait_for(lambda: len(self._pushes) <= self.staleness)
             self._touched += touched
             self._pushes.append(_Push(self._finished, send))
             self._changed.notify_all()
@@ -207,7 +207,7 @@ class Prefetcher(Generic[B]):
                 current.pull(self._dense, clock=clock)
                 self._is_pulling = False
                 self._put(Ready(batch, current))
-                previous = current if self._overlap_pulls and self._staleness == 0 else None
+                previous = current if self._overlap_pulls and self.staleness == 0 else None
         except BaseException as error:  # the training thread raises it
             self._put(error)
         else:
@@ -238,7 +238,7 @@ class Prefetcher(Generic[B]):
 
         The clock of its step, if every batch before it makes one, and what changed since the last batch was taken.
         """
-        first = batch - self._staleness  # the first batch whose pushes it need not show
+        first = batch - self.staleness  # the first batch whose pushes it need not show
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -247,7 +247,7 @@ class Prefetcher(Generic[B]):
             )
             if self._closing:
                 return None
-            clock = self._start_clock + batch if first <= 0 else self._clocks.popleft() + self._staleness
+            clock = self._start_clock + batch if first <= 0 else self._clocks.popleft() + self.staleness
             return clock, list(self._touched)
 
     def _put(self, ready: Ready[B] | BaseException | None) -> None:

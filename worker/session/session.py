@@ -70,6 +70,7 @@ class Session:
         self.local_steps = None if local_steps is None else LocalSteps(client, local_steps)  # copies that it trains on
         self.switching = Switching(client, self.settle)
         self._source: RowSource = self.local_steps or client
+        client.restored = self.refresh
         self._cache: CachedRows | None = None
         self._prefetched = PrefetchedRows()
         self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
@@ -414,7 +415,8 @@ class Session:
 
         Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
         `step`; after a `break`, by the next use of the session. When the loop is left, everything in flight has been
-        waited for. With a staleness above 0, max_norm may take back what a push in flight did to the rows it scales.
+        waited for, and all that is read shows every push. With a staleness above 0, a forward of the loop therefore has
+        no backward after it, and max_norm may take back what a push in flight did to the rows it scales.
 
         ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
         RuntimeError inside another prefetch of this session.
@@ -467,6 +469,9 @@ class Session:
     def _leave_loop(self, prefetcher: Prefetcher[Any]) -> None:
         self._prefetcher = self._prefetched.batch = None
         self._failure = prefetcher.close()
+        if prefetcher.staleness:  # the dense weights of the last batch may lack the last pushes
+            for weights in self.registry.dense:
+                weights.forget()
 
     def _log_failure(self) -> None:
         """Log what cannot be raised, because an error of the loop is, or the session is closed."""

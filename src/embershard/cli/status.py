@@ -156,6 +156,11 @@ def _view(seen: Sequence[Seen]) -> Group:
         for one in seen
         if one.status is not None and one.status in lost
     ]
+    if len(counts := sorted({status.num_shards for status in statuses})) > 1:
+        problems.append(
+            f"these shards were started for {' and '.join(map(str, counts))} shards; name the shards of one job only, "
+            "and start all of them with the same --of"
+        )
     serving = [status for status in statuses if not status.recovering]
     views = [*_tables(seen), *_workers(serving), *_staleness(serving), *_logs(serving), *_recoveries(statuses)]
     return Group(_shards(seen, lost), *views, *problems)

@@ -1,5 +1,6 @@
 """Several workers of one job in threads of this process."""
 
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -68,6 +69,27 @@ def transport():
     (transport,) = InProcessShards(1).transports()
     ask(transport, join(0, workers=2))
     return transport
+
+
+def test_a_ctrl_c_ends_no_request_halfway(monkeypatch):
+    shards, handled = InProcessShards(1), []
+    ((shard, _),) = shards._shards
+
+    def handle(request):
+        signal.raise_signal(signal.SIGINT)
+        handled.append(request)
+
+    monkeypatch.setattr(shard, "handle", handle)
+    monkeypatch.setattr(shard, "release", lambda end: end())
+    (transport,) = shards.transports()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ask(transport, rendezvous())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(handled) == 1
 
 
 def rendezvous(worker=0, name="m"):

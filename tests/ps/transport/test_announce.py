@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from embershard.proto.errors import AnnouncedTwice, CannotListen
+from embershard.proto.errors import AnnouncedTwice, CannotAnnounce, CannotListen
 from embershard.proto.messages import Greeting
 from embershard.proto.transport.announcements import Announcement, announcements
 from embershard.ps.transport.announce import advertised, announced, check_advertise
@@ -67,6 +67,15 @@ def test_an_address_is_announced_while_the_shard_serves(tmp_path):
         assert (one.address, one.instance, one.shard, one.of) == ("127.0.0.1:1", "mine", 0, 1)
     assert announcements(tmp_path / "run") == []
     with announced(None, greeting(), "127.0.0.1:1", None):
+        pass
+
+
+def test_a_file_is_no_folder_to_announce_in(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(CannotAnnounce, match="Not a directory; name a folder"),
+        announced(tmp_path / "file", greeting(), "127.0.0.1:1", None),
+    ):
         pass
 
 

@@ -11,6 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from half_codec import HALF_CODEC
 
 from embershard.local_shards import InProcessShards, local
@@ -25,6 +26,7 @@ from embershard.worker.checkpoint.snapshots import begin_snapshot, restore_snaps
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.settings import Compression
+from embershard.worker.nn.wrap import wrap
 from harness.eventually import eventually
 from harness.raises import raises
 
@@ -72,6 +74,20 @@ def test_what_was_taken_is_restored_and_trains_on_alike(url):
         assert np.array_equal(rows(other), then)
         push(other, 1)
         assert np.array_equal(rows(other), rows(client))
+
+
+def test_the_session_that_restores_reads_what_was_restored(tmp_path):
+    session, ids = local(2), torch.arange(9)
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1))
+    model = wrap(net, session, optimizer=spec.SGD(lr=0.1))
+    take_snapshot(session.client, str(tmp_path))
+    then = model(ids).detach()
+    for _ in range(2):
+        model(ids).sum().backward()
+        session.step()
+    assert not torch.equal(model(ids), then)
+    restore_snapshot(session.client, str(tmp_path), replace_tables=True)
+    assert torch.equal(model(ids), then)
 
 
 def test_a_snapshot_begun_is_of_that_moment_while_training_goes_on(tmp_path):
@@ -159,10 +175,13 @@ def test_one_that_was_never_finished_is_none_and_the_one_before_loads(tmp_path):
 
 
 @pytest.mark.parametrize("latest", [None, b"../../etc", b"", b"\xff\xfe"])
-def test_a_folder_without_a_latest_snapshot_says_so(latest, tmp_path):
+def test_a_folder_without_a_latest_snapshot_says_so_and_which_it_has(latest, tmp_path):
+    take_snapshot(trained(), str(tmp_path), "one")
+    (tmp_path / "LATEST").unlink()
     if latest is not None:
         (tmp_path / "LATEST").write_bytes(latest)
-    with pytest.raises(errors.SnapshotNotFound if latest is None else errors.SnapshotDamaged, match="LATEST"):
+    error = errors.SnapshotNotFound if latest is None else errors.SnapshotDamaged
+    with pytest.raises(error, match=r"LATEST.* Snapshots there: one"):
         restore_snapshot(local(1).client, str(tmp_path))
 
 

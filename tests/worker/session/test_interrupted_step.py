@@ -91,3 +91,20 @@ def test_workers_of_one_clock_go_on_after_a_ctrl_c_inside_a_step(make_wires, sta
             break
         place += every
     assert counts[True] > 40 // every
+
+
+def test_dense_weights_are_read_as_they_are_after_a_ctrl_c_at_any_place(make_wires):
+    session, place = make_wires(2).session(), 0
+    model = es.wrap(torch.nn.Linear(3, 2), session, optimizer=es.SGD(lr=1.0))
+    weight, bias = (parameter.detach().clone() for parameter in model.parameters())
+    interrupted = True
+    while interrupted:
+        place, interrupted = place + 1, False
+        try:
+            with Interrupt(place):
+                session.refresh()
+        except KeyboardInterrupt:
+            interrupted = True
+        assert torch.equal(model.bias, bias), place
+        assert torch.equal(model.weight, weight), place
+    assert place > 10

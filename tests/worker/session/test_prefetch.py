@@ -422,6 +422,19 @@ def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(wire):
     assert session.clock == 7
 
 
+def test_after_a_loop_that_was_left_dense_weights_show_every_push_as_rows_do(wire):
+    _, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
+    for ids, _ in session.prefetch(itertools.cycle(pairs()), staleness=2):
+        if session.clock == 5:
+            break
+        model(ids).sum().backward()
+        session.step()
+    shown = model.head.weight.detach().clone()
+    session.refresh()
+    check_same(shown, model.head.weight.detach())
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_ctrl_c_ends_the_loop(wire, staleness):
     wires, session = wire(1)
