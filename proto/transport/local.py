@@ -17,7 +17,7 @@ import numpy as np
 from embershard.proto.arrays import Array, Floats
 from embershard.proto.errors import ClockAhead, EmbershardError
 from embershard.proto.messages import Load, Pull, Push, Reply, Request, Rows, bulk_bytes
-from embershard.proto.transport.transport import Unreachable
+from embershard.proto.transport.transport import TransportClosed, Unreachable
 
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
 
@@ -30,16 +30,20 @@ class LocalTransport:
         self.sent_bytes = 0
         self.received_bytes = 0
         self._handle = handle
+        self._is_closed = False
         self._moved = threading.Condition()  # notified when what was refused with ClockAhead may be answered
 
     def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
-        """Handle the request at once, if it need not wait for other workers."""
+        """Handle the request at once, if it need not wait for other workers. TransportClosed after `close`."""
+        if self._is_closed:
+            raise TransportClosed
         if not isinstance(request, Pull) or len(into) != len(request.tables):
             return _Answer(self, request, timeout)
         return _Answer(self, _with_places(request, into), timeout, into)
 
     def close(self) -> None:
-        """Do nothing: calls in this process are answered at once."""
+        """Take no further request, as a connection that was closed takes none."""
+        self._is_closed = True
 
     def _try(self, request: Request) -> tuple[Reply | EmbershardError, threading.Lock | None]:
         """The reply, or the error in its place; and a lock that is held until it may be shown, None: it may."""

@@ -10,7 +10,7 @@ import pytest
 
 from embershard.local_shards import InProcessShards
 from embershard.proto import messages as m
-from embershard.proto.errors import ClockAhead
+from embershard.proto.errors import ClientClosed, ClockAhead
 from embershard.proto.messages import Rendezvous
 from embershard.proto.routing import make_route
 from embershard.proto.transport.local import LocalTransport
@@ -153,3 +153,14 @@ def test_rows_are_written_into_the_arrays_given_where_they_fit(make_shards):
         assert any(reply.tables[0] is array for array in into) == is_same
         assert reply.tables[0].tolist() == [[1, 1]] * 3
         assert reply.codecs == ("", "fp16s")
+
+
+def test_a_closed_client_is_refused_as_over_a_network():
+    client = Client(InProcessShards(2).transports(), worker=0)
+    client.declare(TABLE)
+    client.close()
+    route = make_route(np.arange(9), TABLE.space_key, client.placement)
+    with pytest.raises(ClientClosed):
+        client.push([("t", route, np.ones((9, 4), np.float32))], clock=0)
+    with pytest.raises(ClientClosed):
+        client.pull([("t", route)])
