@@ -70,7 +70,7 @@ class Session:
         self.local_steps = None if local_steps is None else LocalSteps(client, local_steps)  # copies that it trains on
         self.switching = Switching(client, self.settle)
         self._source: RowSource = self.local_steps or client
-        client.restored = self.refresh
+        client.restored = self._restored
         self._cache: CachedRows | None = None
         self._prefetched = PrefetchedRows()
         self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
@@ -533,6 +533,11 @@ class Session:
             weights.forget()
         for table in self._whole_tables:
             table.forget()
+
+    def _restored(self) -> None:
+        """The shards have other rows now: what is here was read of those before, or held back for them."""
+        self.client.compressor.clear_residuals()
+        self.refresh()
 
     def reset_read_versions(self) -> None:
         """Compute the staleness of the next step only from later reads; call it after an evaluation."""

@@ -90,6 +90,17 @@ def test_the_session_that_restores_reads_what_was_restored(tmp_path):
     assert torch.equal(model(ids), then)
 
 
+def test_no_residual_of_before_is_sent_to_what_was_restored(tmp_path):
+    session, ids = local(2, compression=Compression(push="topk:0.25")), torch.arange(9)
+    model = wrap(torch.nn.Embedding(9, 4), session, optimizer=spec.SGD(lr=0.1))
+    take_snapshot(session.client, str(tmp_path))
+    model(ids).sum().backward()
+    session.step()
+    assert session.client.compressor.residual_rows()
+    restore_snapshot(session.client, str(tmp_path), replace_tables=True)
+    assert not session.client.compressor.residual_rows()
+
+
 def test_a_snapshot_begun_is_of_that_moment_while_training_goes_on(tmp_path):
     client = trained()
     then = rows(client)
