@@ -263,6 +263,30 @@ def results_of(tmp_path):
     return lambda *runs: gather(plan, {run.key: run for run in runs}, job_file=job, **said)
 
 
+def test_more_of_a_metric_is_better_where_the_job_says_so(tmp_path):
+    job = tmp_path / "job.yaml"
+    own = "{class: 'mine:mae', lower_is_better: true}, {class: 'mine:hits'}"
+    job.write_text(f"{JOB}evaluate: {{metric: mae}}\nmetrics: [auc, logloss, {own}]\n")
+    plan = plan_of(job, "none,int8", seeds=(1, 2, 3, 4, 5))
+    runs = fake_results((NONE, replace(INT8, quality=-0.01)), links=ONLY_UNLIMITED).runs
+    made = {}
+    for run in runs:
+        auc, logloss = run.metrics["auc"], run.metrics["logloss"]
+        metrics = {"mae": 1 - auc, "hits": auc, "auc:b": auc, "logloss:b": logloss, "calibration:b": auc}
+        made[run.key] = run.model_copy(update={"metrics": metrics})
+    found = gather(plan, made, job_file=job, command=(), chosen={}, complete=True, margin=None)
+    judged = {one.metric: (one.higher_is_better, one.verdict) for one in found.quality if one.arm == "int8"}
+    assert judged == {
+        "mae": (False, "worse"),
+        "hits": (True, "worse"),
+        "auc:b": (True, "worse"),
+        "logloss:b": (False, "worse"),
+    }
+    assert verdict(found).outcome == "did not pay"
+    margins = {"mae": None, "hits": None, "auc:b": 0.0005, "logloss:b": 0.001}
+    assert {one.metric: one.margin for one in found.quality} == margins
+
+
 def test_versions_are_those_of_the_runs_and_changes_are_named(results_of):
     old = [run.model_copy(update={"versions": {"torch": "1.0", "python": "3.0.1"}}) for run in MADE]
     found = results_of(*old).conditions

@@ -45,7 +45,6 @@ from embershard.compare.results import (
     Speed,
     SpeedVerdict,
     Verdict,
-    higher_is_better,
 )
 from embershard.compare.units import link_text, metric_name
 
@@ -101,8 +100,13 @@ def compared_with(results: Results) -> list[tuple[str, str]]:
 
 def _metrics(results: Results) -> list[str]:
     """The metrics to judge, the deciding one first."""
-    named = {name for run in results.runs for name in run.metrics} - set(NOT_JUDGED) - {results.metric}
+    named = {name for run in results.runs for name in run.metrics if is_judged(name)} - {results.metric}
     return [results.metric, *sorted(named)]
+
+
+def is_judged(metric: str) -> bool:
+    """Tell whether more or less of a metric makes a better model."""
+    return metric.partition(":")[0] not in NOT_JUDGED  # of one label: calibration:income
 
 
 def _values(runs: Iterable[ArmRun], value: Callable[[ArmRun], float | None]) -> dict[int, float]:
@@ -118,9 +122,9 @@ def _quality(results: Results, arm: str, against: str, metric: str, rate: Rate, 
     both = pairs(mine, _values(results.runs_of(against, UNLIMITED, rate), metric_of))
     if not both:
         return None
-    name = metric.partition("@")[0]
+    name = metric.partition("@")[0].partition(":")[0]
     bound = margin if margin is not None and metric == results.metric else MARGINS.get(name)
-    difference, higher = estimate([one - other for one, other in both]), higher_is_better(metric)
+    difference, higher = estimate([one - other for one, other in both]), metric not in results.lower_is_better
     return Quality(
         arm=arm,
         against=against,
