@@ -187,6 +187,25 @@ def test_failed_runs_are_in_no_figure_and_an_arm_that_lost_some_is_not_said_to_h
     assert "nothing can be said" in found.reasons[1]
 
 
+def test_an_arm_whose_model_diverged_with_some_seeds_is_not_said_to_have_paid():
+    """Runs that skip steps with NaN end well, without AUC: the pairs that are left are the lucky ones."""
+
+    def diverged(*seeds):
+        return lambda run: {} if (run.arm, run.seed in seeds) != ("int8", True) else {"metrics": {"auc": None}}
+
+    whole = fake_results((NONE, INT8))
+    assert verdict(whole).outcome == "paid"
+    results = with_runs(whole, diverged(2, 3))
+    found = verdict(results)
+    assert (found.quality, found.outcome, found.failed_runs) == ("equivalent", "undecided", 0)
+    assert found.reasons[0] == "2 of its runs ended without AUC, as where a model diverged, and are in no difference."
+    assert "as good where it ended well, but 2 of its runs failed or have no AUC" in " ".join(summary(results))
+    results = with_runs(whole, diverged(1, 2, 3, 4, 5))
+    assert verdict(results).outcome == "undecided"
+    assert "No run of it has AUC beside one of the baseline" in verdict(results).reasons[1]
+    assert "has no run with AUC beside one of the baseline" in " ".join(summary(results))
+
+
 def quality_of(results, arm, metric="auc", rate="fixed"):
     wanted = (arm, "none", metric, rate)
     return next(q for q in results.quality if (q.arm, q.against, q.metric, q.rate) == wanted)
@@ -201,7 +220,7 @@ def test_an_arm_is_judged_at_its_own_best_rate():
     for multiple, lost in ((0.5, True), (1.0, False)):  # runs at other rates are none of its own
         key = ("topk:0.01", "quality", multiple, 2)
         failed = with_runs(results, lambda run, key=key: {"ok": (run.arm, run.kind, run.multiple, run.seed) != key})
-        assert c.has_lost(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) is lost
+        assert c.lost_runs(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) == lost
 
 
 def test_lower_is_better_for_logloss():
