@@ -202,7 +202,7 @@ def test_an_arm_whose_model_diverged_with_some_seeds_is_not_said_to_have_paid():
     assert "as good where it ended well, but 2 of its runs failed or have no AUC" in " ".join(summary(results))
     results = with_runs(whole, diverged(1, 2, 3, 4, 5))
     assert verdict(results).outcome == "undecided"
-    assert "No run of it has AUC beside one of the baseline" in verdict(results).reasons[1]
+    assert "No run of it has AUC beside one of the baseline" in verdict(results).reasons[0]
     assert "has no run with AUC beside one of the baseline" in " ".join(summary(results))
 
 

@@ -337,11 +337,11 @@ def _reasons(
     if not speeds:
         yield "No run of it ended well beside one of the baseline, so nothing can be said of it."
         return
-    if undefined:
-        yield f"{undefined} of its runs ended without {name}, as where a model diverged, and are in no difference."
     if quality is None:
         yield f"No run of it has {name} beside one of the baseline, so nothing can be said of its model."
     else:
+        if undefined:
+            yield f"{undefined} of its runs ended without {name}, as where a model diverged, and are in no difference."
         if quality.difference.seeds < 2:
             yield "One seed gives no interval: any difference may be chance."
         yield _quality_sentence(quality)
