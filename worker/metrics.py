@@ -308,7 +308,8 @@ class FullRanking:
 
     recall@k = hits in the first k / relevant items; ndcg@k = DCG / the DCG of min(k, relevant items) hits in front;
     map@k = the mean precision at each hit, over min(k, relevant items). coverage@k is the share of all items that are
-    in anyone's first k.
+    in anyone's first k; those that a user has seen are in none of this user's. A NaN score ranks above everything and
+    is no hit, so that a broken model never looks good.
     """
 
     k: int = 20
@@ -321,11 +322,11 @@ class FullRanking:
     def update(self, scores: torch.Tensor, users: Users) -> None:
         """One batch: scores (B, I) of every item for each user, changed in place (seen items become -inf)."""
         scores[torch.from_numpy(users.seen_user), torch.from_numpy(users.seen_item)] = -math.inf
-        top = torch.topk(scores, min(self.k, scores.shape[1]), dim=1).indices.cpu().numpy()  # (B, k)
+        values, top = (part.cpu().numpy() for part in torch.topk(scores, min(self.k, scores.shape[1]), dim=1))  # (B, k)
         num_items = scores.shape[1]
         relevant = np.sort(users.relevant_user * num_items + users.relevant_item)
         keys = top + np.arange(len(top))[:, None] * num_items
-        hits = np.isin(keys, relevant)  # (B, k)
+        hits = np.isin(keys, relevant) & ~np.isnan(values)  # (B, k)
         counts = np.bincount(users.relevant_user, minlength=len(top))
         gains = 1.0 / np.log2(np.arange(2, hits.shape[1] + 2))
         ideal = np.r_[0.0, np.cumsum(gains)][np.minimum(counts, hits.shape[1])]
@@ -335,7 +336,7 @@ class FullRanking:
         places = np.arange(1, hits.shape[1] + 1)
         averages = (hits * hits.cumsum(axis=1) / places).sum(axis=1)[has]
         self.precisions.append(averages / np.minimum(counts, hits.shape[1])[has])
-        self.shown.append(np.unique(top).astype(np.int64))
+        self.shown.append(np.unique(top[values != -math.inf]).astype(np.int64))
         self.num_items = num_items
 
     def merge(self, other: FullRanking) -> None:

@@ -154,7 +154,8 @@ def test_full_ranking_with_fewer_items_than_k():
     figures = FullRanking(k=20)
     users = Users(torch.arange(1), np.array([0]), np.array([0]), np.array([0, 0]), np.array([1, 2]))
     figures.update(torch.tensor([[9.0, 2.0, 1.0]]), users)
-    assert figures.compute() == dict.fromkeys(("recall@20", "ndcg@20", "map@20", "coverage@20", "users"), 1.0)
+    perfect = dict.fromkeys(("recall@20", "ndcg@20", "map@20", "users"), 1.0)
+    assert figures.compute() == {**perfect, "coverage@20": 2 / 3}  # the seen item is shown to nobody
     assert math.isnan(FullRanking().compute()["recall@20"])
 
 
@@ -175,6 +176,13 @@ def test_map_of_one_positive_is_torchmetrics_reciprocal_rank(theirs):
     ranks = candidate_ranks(scores.flatten().numpy(), np.tile(target.numpy(), 3).astype(float), np.repeat(range(3), 3))
     want = np.mean([float(theirs.retrieval_reciprocal_rank(row, target, top_k=2)) for row in scores])
     assert map_one(ranks, 2) == pytest.approx(want)
+
+
+def test_a_nan_score_is_above_all_others_and_no_hit():
+    figures, none = FullRanking(k=2), np.empty(0, np.int64)
+    items = np.array([0, 1])
+    figures.update(torch.tensor([[math.nan, 0.5, 0.7]]), Users(torch.arange(1), none, none, items * 0, items))
+    assert figures.compute()["recall@2"] == 0.0
 
 
 def test_map_and_coverage_of_rankings_of_all_items(theirs):

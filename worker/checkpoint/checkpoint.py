@@ -48,7 +48,8 @@ _VERSION = 1
 
 # what a resumed run may not change, and the parts of it that it may
 _FEATURES = "data.features"
-_FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", "train.batch_size", "train.seed")
+_OF_TRAIN = ("train.batch_size", "train.accumulate", "train.seed")  # a place in the data is counted by them
+_FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", *_OF_TRAIN)
 _FREE = ("data.root", "data.fitted", "data.loader_processes", "data.splits", "data.eval_samples", "embedding.cache")
 
 

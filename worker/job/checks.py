@@ -96,7 +96,10 @@ def _strategy(job: Job) -> Problems:
             yield (*at, "momentum"), f"{reason}; set it to 0, or use strategy ps"
     if job.data.hashed:
         reason = f"strategy {name} needs tables in memory, and hashed ids have 2**62 rows"
-        yield ("strategy",), f"{reason}; use global ids, or strategy ps"
+        others = "set data.ids to global, or " if "ids" in type(job.data).model_fields else ""
+        if isinstance(job.data, TabularSection):
+            others = "give each table buckets, vocabulary, min_count or ids: exact, or "
+        yield ("strategy",), f"{reason}; {others}use strategy ps"
     if name == "dp":
         yield from _data_parallel(job)
 

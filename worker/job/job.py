@@ -186,8 +186,12 @@ class Job(Section):
     @property
     def lower_is_better(self) -> bool:
         """Whether the metric that decides is best where it is lowest."""
+        return self.is_best_lowest(self.metric)
+
+    def is_best_lowest(self, metric: str) -> bool:
+        """Whether a metric of its evaluations is best where it is lowest."""
         own = {metric.short_name: metric.lower_is_better for metric in self.metrics if metric.is_custom}
-        return own.get(self.metric, self.metric.partition(":")[0] in LOWER_IS_BETTER)
+        return own.get(metric, metric.partition(":")[0] in LOWER_IS_BETTER)
 
     @property
     def own_loss(self) -> CodeSection | None:

@@ -28,20 +28,28 @@ class Loss(Protocol):
 class UserLoss:
     """A user's loss, called with (logits, labels) or, without a `forward`, with (model, batch); its result is checked.
 
+    One that `takes_weights` gets those of the samples as `weights`. One that can know nothing of them is refused.
     A state that the user's object has is the loss's own, and so part of a checkpoint.
     """
 
-    def __init__(self, what: str, where: str, function: Callable[..., object], forward: Forward | None) -> None:
+    def __init__(
+        self, what: str, where: str, function: Callable[..., object], forward: Forward | None, *, takes_weights: bool
+    ) -> None:
         self._what, self._where, self._function, self._forward = what, where, function, forward
+        self._takes_weights = takes_weights
         for name in ("state_dict", "load_state_dict"):
             if hasattr(function, name):
                 setattr(self, name, getattr(function, name))
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """() float32. UserCodeFailed where the function raises, or gives no single number."""
+        """() float32. UserCodeFailed where the function raises, gives no single number, or would not see weights."""
         given = (model, batch) if self._forward is None else (self._forward(model, batch), batch.labels)
+        named = {"weights": batch.weights} if self._forward is not None and self._takes_weights else {}
+        if self._forward is not None and batch.weights is not None and not named:
+            reason = "would train without the weights that the samples have; give it a parameter called weights"
+            raise UserCodeFailed(what=self._what, reason=reason, where=self._where)
         with user_code(self._what):
-            loss = self._function(*given)
+            loss = self._function(*given, **named)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             reason = f"gave {found}; return the mean loss of the batch, a tensor without dimensions"
@@ -52,7 +60,8 @@ class UserLoss:
 def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, Any] = {}) -> Loss:
     """A loss by its name, made with `args`: a built-in one, or the user's `module:name`; without a name the model's.
 
-    A user's loss whose first parameter is called `model` gets (model, batch), any other one (logits, labels).
+    A user's loss whose first parameter is called `model` gets (model, batch), any other one (logits, labels), and the
+    weights of the samples where it has a parameter `weights`.
     BadModule or UserCodeFailed where there is none, or it cannot be made. ValueError where a built-in one does not fit
     the model.
     """
@@ -93,5 +102,8 @@ def _user_loss(forward: Forward, name: str, args: Mapping[str, object]) -> Loss:
         raise UserCodeFailed(what=what, reason=reason, where=where_defined(found))
     if not callable(loss):
         raise UserCodeFailed(what=what, reason=f"is {loss!r}, which cannot be called", where=where_defined(found))
-    first = next(iter(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters), "")
-    return UserLoss(what, where_defined(found), loss, None if first == "model" else forward)
+    parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
+    of_batch = next(iter(parameters), "") == "model"
+    return UserLoss(
+        what, where_defined(found), loss, None if of_batch else forward, takes_weights="weights" in parameters
+    )

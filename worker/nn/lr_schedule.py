@@ -46,9 +46,11 @@ class LearningRates:
             warnings.simplefilter("ignore")  # it cannot know that a step without a push is one too
             while self._moved < step - self.schedule.warmup_steps:
                 for scheduler in self._schedulers:
+                    # it reads its last rate from the group, which has one of the warm-up where steps were left out
+                    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                        group["lr"] = float(rate)
                     scheduler.step()
                 self._moved += 1
-        # a scheduler reads its last rate from the group: it is there whenever it moves, since the factor is 1 then
         rates = self._full
         if self._schedulers:
             rates = [[float(rate) for rate in scheduler.get_last_lr()] for scheduler in self._schedulers]

@@ -212,6 +212,7 @@ class Best:
     `checkpoint` is the one that holds its weights, where they are kept.
     """
 
+    metric: str = ""
     lower_is_better: bool = False
     min_delta: float = 0.0
     value: float = math.nan
@@ -225,10 +226,13 @@ class Best:
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resumed run, or a late worker, has to know."""
-        return {"value": self.value, "worse_in_a_row": self.worse_in_a_row, "checkpoint": self.checkpoint}
+        best = {"value": self.value, "worse_in_a_row": self.worse_in_a_row, "checkpoint": self.checkpoint}
+        return {**best, "metric": self.metric}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned; the best by another metric is forgotten."""
+        if state.get("metric", self.metric) != self.metric:  # older checkpoints do not name it
+            return
         self.value, self.worse_in_a_row = state["value"], state["worse_in_a_row"]
         self.checkpoint = state.get("checkpoint")  # older checkpoints know of none
 

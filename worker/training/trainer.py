@@ -102,7 +102,7 @@ class Trainer:
         self._budget = TrainingPlan(job, dataset, group, loader, smallest_batch, self._splits)
         self._rates = rates_of(job, self.strategy, self._budget.total_steps)
         min_delta = job.train.early_stop.min_delta if job.train.early_stop else 0.0
-        self._best = Best(lower_is_better=job.lower_is_better, min_delta=min_delta)
+        self._best = Best(metric=job.metric, lower_is_better=job.lower_is_better, min_delta=min_delta)
         self._meter = Throughput(self.strategy, group.at_start)
         record = None if output is None else WorkerRecord(output, group.rank)
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers, record)

@@ -132,11 +132,6 @@ class ArmRun(RunFigures):
         return run_key(self.kind, self.arm, self.seed, self.bandwidth, self.multiple)
 
 
-def higher_is_better(metric: str) -> bool:
-    """Tell whether more of a metric is a better model."""
-    return metric not in ("logloss", "ne")
-
-
 def run_key(kind: RunKind, arm: str, seed: int, bandwidth: str, multiple: float) -> str:
     """Build the name that identifies a run in a comparison."""
     return f"{kind} {arm} seed={seed} {bandwidth} rate={multiple:g}"
@@ -246,6 +241,7 @@ class Results(Record):
     metric: str  # that decides: auc, hr@10, ...
     split: str  # on which arms are judged: test, where there is one
     deciding_split: str  # on which a run's best evaluation is chosen
+    lower_is_better: tuple[str, ...]  # those of the runs' metrics that are best where they are lowest
     reachable: Metrics  # what no model can beat on `split`, where the data knows
     workers: int
     shards: int

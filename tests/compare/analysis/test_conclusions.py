@@ -188,6 +188,25 @@ def test_failed_runs_are_in_no_figure_and_an_arm_that_lost_some_is_not_said_to_h
     assert "nothing can be said" in found.reasons[1]
 
 
+def test_an_arm_whose_model_diverged_with_some_seeds_is_not_said_to_have_paid():
+    """Runs that skip steps with NaN end well, without AUC: the pairs that are left are the lucky ones."""
+
+    def diverged(*seeds):
+        return lambda run: {} if (run.arm, run.seed in seeds) != ("int8", True) else {"metrics": {"auc": None}}
+
+    whole = fake_results((NONE, INT8))
+    assert verdict(whole).outcome == "paid"
+    results = with_runs(whole, diverged(2, 3))
+    found = verdict(results)
+    assert (found.quality, found.outcome, found.failed_runs) == ("equivalent", "undecided", 0)
+    assert found.reasons[0] == "2 of its runs ended without AUC, as where a model diverged, and are in no difference."
+    assert "as good where it ended well, but 2 of its runs failed or have no AUC" in " ".join(summary(results))
+    results = with_runs(whole, diverged(1, 2, 3, 4, 5))
+    assert verdict(results).outcome == "undecided"
+    assert "No run of it has AUC beside one of the baseline" in verdict(results).reasons[0]
+    assert "has no run with AUC beside one of the baseline" in " ".join(summary(results))
+
+
 def quality_of(results, arm, metric="auc", rate="fixed"):
     wanted = (arm, "none", metric, rate)
     return next(q for q in results.quality if (q.arm, q.against, q.metric, q.rate) == wanted)
@@ -202,7 +221,7 @@ def test_an_arm_is_judged_at_its_own_best_rate():
     for multiple, lost in ((0.5, True), (1.0, False)):  # runs at other rates are none of its own
         key = ("topk:0.01", "quality", multiple, 2)
         failed = with_runs(results, lambda run, key=key: {"ok": (run.arm, run.kind, run.multiple, run.seed) != key})
-        assert c.has_lost(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) is lost
+        assert c.lost_runs(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) == lost
 
 
 def test_lower_is_better_for_logloss():
@@ -262,6 +281,30 @@ def results_of(tmp_path):
     plan = plan_of(job, "none,int8", seeds=(1, 2))
     said = {"command": ("embershard",), "chosen": {}, "complete": True, "margin": None}
     return lambda *runs: gather(plan, {run.key: run for run in runs}, job_file=job, **said)
+
+
+def test_more_of_a_metric_is_better_where_the_job_says_so(tmp_path):
+    job = tmp_path / "job.yaml"
+    own = "{class: 'mine:mae', lower_is_better: true}, {class: 'mine:hits'}"
+    job.write_text(f"{JOB}evaluate: {{metric: mae}}\nmetrics: [auc, logloss, {own}]\n")
+    plan = plan_of(job, "none,int8", seeds=(1, 2, 3, 4, 5))
+    runs = fake_results((NONE, replace(INT8, quality=-0.01)), links=ONLY_UNLIMITED).runs
+    made = {}
+    for run in runs:
+        auc, logloss = run.metrics["auc"], run.metrics["logloss"]
+        metrics = {"mae": 1 - auc, "hits": auc, "auc:b": auc, "logloss:b": logloss, "calibration:b": auc}
+        made[run.key] = run.model_copy(update={"metrics": metrics})
+    found = gather(plan, made, job_file=job, command=(), chosen={}, complete=True, margin=None)
+    judged = {one.metric: (one.higher_is_better, one.verdict) for one in found.quality if one.arm == "int8"}
+    assert judged == {
+        "mae": (False, "worse"),
+        "hits": (True, "worse"),
+        "auc:b": (True, "worse"),
+        "logloss:b": (False, "worse"),
+    }
+    assert verdict(found).outcome == "did not pay"
+    margins = {"mae": None, "hits": None, "auc:b": 0.0005, "logloss:b": 0.001}
+    assert {one.metric: one.margin for one in found.quality} == margins
 
 
 def test_versions_are_those_of_the_runs_and_changes_are_named(results_of):

@@ -134,11 +134,17 @@ def test_an_arms_rate_is_that_of_its_best_tuning_run(job):
     plan = plan_of(job, "none,int8", multiples=(0.5, 1.0, 2.0))
     runs = [tuned("none", 0.5, 0.7), tuned("none", 1.0, 0.8), tuned("none", 2.0, 0.8), tuned("fp16s", 2.0, None)]
     runs += [tuned("int8", 0.5, 0.9), tuned("int8", 1.0, 0.8)]
-    chosen = plan.choose(runs, higher_is_better=True)
+    chosen = plan.choose(runs)
     assert chosen == {"none": 1.0, "fp16s": 1.0, "int8": 0.5}
-    assert plan.choose(runs, higher_is_better=False)["none"] == 0.5
     assert {task.arm for task in plan.tuned(chosen)} == {"int8"}
-    assert plan_of(job, "none,int8").choose(runs, higher_is_better=True) == {}
+    assert plan_of(job, "none,int8").choose(runs) == {}
+
+
+def test_an_arms_rate_is_the_best_by_the_metric_that_decides_in_its_own_runs(job):
+    plan = plan_of(job, "evaluate.metric=auc,logloss", multiples=(0.5, 1.0))
+    auc, logloss = plan.arms
+    runs = [tuned(arm, multiple, value) for arm in plan.arms for multiple, value in ((0.5, 0.7), (1.0, 0.8))]
+    assert plan.choose(runs) == {auc: 1.0, logloss: 0.5}
 
 
 def test_a_difference_of_experiments_is_named_by_field(job):

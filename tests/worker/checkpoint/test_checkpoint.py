@@ -351,12 +351,13 @@ def test_names_in_a_manifest_lead_nowhere_else(path):
 
 
 def test_another_job_is_refused_by_all_that_differs(path, tmp_path):
-    train = {"epochs": 4, "seed": 6, "batch_size": 60}
+    train = {"epochs": 4, "seed": 6, "batch_size": 60, "accumulate": 2}
     dense = {"optimizer": {"name": "sgd", "lr": 0.2}, "mode": "ddp"}
     other = job(tmp_path, train=train, embedding={**STANDING, "dim": 8}, dense=dense, strategy="hybrid")
     with pytest.raises(OtherJob) as raised:
         find_checkpoint(str(path), other)
-    for field in ("train.seed is 6 here and 5", "train.batch_size", "strategy", "dense.optimizer.lr", "embedding.dim"):
+    fields = ("train.seed is 6 here and 5", "train.batch_size", "train.accumulate", "strategy", "dense.optimizer.lr")
+    for field in (*fields, "embedding.dim"):
         assert field in str(raised.value)
     write(tmp_path / "hybrid", {"worker-0": {}}, strategy="hybrid")
     with raises(OtherJob, difference="freeze is ['output'] here and [] there"):

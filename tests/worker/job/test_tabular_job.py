@@ -40,6 +40,10 @@ REFUSED = {  # name: (the parts of a job, what is said)
         },
         ":10: features.shops.max_length: must be that of 'items'",
     ),
+    "hashes without shards": (
+        {"rest": "strategy: local"},
+        "give each table buckets, vocabulary, min_count or ids: exact",
+    ),
     "gauc without groups": ({"rest": "metrics: [auc, gauc]"}, ":11: metrics.1: 'gauc' needs evaluate.groups"),
     "weights of other labels": (
         {"data": "label: [a, b]", "model": "{name: mmoe}", "rest": "loss: {name: bce, label_weights: [1]}"},

@@ -269,11 +269,11 @@ def test_learning_rates_survive_a_state_dict(make_session):
         es.ShardOptimizer(elsewhere).load_state_dict(optimizer.state_dict())
 
 
-def rates(scheduler, arguments, warmup, steps, **shape):
+def rates(scheduler, arguments, warmup, steps, left_out=(), **shape):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     made = LearningRates([optimizer], Schedule(warmup_steps=warmup, **shape), scheduler, arguments)
     seen = []
-    for step in range(steps):
+    for step in sorted({*range(steps)} - {*left_out}):
         made.set(step)
         seen.append(optimizer.param_groups[0]["lr"])
         assert made.scale == pytest.approx(seen[-1] / 0.5)
@@ -284,6 +284,11 @@ def test_a_scheduler_of_torch_begins_after_the_warm_up():
     assert rates("StepLR", {"step_size": 2, "gamma": 0.1}, 2, 7) == pytest.approx(
         [0.25, 0.5, 0.5, 0.5, 0.05, 0.05, 0.005]
     )
+
+
+def test_a_worker_that_was_away_at_the_end_of_the_warm_up_has_the_rates_of_the_others():
+    away = rates("ExponentialLR", {"gamma": 0.5}, 4, 8, left_out=range(1, 6))
+    assert away[1:] == rates("ExponentialLR", {"gamma": 0.5}, 4, 8)[6:]
 
 
 @pytest.mark.parametrize(

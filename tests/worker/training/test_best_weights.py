@@ -125,6 +125,15 @@ def test_a_run_that_goes_on_knows_the_best_of_before(make_session, tmp_path, mov
     assert again.notes.plan.resumed_step == first.result.best_step
 
 
+def test_a_run_that_goes_on_with_another_metric_forgets_the_best_by_the_one_before(make_session, tmp_path):
+    Run(job(tmp_path, evaluate={"metric": "logloss"}), make_session(1))
+    other = job(tmp_path, train={"epochs": 8}, evaluate={"metric": "ne"})  # above any logloss, and lower is better
+    run = Run(other, make_session(1), resume=find_checkpoint("latest", other))
+    assert run.notes.evaluations[0].improved
+    assert run.best.checkpoint is not None
+    assert run.result.best_step > run.notes.plan.resumed_step
+
+
 def test_a_run_that_went_back_marks_its_own_best_one_and_says_where_none_is_left(make_session, tmp_path):
     whole = Run(job(tmp_path, checkpoint={"keep": 9}), make_session(1))
     best = whole.result.best_step

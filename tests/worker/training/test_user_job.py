@@ -1,5 +1,7 @@
 """Models, losses, metrics and callbacks of users: in a job they train as in plain torch, or are refused by name."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from embershard.proto.errors import EmbershardError, UserCodeFailed
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
+from embershard.worker.models.loss import loss_of
 from embershard.worker.models.user_defined import LARGE, build_model
 from embershard.worker.reporting.callbacks import Callback
 from embershard.worker.training.build import job_model
@@ -73,6 +76,8 @@ def whole(model, batch):
     return F.binary_cross_entropy_with_logits(model(batch.ids).squeeze(1), batch.labels)
 def squared(logits, labels):
     return ((torch.sigmoid(logits) - labels) ** 2).mean()
+def weighed_squares(logits, labels, *, weights):
+    return ((torch.sigmoid(logits) - labels) ** 2 * weights).sum() / weights.sum()
 def each(logits, labels):
     return (logits - labels) ** 2
 class Weighted:
@@ -178,6 +183,19 @@ def test_a_users_model_and_loss_train_as_in_plain_torch(make_session, strategy, 
     ids = samples(16).batch().ids
     with torch.no_grad():
         torch.testing.assert_close(trainer.model(ids), plain(ids), rtol=0, atol=1e-6)
+
+
+def test_a_users_loss_gets_the_weights_of_the_samples_or_is_refused(line_of):
+    model, weights = nn.Linear(3, 1), torch.rand(16)
+    batch = dataclasses.replace(first_batches(dataset())["train"], weights=weights)
+    forward = lambda model, batch: model(batch.ids.float()).squeeze(1)  # noqa: E731
+    squares = (forward(model, batch).sigmoid() - batch.labels) ** 2
+    torch.testing.assert_close(
+        loss_of(model, forward, "mine_job:weighed_squares")(model, batch), squares @ weights / weights.sum()
+    )
+    with pytest.raises(UserCodeFailed, match="give it a parameter called weights") as error:
+        try_model(job(loss="mine_job:squared"), dataset().schema, {"train": batch})
+    assert error.value.fields["where"] == line_of("def squared")
 
 
 def test_tables_keep_the_users_first_values_unless_the_job_has_some():

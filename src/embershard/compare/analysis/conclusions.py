@@ -6,9 +6,9 @@ The rule: a claim is made only where the whole 95 % interval bears it, the inter
   on one side of 0, *not worse* where it lies above the margin's worse end, and *undecided* otherwise. The first that
   holds counts. (Inside the margin at 95 %: both one-sided t tests hold at 2.5 %, Schuirmann 1987.)
 - An arm is *faster* on a link where the interval of the speed-up lies above 1, *slower* where it lies below 1.
-- An arm *paid* where its model is equivalent, better or not worse, no run that its model is judged by failed, and it is
-  faster on some link: it pays on these links. It *did not pay* where its model is worse, or where no link's interval
-  reaches a speed-up of 1.05. Everything else is *undecided*.
+- An arm *paid* where its model is equivalent, better or not worse, each run that its model is judged by ended with the
+  deciding metric, and it is faster on some link: it pays on these links. It *did not pay* where its model is worse, or
+  where no link's interval reaches a speed-up of 1.05. Everything else is *undecided*.
 
 quality_verdict, speed_verdict and outcome_of are this rule. Tables, sentences and the headline quote their answers.
 """
@@ -45,7 +45,6 @@ from embershard.compare.results import (
     Speed,
     SpeedVerdict,
     Verdict,
-    higher_is_better,
 )
 from embershard.compare.units import link_text, metric_name
 
@@ -101,8 +100,13 @@ def compared_with(results: Results) -> list[tuple[str, str]]:
 
 def _metrics(results: Results) -> list[str]:
     """The metrics to judge, the deciding one first."""
-    named = {name for run in results.runs for name in run.metrics} - set(NOT_JUDGED) - {results.metric}
+    named = {name for run in results.runs for name in run.metrics if is_judged(name)} - {results.metric}
     return [results.metric, *sorted(named)]
+
+
+def is_judged(metric: str) -> bool:
+    """Tell whether more or less of a metric makes a better model."""
+    return metric.partition(":")[0] not in NOT_JUDGED  # of one label: calibration:income
 
 
 def _values(runs: Iterable[ArmRun], value: Callable[[ArmRun], float | None]) -> dict[int, float]:
@@ -118,9 +122,9 @@ def _quality(results: Results, arm: str, against: str, metric: str, rate: Rate, 
     both = pairs(mine, _values(results.runs_of(against, UNLIMITED, rate), metric_of))
     if not both:
         return None
-    name = metric.partition("@")[0]
+    name = metric.partition("@")[0].partition(":")[0]
     bound = margin if margin is not None and metric == results.metric else MARGINS.get(name)
-    difference, higher = estimate([one - other for one, other in both]), higher_is_better(metric)
+    difference, higher = estimate([one - other for one, other in both]), metric not in results.lower_is_better
     return Quality(
         arm=arm,
         against=against,
@@ -161,16 +165,20 @@ def outcome_of(results: Results, arm: str, against: str) -> ArmOutcome:
         return "did not pay"
     if speeds and all((speed.speed_up.high or NO_GAIN) < NO_GAIN for speed in speeds):
         return "did not pay"
-    if quality is None or quality.verdict not in KEPT or has_lost(results, arm, quality):
+    if quality is None or quality.verdict not in KEPT or lost_runs(results, arm, quality):
         return "undecided"
     return "paid" if any(speed.verdict == "faster" for speed in speeds) else "undecided"
 
 
-def has_lost(results: Results, arm: str, quality: Quality) -> bool:
-    """Tell whether a run that the arm's model is judged by failed: those that are left may be the lucky ones."""
+def lost_runs(results: Results, arm: str, quality: Quality) -> int:
+    """Count the runs that the arm's model is judged by and that failed, or ended without the metric.
+
+    Those that are left may be the lucky ones: of a model that diverged AUC is not defined.
+    """
     multiple = results.tuned.get(arm, 1.0) if quality.rate == "tuned" else 1.0
-    key = (arm, "quality", multiple, False)
-    return any((run.arm, run.kind, run.multiple, run.ok) == key for run in results.runs)
+    key = (arm, "quality", multiple, UNLIMITED)
+    own = [run for run in results.runs if (run.arm, run.kind, run.multiple, run.bandwidth) == key]
+    return sum(not run.ok or run.metrics.get(quality.metric) is None for run in own)
 
 
 def _speed(results: Results, arm: str, against: str, bandwidth: str) -> Speed | None:
@@ -315,19 +323,28 @@ def _verdict(results: Results, arm: str) -> Verdict:
         best_at="" if best is None else best.bandwidth,
         bytes_ratio=sent[results.baseline] / sent[arm] if all(sent.values()) else None,
         failed_runs=failed,
-        reasons=tuple(_reasons(results, quality, speeds, failed)),
+        reasons=tuple(_reasons(results, arm, quality, speeds, failed)),
     )
 
 
-def _reasons(results: Results, quality: Quality | None, speeds: Sequence[Speed], failed: int) -> Iterator[str]:
+def _reasons(
+    results: Results, arm: str, quality: Quality | None, speeds: Sequence[Speed], failed: int
+) -> Iterator[str]:
+    own = [run for run in results.runs if (run.arm, run.kind, run.ok) == (arm, "quality", True)]
+    undefined, name = sum(run.metrics.get(results.metric) is None for run in own), metric_name(results.metric)
     if failed:
         yield f"{failed} of its runs failed, and are in no figure."
-    if quality is None or not speeds:
+    if not speeds:
         yield "No run of it ended well beside one of the baseline, so nothing can be said of it."
         return
-    if quality.difference.seeds < 2:
-        yield "One seed gives no interval: any difference may be chance."
-    yield _quality_sentence(quality)
+    if quality is None:
+        yield f"No run of it has {name} beside one of the baseline, so nothing can be said of its model."
+    else:
+        if undefined:
+            yield f"{undefined} of its runs ended without {name}, as where a model diverged, and are in no difference."
+        if quality.difference.seeds < 2:
+            yield "One seed gives no interval: any difference may be chance."
+        yield _quality_sentence(quality)
     links = {link.label: link_text(link) for link in results.bandwidths}
     for speed in speeds:
         where = "Without limit" if speed.bandwidth == UNLIMITED else f"At {links[speed.bandwidth]}"

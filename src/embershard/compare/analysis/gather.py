@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from embershard.benchmark.conditions import MachineConditions
-from embershard.compare.analysis.conclusions import NOT_JUDGED, conclude
+from embershard.compare.analysis.conclusions import conclude, is_judged
 from embershard.compare.results import ArmRun, Results, RunConditions
 from embershard.compare.run.plan import SKIPPED_SHARE, ComparisonPlan, can_be_limited
 from embershard.compare.run.progress import name_of
@@ -31,6 +31,8 @@ def gather(
     asked = {task.key for task in plan.tasks(chosen)}
     made = [run for run in runs.values() if run.key in asked]
     judged, deciding = next((run.splits for run in made if run.ok), ("", ""))
+    metrics = sorted({base.metric, *(metric for run in made for metric in run.metrics)})
+    jobs = [job for _, job in plan.arms.values()]  # an arm may have a metric of its own
     results = Results(
         name=f"{base.model.name} on {base.data.reader}",
         job_file=str(job_file),
@@ -39,6 +41,7 @@ def gather(
         metric=base.metric,
         split=judged,
         deciding_split=deciding,
+        lower_is_better=tuple(metric for metric in metrics if any(job.is_best_lowest(metric) for job in jobs)),
         reachable=_reachable(made),
         workers=base.workers,
         shards=base.shards if base.has_shards else 0,
@@ -69,7 +72,7 @@ def gather(
 def _reachable(runs: Sequence[ArmRun]) -> dict[str, float]:
     """The best value that any model can reach, as a mean over runs: generated data differs with every seed."""
     known = [run.reachable for run in runs if run.ok and run.kind == "quality"]
-    metrics = [metric for metric in known[0] if metric not in NOT_JUDGED] if known else []
+    metrics = [metric for metric in known[0] if is_judged(metric)] if known else []
     return {
         metric: statistics.fmean(one[metric] or 0.0 for one in known)
         for metric in metrics

@@ -19,7 +19,7 @@ from embershard.compare.report.drawing import (
     draw_speed_ups,
 )
 from embershard.compare.report.tables import BYTE_PARTS, bytes_sent, mean_step, part_name
-from embershard.compare.results import UNLIMITED, ArmRun, Bandwidth, Estimate, Results, higher_is_better
+from embershard.compare.results import UNLIMITED, ArmRun, Bandwidth, Estimate, Results
 from embershard.compare.units import bytes_text, count_text, link_text, metric_name, milliseconds, ratio_text
 
 _BYTE_COLORS = {part: "p12" if part == "other" else f"p{place}" for place, part in enumerate(BYTE_PARTS)}
@@ -186,7 +186,7 @@ def _timed(results: Results, arm: str, metric: str, bandwidth: str) -> list[Char
 def _curves_picture(
     results: Results, metric: str, series: Sequence[Series], name: str, against: str, x: str
 ) -> Picture:
-    better = "higher" if higher_is_better(metric) else "lower"
+    better = "lower" if metric in results.lower_is_better else "higher"
     title = f"{metric_name(metric)} against {against}"
     ends = "; ".join(f"{one.name} {one.points[-1].y:.4f}" for one in series)
     unit, text = ("", count_text) if x.startswith("samples") else _clock(series)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embershard.compare.analysis.conclusions import FEW_SEEDS, KEPT, outcome_of
+from embershard.compare.analysis.conclusions import FEW_SEEDS, KEPT, lost_runs, outcome_of
 from embershard.compare.report.page import ArmFinding
 from embershard.compare.report.tables import even_bounds, even_text, fp16_baseline
 from embershard.compare.results import FP16_BASELINE, Results, Speed, Verdict
@@ -186,15 +186,18 @@ def _not_paid(results: Results) -> Iterator[str]:
 def _open(results: Results, verdict: Verdict) -> str:
     """Say what is known of an undecided arm, and what is not."""
     judged = results.quality_of(verdict.arm, results.baseline)
+    name = metric_name(results.metric)
     if judged is None:
-        return "has no run that ended well beside one of the baseline"
+        lacks = f"with {name}" if verdict.seeds else "that ended well"
+        return f"has no run {lacks} beside one of the baseline"
     fast = _speeds(results, verdict.arm, results.baseline)
     if verdict.quality in KEPT and verdict.faster_at:  # it had paid
-        return f"is {fast} and as good where it ended well, but {verdict.failed_runs} of its runs failed"
+        lost = lost_runs(results, verdict.arm, judged)
+        return f"is {fast} and as good where it ended well, but {lost} of its runs failed or have no {name}"
     if verdict.quality in KEPT:
         return "trained as good a model, but is not shown to be faster or not"
     margin = "" if judged.margin is None else f" for the margin of {judged.margin:g}"
-    moved = f"{metric_name(results.metric)} {signed(judged.difference.mean, 4)} is too uncertain{margin}"
+    moved = f"{name} {signed(judged.difference.mean, 4)} is too uncertain{margin}"
     return f"is {fast}, but {moved}" if verdict.faster_at else f"is not shown to be faster, and {moved}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from embershard.compare.results import ArmRun, higher_is_better
+from embershard.compare.results import ArmRun
 from embershard.compare.run.cluster import emptied_shards
 from embershard.compare.run.folder import Folder
 from embershard.compare.run.netns import Namespaces
@@ -22,12 +22,11 @@ class Engine:
         self, plan: ComparisonPlan, folder: Folder, setup: RunSetup, show: Show, namespaces: Namespaces | None
     ) -> None:
         self._plan, self._folder, self._setup, self._show, self._namespaces = plan, folder, setup, show, namespaces
-        self._metric = next(iter(plan.arms.values()))[1].metric
 
     @property
     def chosen(self) -> Mapping[str, float]:
         """Each arm's best multiple of the learning rate, by the runs made so far."""
-        return self._plan.choose(list(self._folder.runs.values()), higher_is_better(self._metric))
+        return self._plan.choose(list(self._folder.runs.values()))
 
     @property
     def complete(self) -> bool:

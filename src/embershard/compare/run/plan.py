@@ -155,13 +155,13 @@ class ComparisonPlan:
         """All runs, with the learning rates that were chosen."""
         return [*self.tuning(), *self.judged(), *self.tuned(chosen)]
 
-    def choose(self, runs: Sequence[ArmRun], higher_is_better: bool) -> dict[str, float]:
+    def choose(self, runs: Sequence[ArmRun]) -> dict[str, float]:
         """Choose each arm's multiple by its best tuning run, the nearest to 1 among equals; 1 where all failed."""
         chosen = {}
-        for arm in self.arms if len(self.experiment.multiples) > 1 else ():
+        for arm, (_, job) in self.arms.items() if len(self.experiment.multiples) > 1 else ():
             key = ("tune", arm, self.tuning_seed, True)
             found = [run for run in runs if (run.kind, run.arm, run.seed, run.ok) == key and run.decided is not None]
-            sign = 1 if higher_is_better else -1
+            sign = -1 if job.lower_is_better else 1
             best = max(found, key=lambda run: (sign * (run.decided or 0.0), -abs(run.multiple - 1)), default=None)
             chosen[arm] = 1.0 if best is None else best.multiple
         return chosen
