@@ -540,6 +540,8 @@ class Session:
     def _restored(self) -> None:
         """The shards have other rows now: what is here was read of those before, or held back for them."""
         self.client.compressor.clear_residuals()
+        if self.local_steps is not None:
+            self.local_steps.drop_round()
         self.refresh()
 
     def reset_read_versions(self) -> None:
