@@ -175,6 +175,13 @@ def test_a_category_of_uuids_is_refused_whose_bytes_are_text_by_chance(tmp_path)
         section.look(tmp_path)
 
 
+def test_a_vocabulary_of_a_table_with_the_name_of_a_number_is_read(tmp_path):
+    (tmp_path / "v.txt").write_text("a\nb\n")
+    columns = {"price": [1.5] * 4, "shop": ["a", "b"] * 2}
+    features = "{price: {type: number}, shop: {table: price, vocabulary: v.txt}}"
+    assert len(samples(section_of(tmp_path, columns, features), tmp_path).ids) == 4
+
+
 def test_dates_are_categories(tmp_path):
     days = pa.array([20454, 20455] * 2, pa.int32()).cast(pa.date32())
     texts = days.cast(pa.string())
