@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # `signal` wraps it in enums, which takes ten times as long
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from types import FrameType
 from typing import Protocol, cast
 
 import numpy as np
@@ -99,15 +98,15 @@ class SharedTransport(LocalTransport):
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Let a Ctrl-C take effect at the end: a request that it ends halfway would be applied in part, and then again."""
-    before, came = signal.getsignal(signal.SIGINT), list[tuple[int, FrameType | None]]()
+    before, came = _signal.getsignal(_signal.SIGINT), []
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
     try:
+        _signal.signal(_signal.SIGINT, lambda *signalled: came.append(signalled))
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _signal.signal(_signal.SIGINT, before)
         if came:
             before(*came[0])
 

@@ -325,13 +325,14 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
             request = replace(request, replace=True)  # from here on, tables that are in the way are of this restore
             client.ask_all(install)
             client.lineage.check()  # the shards have another one now
-            client.restored()
-            return
         except BaseException as error:
             cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
             client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
             if not left or not isinstance(error, SnapshotUnknown):
                 raise
+        else:
+            client.restored()
+            return
 
 
 def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, wait_timeout: timedelta) -> list[R]:

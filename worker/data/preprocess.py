@@ -375,7 +375,7 @@ class Fitting:
             figures.observe(x[~np.isnan(x)], self._random)
         for name, feature in own.features.items():
             table = feature.table or name
-            if table in self.unseen:
+            if table in self.unseen and not feature.is_dense:
                 hashes = own._values(name, feature, arrays).hashes(table, feature.weight_separator)
                 if np.isin(hashes, self.unseen[table]).any():
                     del self.unseen[table]

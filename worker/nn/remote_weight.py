@@ -14,7 +14,7 @@ from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Route
 from embershard.worker.nn.rows_gradient import RowsGradient, TableTooLarge, changed_tensor
-from embershard.worker.session.dense import METADATA, ParameterChanged, have_same_bits, untraced
+from embershard.worker.session.dense import METADATA, ParameterChanged, have_same_values, untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.tables import RemoteTable
 
@@ -150,7 +150,7 @@ class RemoteWeight(nn.Parameter):
         self._shown = None
         if whole is None:
             return
-        same = shown is None or have_same_bits(shown, whole.detach())
+        same = shown is None or have_same_values(shown, whole.detach())
         if whole._version != self._whole_version or not same:
             self._whole = None
             raise ParameterChanged(parameter=self.table.spec.name)

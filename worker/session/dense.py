@@ -44,9 +44,9 @@ def untraced(function: F) -> F:
     return function
 
 
-def have_same_bits(values: torch.Tensor, others: torch.Tensor) -> bool:
+def have_same_values(values: torch.Tensor, others: torch.Tensor) -> bool:
     """Whether two float32 tensors of one shape have the same values; NaN, of training that diverged, equals NaN."""
-    return torch.equal(values.view(torch.int32), others.view(torch.int32))
+    return torch.equal(values, others) or torch.equal(values.view(torch.int32), others.view(torch.int32))
 
 
 class ParameterChanged(EmbershardError):
@@ -221,7 +221,7 @@ class DenseWeights:
                         f"parameter {place.name!r} became {now.dtype}; shards hold float32: use torch.autocast "
                         "instead of converting a wrapped model"
                     )
-                same = before is None or have_same_bits(before, now.detach().to(before))
+                same = before is None or have_same_values(before, now.detach().to(before))
                 if now._version > version or not same:
                     self._clock = None
                     self._watched.clear()

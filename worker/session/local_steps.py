@@ -291,9 +291,18 @@ class LocalSteps:
         with self._lock:
             if self._client.lost_leases == self._lost_leases:
                 return
-            self._lost_leases, self._done = self._client.lost_leases, 0
-            for copies in self._copies.values():
-                copies.end_round()
+            self._lost_leases = self._client.lost_leases
+            self._drop()
+
+    def drop_round(self) -> None:
+        """Let go of what this round has changed, and let the next reads take fresh rows."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._done = 0
+        for copies in self._copies.values():
+            copies.end_round()
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows on the shards; with `keep_state` (max_norm, say) it is a change of the copies, to be pushed."""

@@ -27,7 +27,7 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import Versions
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DenseWeights, untraced
+from embershard.worker.session.dense import DenseWeights, ParameterChanged, untraced
 from embershard.worker.session.gradients import CollectedGradients, RowGradients, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
@@ -469,14 +469,17 @@ class Session:
     def _leave_loop(self, prefetcher: Prefetcher[Any]) -> None:
         self._prefetcher = self._prefetched.batch = None
         self._failure = prefetcher.close()
-        if prefetcher.staleness:  # the dense weights of the last batch may lack the last pushes
-            for weights in self.registry.dense:
+        # with a staleness, the dense weights of the last batch may lack the last pushes
+        for weights in self.registry.dense if prefetcher.staleness else ():
+            try:
                 weights.forget()
+            except (ParameterChanged, ValueError) as error:  # Python drops what is raised as a loop is left by break
+                self._failure = self._failure or error
 
     def _log_failure(self) -> None:
         """Log what cannot be raised, because an error of the loop is, or the session is closed."""
         if self._failure is not None:
-            _log.error("a push failed as the loop was left: %s", self._failure)
+            _log.error("an error as the loop was left: %s", self._failure)
 
     def settle(self) -> None:
         """Wait until every push is acknowledged; raises the error of one that was not."""
@@ -537,6 +540,8 @@ class Session:
     def _restored(self) -> None:
         """The shards have other rows now: what is here was read of those before, or held back for them."""
         self.client.compressor.clear_residuals()
+        if self.local_steps is not None:
+            self.local_steps.drop_round()
         self.refresh()
 
     def reset_read_versions(self) -> None:

@@ -27,6 +27,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.settings import Compression
 from embershard.worker.nn.wrap import wrap
+from embershard.worker.session.session import Session
 from harness.eventually import eventually
 from harness.raises import raises
 
@@ -76,8 +77,9 @@ def test_what_was_taken_is_restored_and_trains_on_alike(url):
         assert np.array_equal(rows(other), rows(client))
 
 
-def test_the_session_that_restores_reads_what_was_restored(tmp_path):
-    session, ids = local(2), torch.arange(9)
+@pytest.mark.parametrize("local_steps", [None, 3])
+def test_the_session_that_restores_reads_what_was_restored(local_steps, tmp_path):
+    session, ids = Session(local(2).client, local_steps=local_steps), torch.arange(9)
     net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1))
     model = wrap(net, session, optimizer=spec.SGD(lr=0.1))
     take_snapshot(session.client, str(tmp_path))
@@ -87,6 +89,9 @@ def test_the_session_that_restores_reads_what_was_restored(tmp_path):
         session.step()
     assert not torch.equal(model(ids), then)
     restore_snapshot(session.client, str(tmp_path), replace_tables=True)
+    assert torch.equal(model(ids), then)
+    session.flush()  # nor does the round that was under way change it
+    session.refresh()
     assert torch.equal(model(ids), then)
 
 

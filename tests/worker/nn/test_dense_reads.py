@@ -226,6 +226,15 @@ def test_data_of_weights_that_are_nan_may_be_read(counted):
     session.step()  # no ParameterChanged: nobody has changed it
 
 
+def test_the_sign_of_a_zero_is_no_change(counted):
+    session, _ = counted(1)
+    net = Net()
+    torch.nn.init.constant_(net.scale, -0.0)
+    model = es.wrap(net, session, optimizer=es.SGD(lr=0.1))
+    model.scale.data.add_(0.0)
+    session.step()  # no ParameterChanged
+
+
 @pytest.mark.parametrize("read_since", [True, False])
 def test_an_old_graph_has_no_backward_after_a_step(counted, read_since):
     session, _ = counted(1)

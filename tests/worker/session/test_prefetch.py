@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import embershard as es
-from embershard.proto.errors import InvalidRequest, UnknownTable
+from embershard.proto.errors import ClientClosed, InvalidRequest, UnknownTable
 from embershard.proto.messages import Pull, Push
 from embershard.worker.kernels import overlap
+from embershard.worker.session.dense import ParameterChanged
 from harness.models import skewed_pairs
 from harness.wires import PATIENCE, reads
 
@@ -360,7 +361,7 @@ def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(w
         session.step()
         if session.clock == 3:
             break
-    assert "a push failed as the loop was left" in caplog.text
+    assert "an error as the loop was left" in caplog.text
     with pytest.raises(InvalidRequest, match="told to"):
         session.flush()
     train(model, session, session.prefetch(pairs()))
@@ -433,6 +434,26 @@ def test_after_a_loop_that_was_left_dense_weights_show_every_push_as_rows_do(wir
     shown = model.head.weight.detach().clone()
     session.refresh()
     check_same(shown, model.head.weight.detach())
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_change_of_dense_weights_is_an_error_after_a_loop_that_was_left(wire, staleness):
+    _, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
+    for ids, _ in session.prefetch(pairs(), staleness=staleness):
+        model(ids).sum().backward()
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        break
+    with pytest.raises(ParameterChanged):
+        session.step()
+    loop = session.prefetch(pairs(), staleness=staleness)
+    model(next(loop)[0])
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    session.close()
+    with pytest.raises(ClientClosed):
+        session.client.status()
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -359,6 +359,9 @@ def _row_keys(table: pa.Table) -> Ids:
         if is_list(array.type):
             lengths = np.asarray(pc.fill_null(pc.list_value_length(array), 0), np.int64)
             array = pc.list_flatten(array)
+        of = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
+        if pa.types.is_decimal(of):  # a feature may read it as a number; as a category it is refused elsewhere
+            array = array.cast(of).cast(pa.string())
         if pa.types.is_floating(array.type):
             values = np.nan_to_num(array.to_numpy(zero_copy_only=False).astype(np.float64), nan=-0.5).view(np.int64)
         elif pa.types.is_timestamp(array.type):  # a feature may read it as a number

@@ -136,6 +136,20 @@ def test_times_are_numbers_in_a_table_that_is_split_at_random(tmp_path):
     assert min(counts.values()) > 0
 
 
+@pytest.mark.parametrize("split", [{"by": "random"}, {"by": "user", "column": "x"}], ids=["random", "user"])
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_decimals_that_are_no_category_split_rows(tmp_path, split, is_coded):
+    """As databases write prices: 12.50."""
+    x = pa.array(range(40)).cast(pa.decimal128(21, 2))
+    columns = {"user": ["u"] * 40, "x": x.dictionary_encode() if is_coded else x}
+    features = "{user: {}, x: {type: number}}"
+    section = section_of(tmp_path, columns, features, split={**split, "valid": 0.3}, weight="x")
+    section.look(tmp_path)
+    counts = section.fit(tmp_path, 0).fitted["samples"]
+    assert sum(counts.values()) == 40
+    assert min(counts.values()) > 0
+
+
 def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_errors(tmp_path):
     columns, features = (
         {"user": ["u"] * 400, "x": [1234567.1] * 400},
@@ -159,6 +173,13 @@ def test_a_category_of_uuids_is_refused_whose_bytes_are_text_by_chance(tmp_path)
     section = section_of(tmp_path, {"user": pa.array([b"0123456789abcdef"] * 4, pa.uuid())}, "{user: {}}")
     with pytest.raises(JobError, match="save the texts of the UUIDs"):
         section.look(tmp_path)
+
+
+def test_a_vocabulary_of_a_table_with_the_name_of_a_number_is_read(tmp_path):
+    (tmp_path / "v.txt").write_text("a\nb\n")
+    columns = {"price": [1.5] * 4, "shop": ["a", "b"] * 2}
+    features = "{price: {type: number}, shop: {table: price, vocabulary: v.txt}}"
+    assert len(samples(section_of(tmp_path, columns, features), tmp_path).ids) == 4
 
 
 def test_dates_are_categories(tmp_path):
