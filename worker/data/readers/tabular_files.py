@@ -248,12 +248,12 @@ def read_vocabulary(path: File, table: str) -> list[int]:
     return hashes
 
 
-def check_columns(where: str, names: Sequence[str], wanted: Wanted, delimiter: str = "") -> None:
-    """JobError where a column is missing."""
+def check_columns(where: str, names: Sequence[str], wanted: Wanted, delimiter: str = "", remedy: str = "") -> None:
+    """JobError where a column is missing; it ends with `remedy` if no name is like that of the column."""
     for name, (_, who) in wanted.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else remedy
             if len(names) == 1 and (other := next((d for d in ";\t|," if d in names[0] and d != delimiter), "")):
                 hint = f"; the file seems to be parted by {other!r}: give data.delimiter"
             reason = f"no column {name!r}, which {who} reads (there are: {', '.join(names)}){hint}"
@@ -277,7 +277,8 @@ def _json_schema(paths: Sequence[File], wanted: Wanted) -> pa.Schema:
         looked += len(block.text)
         if looked >= BLOCK_BYTES or all(any(value != [] for value in own) for own in values.values()):
             break
-    check_columns(f"{paths[0]}:1", list(names), wanted)
+    remedy = "; if it has no value here, write it as null in one line"
+    check_columns(f"{paths[0]}:1", list(names), wanted, remedy=remedy)
     # in the file's order, in which Arrow finds a line's keys without a look into its map of them
     return pa.schema([(name, _json_type(wanted[name][0], values[name])) for name in names if name in wanted])
 
