@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from embershard.worker.data.interactions.interactions import (
 )
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 from embershard.worker.metrics import Users
+
+_log = logging.getLogger(__name__)
 
 
 class InteractionLists:
@@ -71,6 +74,12 @@ class InteractionLists:
         if negatives:
             self.train_set.check_negatives(self._where)
         self._users = self.train_set.users()
+        taken = self._users * num_items + self.train_set.items
+        if again := int(np.isin(self.test_set.users() * num_items + self.test_set.items, taken).sum()):
+            _log.warning(
+                "%s: %d of %d items are in their users' train lists, too, and count as not found: a ranking leaves out "
+                "what a user took in training", test, again, len(self.test_set.items)
+            )  # fmt: skip
 
     @property
     def schema(self) -> Schema:

@@ -170,6 +170,14 @@ def test_users_with_their_seen_and_relevant_items(files):
     assert batch.ids.tolist() == [[0, 7], [0, 10], [1, 6]]
 
 
+def test_items_to_be_found_that_their_users_took_in_training_are_told_of(files, caplog):
+    InteractionLists(*files)
+    assert not caplog.records
+    files[1].write_text("0 1 2\n1 0\n")
+    InteractionLists(*files)
+    assert "2 of 3 items are in their users' train lists" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [
