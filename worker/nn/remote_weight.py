@@ -206,7 +206,7 @@ class RemoteWeight(nn.Parameter):
     def data(self) -> Tensor:
         """The whole table, apart from autograd; a change in it is found at the next step, as ParameterChanged."""
         whole = self._whole_of_step().detach()
-        if self._shown is None:
+        if self._shown is None and whole.device.type == "cpu":  # numpy writes to no other memory
             self._shown = whole.clone()
         return whole
 

@@ -1,6 +1,7 @@
 """Pushes that were answered before they are safe: the worker keeps them, and sends them to the shard's next process."""
 
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -140,6 +141,24 @@ def every(number, kind=Push):
     return lose
 
 
+@contextmanager
+def unanswered(machine, client, kind):
+    """Inside, a request of this kind reaches no machine, and its sender gives it up."""
+    real, patience = machine._handle, client.timeout
+
+    def handle(request):
+        if isinstance(request, kind):
+            raise Unreachable("the machine is gone")
+        return real(request)
+
+    machine._handle = handle
+    client.timeout = client.connections.timeout = timedelta(seconds=0.2)
+    with pytest.raises(errors.ShardUnavailable):
+        yield
+    client.timeout = client.connections.timeout = patience
+    machine._handle = real
+
+
 @pytest.mark.parametrize("terms", [{}, {"staleness": None}, {"staleness": 0}], ids=["alone", "asynchronous", "sync"])
 def test_what_was_answered_and_is_lost_with_its_machine_is_sent_again_first_and_in_order(machine, terms):
     client = machine.client(**terms)
@@ -232,18 +251,8 @@ def test_flush_asks_until_all_is_safe_also_after_a_loss(machine):
 def test_a_load_follows_the_pushes_that_got_no_answer():
     machine = Machine()
     client = machine.client()
-    real, down = machine._handle, [True]
-
-    def handle(request):
-        if isinstance(request, Push) and down[0]:
-            raise Unreachable("the machine is gone")
-        return real(request)
-
-    machine._handle = handle
-    client.timeout = client.connections.timeout = timedelta(seconds=0.2)
-    with pytest.raises(errors.ShardUnavailable):
+    with unanswered(machine, client, Push):
         step(client, 0)
-    down[0] = False
     route = make_route(np.array([1], np.int64), SPEC.space_key, client.placement)
     client.load("t", route, np.full((1, SPEC.dim), 7.0, np.float32))
     step(client, 1)
@@ -255,20 +264,9 @@ def test_a_push_that_was_answered_early_says_nothing_of_a_load_before_it_that_go
     """The load was given up; a shard that had lost the push, and never seen the load, told of lost memory."""
     machine = Machine()
     client = machine.client()
-    real, down = machine._handle, [True]
-
-    def handle(request):
-        if isinstance(request, Load) and down[0]:
-            raise Unreachable("the machine is gone")
-        return real(request)
-
-    machine._handle = handle
-    client.timeout = client.connections.timeout = timedelta(seconds=0.2)
     route = make_route(np.array([1], np.int64), SPEC.space_key, client.placement)
-    with pytest.raises(errors.ShardUnavailable):
+    with unanswered(machine, client, Load):
         client.load("t", route, np.full((1, SPEC.dim), 7.0, np.float32))
-    down[0] = False
-    client.timeout = client.connections.timeout = timedelta(seconds=60)
     machine.lose = every(1)
     step(client, 0)
     machine.lose = lambda request: False
