@@ -17,9 +17,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from embershard.proto.errors import TracingNotInstalled
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 TRACE_BYTES, SPAN_BYTES = 16, 8
 _QUEUED = 256  # steps or requests that wait to be sent
@@ -89,6 +92,8 @@ class SpanSender:
         self._resource = {"service.name": service, **resource}
         self._queue: queue.Queue[tuple[bytes, Sequence[Span], int] | None] = queue.Queue(_QUEUED)
         self.dropped = 0  # steps or requests
+        self._closed = threading.Event()  # what still waits then is dropped
+        self._exporter: SpanExporter | None = None  # made by the thread: its import takes a while
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
@@ -107,19 +112,23 @@ class SpanSender:
             self.dropped += 1
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most."""
+        """Send what waits, for a few seconds at most, and drop the rest."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_CLOSE_SECONDS)
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._closed.set()
+        if self._exporter is not None:
+            self._exporter.shutdown()  # ends its wait for the next try
 
     def _run(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        exporter = OTLPSpanExporter(endpoint=self._url, timeout=_SEND_SECONDS)
+        exporter = self._exporter = OTLPSpanExporter(endpoint=self._url, timeout=_SEND_SECONDS)
         # it logs each batch that a collector does not take, with a traceback
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
         told = False
-        while (waiting := self._queue.get()) is not None:
+        while (waiting := self._queue.get()) is not None and not self._closed.is_set():
             try:
                 result = exporter.export(self._made(*waiting))
                 failed = result.name != "SUCCESS"
@@ -130,7 +139,6 @@ class SpanSender:
             if failed and not told:
                 told = True
                 _log.warning("traces are dropped: the collector at %s does not take them", self._url)
-        exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _made(self, trace: bytes, spans: Sequence[Span], epoch_ns: int) -> list[Any]:
         from opentelemetry.sdk.resources import Resource

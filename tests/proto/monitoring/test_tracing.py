@@ -139,14 +139,16 @@ def test_a_step_that_is_not_traced_sends_nothing_and_marks_no_request():
 
 
 def test_a_collector_that_is_away_costs_traces_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(tracing, "_CLOSE_SECONDS", 0.2)  # waited for twice: for room in the queue, and for the thread
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    sender = SpanSender(f"http://127.0.0.1:{port}", "worker")
-    for _ in range(2000):
-        sender.send(b"t" * 16, [Span("step", b"s" * 8, b"", 0.0, 1.0, {})])
-    assert sender.dropped > 1000
-    sender.close()
+    monkeypatch.setattr(tracing, "_CLOSE_SECONDS", 0.2)
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))  # nothing listens, and no other test gets the port
+        sender = SpanSender(f"http://127.0.0.1:{unheard.getsockname()[1]}", "worker")
+        for _ in range(2000):
+            sender.send(b"t" * 16, [Span("step", b"s" * 8, b"", 0.0, 1.0, {})])
+        assert sender.dropped > 1000
+        sender.close()
+        sender._thread.join(10)
+    assert not sender._thread.is_alive(), "it goes on sending what waits, maybe to another program at that port"
 
 
 def test_the_trace_of_a_request_travels_and_an_old_peer_skips_it():
