@@ -191,8 +191,10 @@ def find(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
 def _place(store: HashIndex, page: np.uint64, cell: np.uint64) -> None:
     """Put a cell into the first free place from its home."""
     at = page * _CELLS + ((cell >> _32) & _LINE_MASK) * _8
+    while store.cells[at + _7] != _0:  # a full line
+        at = next_line(at)
     while store.cells[at] != _0:
-        at = (at & ~_CELL_MASK) | ((at + _1) & _CELL_MASK)
+        at += _1
     store.cells[at] = cell
     store.fill[page] += np.uint32(1)
 
@@ -242,6 +244,8 @@ def _split(store: HashIndex, page: np.uint64, h: np.uint64) -> bool:
     old = store.cells[base : base + _CELLS].copy()
     for i in range(_CELLS):
         store.cells[base + i] = _0
+        if depth < _BUCKET_BITS and old[i] != _0:
+            prefetch(store.ids, ((old[i] & _WORD) - _1) * (store.stride >> _1))
     for i in range(_CELLS):
         cell = old[i]
         if cell == _0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from embershard.proto.compiled.intrinsics import ROW_FUNCTION, address_of
 from embershard.proto.compiled.jit import compiled, load
 from embershard.proto.errors import BadOptimizer, InvalidRequest, NoAddressSpace, WrongDim
 from embershard.proto.optim.user_defined import RowOptimizer
-from embershard.proto.routing import NUM_BUCKETS
+from embershard.proto.routing import BUCKET_SHIFT, NUM_BUCKETS
 from embershard.proto.spec import Custom, TableSpec
 from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import kernels
@@ -32,6 +33,7 @@ from embershard.ps.table.hash_index import (
     NUM_ROWS,
     NUM_SLOTS,
     PAGE_CELLS,
+    PAGE_LIMIT,
     RESERVED,
     HashIndex,
 )
@@ -47,6 +49,7 @@ _SMALLEST_BYTES = 1 << 20  # where the system refuses more
 _GROWTH = 4
 _PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
 _PAGE_BYTES = PAGE_CELLS * 8 + 4
+_BUCKET_BITS = 64 - BUCKET_SHIFT
 _NO_BITS = np.empty(0, np.uint8)
 _NO_RATES = np.zeros(3)
 _NO_AGES = np.empty(0, np.float32)
@@ -405,9 +408,22 @@ class Table:
     def filling(self, new_rows: int) -> AbstractContextManager[None]:
         """While so many new rows are restored in this context, take their memory in a thread. NoAddressSpace."""
         self.reserve(new_rows)
+        if not self.num_slots:
+            self._spread_index(new_rows)
         row_bytes = self._stride * 4
         first = self.num_slots * row_bytes
         return self._records.populating(first, first + new_rows * row_bytes, lambda: self.num_slots * row_bytes)
+
+    def _spread_index(self, num_rows: int) -> None:
+        """Give an empty table the index pages of so many rows: splitting full ones takes a third of a restore."""
+        depth = max(0, math.ceil(math.log2(max(1, num_rows) / PAGE_LIMIT)))
+        pages = np.arange(1 << depth, dtype=np.uint32)
+        bits = max(0, depth - _BUCKET_BITS)  # of the fingerprint, that lead from a bucket to a page
+        first = np.arange(NUM_BUCKETS, dtype=np.uint64) << np.uint64(bits) >> np.uint64(max(0, _BUCKET_BITS - depth))
+        self._store.root[:] = first << np.uint64(8) | np.uint64(bits)
+        self._store.directory[: len(pages)] = pages
+        self._store.fill[: len(pages)] = depth << 16
+        self._counters[[NUM_PAGES, NUM_ENTRIES]] = len(pages)
 
     def _reserve_first(self) -> None:
         """Reserve address space for a new table: the usual, or what the system grants."""

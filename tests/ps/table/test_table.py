@@ -318,6 +318,22 @@ def test_rows_restored_while_a_thread_takes_their_memory_are_what_was_given(monk
     assert not any(thread.name == "populate" for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 448, 449, 5_000, 2_000_000])
+def test_rows_are_found_in_an_index_that_is_as_wide_as_they_need_from_the_first_on(num_rows):
+    tables, ids = (compiled(1), compiled(1)), np.arange(num_rows) * 7
+    values = np.arange(num_rows, dtype=np.float32)[:, None]
+    with tables[0].filling(num_rows):
+        for table in tables:
+            table.restore(ids, values, values)
+    more = np.arange(2_000) * 7 + 3
+    for table in tables:
+        push(table, more)
+        assert np.array_equal(table.gather(ids), values)
+        assert table.num_rows == num_rows + len(more)
+        assert not table.count_missing(np.concatenate([ids, more]))
+    assert tables[0].nbytes <= 1.2 * tables[1].nbytes + 10_000, "the index takes more memory than one that grew"
+
+
 def test_an_error_while_rows_are_restored_ends_the_thread_that_takes_memory(monkeypatch):
     monkeypatch.setattr(arena, "_FEW_BYTES", 0)
     with pytest.raises(KeyError), compiled(4).filling(10**6):
