@@ -21,7 +21,7 @@ from embershard.proto.snapshot.blocks import block_header, rows_per_file
 from embershard.proto.snapshot.manifest import plain_spec, read_spec
 from embershard.proto.snapshot.sealed import Fields, SealedFormat
 from embershard.proto.spec import TableSpec
-from embershard.ps.journal.disk import Disk, LocalDisk
+from embershard.ps.journal.disk import Disk, LocalDisk, page_aligned
 from embershard.ps.journal.manifest import LogBase, LogManifest
 from embershard.ps.journal.reader import NO_COPY
 from embershard.ps.table.frozen import CopyOnWriteRows, FrozenTable, RowBlock
@@ -159,7 +159,7 @@ def read_base(disk: Disk, path: Path, log: LogManifest, named: LogBase) -> Shard
 def blocks_of(disk: Disk, path: Path, base: ShardBase, table: TableImage) -> Iterator[RowBlock]:
     """The rows of a table of a base, file by file, each until the next is taken. LogDamaged."""
     largest = max((file.bytes for file in table.files), default=0)
-    buffers = memoryview(bytearray(largest)), memoryview(bytearray(largest))  # new memory for each costs half of a read
+    buffers = page_aligned(largest), page_aligned(largest)  # new memory for each costs half of a read
     blocks = (
         _read_rows(disk, path / file.name, file, table, base.lsn, buffers[number % 2][: file.bytes])
         for number, file in enumerate(table.files)

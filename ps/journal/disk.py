@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 import shutil
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 if TYPE_CHECKING:
@@ -22,8 +24,16 @@ if TYPE_CHECKING:
 _MAX_PIECES = 1024  # IOV_MAX of Linux: what one pwritev takes
 _BATCH_BYTES = 4 * 2**20  # that one thread hands to another at a time, so that small records cost no switch each
 _BATCH_ITEMS = 1024
+_DIRECT_BYTES = 2**20  # less is left to the page cache and what it reads ahead
 
 _Item = TypeVar("_Item")
+
+
+def page_aligned(num_bytes: int) -> memoryview:
+    """Memory that begins with a page, into which a file can be read past the page cache."""
+    memory = np.empty(num_bytes + mmap.PAGESIZE, np.uint8)
+    first = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[first : first + num_bytes].data
 
 
 class DiskFile(Protocol):
@@ -37,8 +47,8 @@ class DiskFile(Protocol):
         """The bytes at an offset; fewer only at the end of the file."""
         ...
 
-    def pread_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with the bytes at an offset; what lies behind the end of the file is left as it was."""
+    def pread_into(self, target: memoryview, offset: int) -> int:
+        """Fill `target` with the bytes at an offset; how many there are: fewer only at the end of the file."""
         ...
 
     def pwritev(self, pieces: Sequence[ReadableBuffer], offset: int) -> None:
@@ -204,6 +214,7 @@ class _LocalFile:
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor, self._path = descriptor, path
+        self._direct: int | None = None  # the same file, past the page cache
 
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
@@ -217,16 +228,42 @@ class _LocalFile:
             return data
         return data + self.pread(num_bytes - len(data), offset + len(data))  # a signal, or 2 GiB: Linux's limit
 
-    def pread_into(self, target: memoryview, offset: int) -> None:
-        done = 0
+    def pread_into(self, target: memoryview, offset: int) -> int:
+        done = self._pread_directly(target, offset)
         while done < len(target):
             try:
                 count = os.preadv(self._descriptor, [target[done:]], offset + done)
             except OSError as error:
                 raise OSError(error.errno, f"{error.strerror} at byte {offset + done}", str(self._path)) from None
             if not count:
-                return
+                break
             done += count
+        return done
+
+    def _pread_directly(self, target: memoryview, offset: int) -> int:
+        """Read past the page cache what can be, into the start of `target`; how many bytes.
+
+        Memory for the page cache and a copy out of it cost more than the disk does. What is in the page cache is read
+        from there, as it is after the end of a process alone.
+        """
+        num_bytes = len(target) // mmap.PAGESIZE * mmap.PAGESIZE
+        if num_bytes < _DIRECT_BYTES or offset % mmap.PAGESIZE or self._is_cached(offset):
+            return 0
+        try:
+            if self._direct is None:
+                self._direct = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+            return os.preadv(self._direct, [target[:num_bytes]], offset)
+        except OSError:  # not every file system can, nor into any memory; errors of the disk come again after this
+            return 0
+
+    def _is_cached(self, offset: int) -> bool:
+        try:
+            os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except (OSError, AttributeError):  # not every system, or file system, can say it
+            pass
+        return True
 
     def pwritev(self, pieces: Sequence[ReadableBuffer], offset: int) -> None:
         for start in range(0, len(pieces), _MAX_PIECES):
@@ -253,6 +290,8 @@ class _LocalFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+        if self._direct is not None:
+            os.close(self._direct)
 
 
 class _LocalLock:

@@ -12,6 +12,7 @@ intact behind it shows that it was written whole once. What that proves depends 
 
 from __future__ import annotations
 
+import mmap
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from embershard.proto.errors import LogDamaged, LogMismatch, LogTooNew
-from embershard.ps.journal.disk import Disk
+from embershard.ps.journal.disk import Disk, page_aligned
 from embershard.ps.journal.manifest import MANIFEST, LogManifest
 from embershard.ps.journal.record import (
     HEADER_BYTES,
@@ -345,25 +346,28 @@ class _SegmentBytes:
         self._segment = segment
         self._file = disk.open(segment.path)
         self._start = 0
-        self._data = b""
+        self._data = memoryview(b"")
 
     def close(self) -> None:
         self._file.close()
 
-    def bytes_at(self, offset: int, num_bytes: int) -> memoryview | None:
-        """Bytes at an offset; None where the file has fewer."""
+    def bytes_at(self, offset: int, num_bytes: int, window: int = _WINDOW_BYTES) -> memoryview | None:
+        """Bytes at an offset; None where the file has fewer. Where it reads, then `window` bytes or more."""
         if offset < self._start or offset + num_bytes > self._start + len(self._data):
             if offset + num_bytes > self._segment.size:
                 return None
-            self._start, self._data = offset, self._file.pread(max(num_bytes, _WINDOW_BYTES), offset)
-            if num_bytes > len(self._data):
+            self._start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            size = min(max(offset - self._start + num_bytes + HEADER_BYTES, window), self._segment.size - self._start)
+            data = page_aligned(size)
+            self._data = data[: self._file.pread_into(data, self._start)]
+            if offset + num_bytes > self._start + len(self._data):
                 return None
         at = offset - self._start
-        return memoryview(self._data)[at : at + num_bytes]
+        return self._data[at : at + num_bytes]
 
     def record(self, offset: int, lsn: int | None = None) -> LoggedRecord | None:
         """The intact record at an offset, of this LSN if one is given; None where there is none."""
-        start = self.bytes_at(offset, HEADER_BYTES)
+        start = self.bytes_at(offset, HEADER_BYTES, window=_PROBE_BYTES)
         header = None if start is None else read_record_header(start)
         if header is None or (lsn is not None and header.lsn != lsn):
             return None

@@ -208,9 +208,10 @@ class SimulatedFile:
         self._disk._do("pread", self._path)
         return bytes(self._inode.data[offset : offset + num_bytes])
 
-    def pread_into(self, target: memoryview, offset: int) -> None:
+    def pread_into(self, target: memoryview, offset: int) -> int:
         data = self.pread(len(target), offset)
         target[: len(data)] = data
+        return len(data)
 
     def pwritev(self, pieces: list[bytes | memoryview], offset: int) -> None:
         self._disk._do("pwritev", self._path)

@@ -3,12 +3,13 @@
 import errno
 import os
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
+import numpy as np
 import pytest
 
 from embershard.proto.errors import LogLocked
-from embershard.ps.journal.disk import LocalDisk
+from embershard.ps.journal.disk import LocalDisk, page_aligned
 from harness.eventually import eventually
 
 PIECES = [bytes([n % 251]) * (n % 5) for n in range(2500)]  # more than one pwritev takes
@@ -71,6 +72,53 @@ def test_a_read_that_fails_names_file_and_byte(file, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="4096") as raised:
         file.pread(10, 4096)
     assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(tmp_path / "file"))
+
+
+class TestPageCache:
+    DATA = np.random.default_rng(0).bytes(5 * 2**20 + 100)
+
+    @staticmethod
+    def is_cached(descriptor, offset):
+        """Whether it has a byte of a file; the system may read some more into it, at this place."""
+        with suppress(BlockingIOError):
+            return bool(os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT))
+        return False
+
+    @pytest.fixture
+    def uncached(self, tmp_path):
+        (tmp_path / "file").write_bytes(self.DATA)
+        with (tmp_path / "file").open("rb+") as file:
+            try:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                if self.is_cached(file.fileno(), 2**20):
+                    pytest.skip("this file system keeps files in memory")
+            except (AttributeError, OSError) as error:
+                pytest.skip(f"this system cannot say it: {error}")
+            yield file.fileno()
+
+    @pytest.mark.parametrize("offset", [0, 4096, 100, 3 * 2**20])
+    @pytest.mark.parametrize("num_bytes", [1, 2**20, 2 * 2**20 + 5, 8 * 2**20])
+    @pytest.mark.parametrize("shift", [0, 8])
+    def test_what_is_read_past_it_is_what_the_file_has(self, tmp_path, uncached, offset, num_bytes, shift):
+        memory = page_aligned(num_bytes + shift)[shift:]
+        with closing(LocalDisk().open(tmp_path / "file")) as file:
+            count = file.pread_into(memory, offset)
+        assert count == min(num_bytes, len(self.DATA) - offset)
+        assert memory[:count] == self.DATA[offset : offset + count]
+
+    def test_reading_a_large_file_that_is_not_in_it_leaves_it_alone(self, tmp_path, uncached):
+        with closing(LocalDisk().open(tmp_path / "file")) as file:
+            assert file.pread_into(page_aligned(len(self.DATA)), 0) == len(self.DATA)
+        assert not self.is_cached(uncached, 4 * 2**20)
+
+    def test_a_file_that_is_in_it_is_read_from_there(self, tmp_path, monkeypatch):
+        (tmp_path / "file").write_bytes(self.DATA)
+        with closing(LocalDisk().open(tmp_path / "file")) as file:
+            monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it is opened once more"))
+            memory = page_aligned(len(self.DATA))
+            assert file.pread_into(memory, 0) == len(self.DATA)
+        assert memory == self.DATA
 
 
 class TestReadAhead:
