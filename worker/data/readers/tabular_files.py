@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -163,6 +164,7 @@ class TableSource(BlockSource, Protocol):
         """The first rows of every file, and where each of them stands."""
 
 
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _NO_COLUMNS = Columns()  # of readers without a features section
 
 
@@ -193,7 +195,17 @@ class _ParquetTables(ParquetSource):
         return counted if self.rows is None else self.rows
 
     def _check_columns(self, path: File, schema: pa.Schema) -> None:
-        check_columns(str(path), schema.names, self.wanted)
+        check_columns(str(path), [*schema.names, *_partition_keys(path)], self.wanted)
+
+    def _parts(self, path: File, group: int, rows: int) -> Iterator[pa.Table]:
+        keys = [(name, value) for name, value in _partition_keys(path).items() if name in self.wanted]
+        for part in super()._parts(path, group, rows):
+            for name, value in keys:
+                if name not in part.column_names:
+                    values = pa.array([value], pa.string())
+                    zeros = pa.array(np.zeros(part.num_rows, np.int32))
+                    part = part.append_column(name, pa.DictionaryArray.from_arrays(zeros, values))
+            yield part
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's row groups; where there are fewer than workers, each reads all and keeps its share of parts."""
@@ -227,6 +239,12 @@ class _ParquetTables(ParquetSource):
     def _samples(self, path: File, begin: int, table: pa.Table) -> Samples:
         with located(lambda row: f"{path}: row {begin + row + 1}"):
             return self.to_rows(table, self.layout)
+
+
+def _partition_keys(path: File) -> dict[str, str | None]:
+    """Columns that the names of a file's folders give, as Spark and Hive write them: day=2026-01-31/part-0.parquet."""
+    folders = [name.partition("=") for name in str(path).split("/")[:-1]]
+    return {key: None if value == _NO_VALUE else unquote(value) for key, sign, value in folders if key and sign}
 
 
 def read_vocabulary(path: File, table: str) -> list[int]:

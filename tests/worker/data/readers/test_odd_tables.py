@@ -189,6 +189,38 @@ def test_dates_are_categories(tmp_path):
     assert one.ids.tolist() == other.ids.tolist()
 
 
+def test_the_names_of_folders_are_columns_as_in_the_same_table_in_one_file(tmp_path):
+    columns = {
+        "user": [f"u{n}" for n in range(8)],
+        "day": ["2026-01-01", "2026-01-02", "2026-01-03", "2026-01-04"] * 2,
+        "shop": ["a b", "c/d", None, "é=1"] * 2,
+        "price": ["1", "2", "3", "4"] * 2,
+        "label": [0, 1] * 4,
+    }
+    features, split = (
+        "{user: {}, shop: {}, price: {type: number}}",
+        {"by": "time", "column": "day", "at": ["2026-01-04"]},
+    )
+    section = section_of(tmp_path, columns, features, split=split)
+    keys = ["day", "shop", "price"]
+    pq.write_to_dataset(pq.read_table(tmp_path / "a.parquet"), tmp_path / "parts", partition_cols=keys)
+    parted = section.model_copy(update={"train": ("parts/**/*.parquet",)})
+
+    def rows(own):
+        assert own.fit(tmp_path, 0).fitted["samples"] == {"train": 6, "test": 2}
+        batch = samples(own, tmp_path)
+        return sorted(zip(batch.ids.tolist(), batch.dense.tolist(), batch.labels.tolist(), strict=True))
+
+    assert rows(parted) == rows(section)
+    at_url = section.model_copy(update={"train": (f"{(tmp_path / 'parts').as_uri()}/**/*.parquet",)})
+    assert rows(at_url) == rows(section)
+    other = section_of(tmp_path, columns, "{user: {}, country: {}}").model_copy(
+        update={"train": ("parts/**/*.parquet",)}
+    )
+    with pytest.raises(JobError, match=r"no column 'country'.* label, user, day, shop, price"):
+        other.look(tmp_path)
+
+
 def test_a_folder_says_why_it_has_no_format(tmp_path):
     section = section_of(tmp_path, {"user": ["a"] * 4}, "{user: {}}").model_copy(update={"train": ("parts",)})
     (tmp_path / "parts" / "day=1").mkdir(parents=True)
