@@ -80,7 +80,10 @@ def open_binary(path: File) -> IO[bytes]:
 
 
 def expand(path: File, endings: tuple[str, ...]) -> list[File]:
-    """The files of a folder that end so, those that a pattern with * fits, or the file itself; in order of names."""
+    """The files of a folder that end so, those that a pattern with * fits, or the file itself; in order of names.
+
+    Of several files those without a byte are left out: Spark writes one for a partition without rows.
+    """
     if is_url(path):
         import fsspec
 
@@ -88,26 +91,30 @@ def expand(path: File, endings: tuple[str, ...]) -> list[File]:
             files, root = fsspec.core.url_to_fs(path)
             scheme = str(path).partition("://")[0]
             if "*" in str(path):
-                found = sorted(files.glob(root))
+                found = list(files.glob(root, detail=True).values())
             elif files.isdir(root):
-                found = sorted(name for name in files.ls(root, detail=False) if name.lower().endswith(endings))
+                found = [info for info in files.ls(root, detail=True) if info["name"].lower().endswith(endings)]
             else:
                 return [path]
         except Exception as error:  # a storage's own package may fail in any way
             raise JobError(where=str(path), reason=f"cannot be read: {error}") from None
-        paths: list[File] = [f"{scheme}://{name.lstrip('/') if scheme != 'file' else name}" for name in found]
+        sizes: dict[File, int | None] = {
+            f"{scheme}://{info['name'].lstrip('/') if scheme != 'file' else info['name']}": info.get("size")
+            for info in found
+        }
     elif "*" in (local := Path(path)).as_posix() and not local.exists():
-        paths = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        with reading(path):
+            sizes = {Path(name): os.path.getsize(name) for name in glob.glob(str(path), recursive=True)}
     else:
         with reading(path):  # glob would take a folder that cannot be read for an empty one
             if not S_ISDIR(local.stat().st_mode):
                 return [path]
-            paths = list(sorted(p for p in local.iterdir() if p.name.lower().endswith(endings)))
-    if not paths:
+            sizes = {p: p.stat().st_size for p in local.iterdir() if p.name.lower().endswith(endings)}
+    if not sizes:
         kinds = " or ".join(f"*{ending}" for ending in endings)
         what = "no file fits the pattern" if "*" in str(path) else f"no {kinds} file in this folder"
         raise JobError(where=str(path), reason=what)
-    return paths
+    return sorted(file for file, size in sizes.items() if size != 0) or sorted(sizes)
 
 
 def check_readable(path: File) -> bool:

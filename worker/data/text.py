@@ -308,17 +308,22 @@ class TextSource:
 
     def check(self) -> None:
         """Parse the start of every file."""
-        for path in self.paths:
-            self.look(path)
+        for _ in self.looks():
+            pass
 
-    def look(self, path: File) -> tuple[Block, pa.Table]:
-        """The first lines of a file, and the table that they are. JobError where it has none."""
-        for block in read_blocks(path, LOOK_BYTES):
-            if self.has_header and block.first_line == 1:
-                block = without_lines(block, 1)
-            if not block.is_blank:
-                return block, self.parser(path, block, self.layout)
-        raise JobError(where=str(path), reason="no line of data in the file")
+    def looks(self) -> Iterator[tuple[File, Block, pa.Table]]:
+        """The first lines of each file that has any, and the table that they are. JobError where none has."""
+        has_lines = False
+        for path in self.paths:
+            for block in read_blocks(path, LOOK_BYTES):
+                if self.has_header and block.first_line == 1:
+                    block = without_lines(block, 1)
+                if not block.is_blank:
+                    has_lines = True
+                    yield path, block, self.parser(path, block, self.layout)
+                    break
+        if not has_lines:
+            raise JobError(where=self.where, reason="no line of data in the file")
 
     def num_rows(self) -> int | None:
         """The number of rows, which reading alone tells."""

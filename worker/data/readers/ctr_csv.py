@@ -66,8 +66,7 @@ class CtrCsvStream(StreamDataset):
 def look(files: Mapping[str, Path], columns: Columns, *, delimiter: str = ",", num_ids: int | None = None) -> None:
     """Parse the first lines of every file, without torch. JobError names file:line of what is wrong."""
     for source in _sources(files, columns, delimiter, num_ids)[1].values():
-        for path in source.paths:
-            block, table = source.look(path)
+        for path, block, table in source.looks():
             columns.check_undeclared(f"{path}:{line_of(block, 0)}", table, source.layout)
 
 

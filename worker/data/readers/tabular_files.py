@@ -170,8 +170,7 @@ _NO_COLUMNS = Columns()  # of readers without a features section
 
 class _TextTables(TextSource):
     def first_rows(self) -> Iterator[tuple[Callable[[int], str], pa.Table]]:
-        for path in self.paths:
-            block, table = self.look(path)
+        for path, block, table in self.looks():
             yield (lambda row, path=path, block=block: f"{path}:{line_of(block, row)}"), table  # type: ignore[misc]
 
 

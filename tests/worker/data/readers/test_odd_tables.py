@@ -243,6 +243,21 @@ def test_a_folder_has_the_files_of_a_format_in_letters_of_either_case(tmp_path):
         assert len(samples(own, tmp_path).ids) == 3
 
 
+@pytest.mark.parametrize("empty", [b"", b"user,label\n"])
+def test_parts_without_rows_are_read_beside_others(tmp_path, empty):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "part-00000.csv").write_bytes(empty)  # as Spark writes a partition without rows
+    (tmp_path / "parts" / "part-00001.csv").write_bytes(b"user,label\nu,1\nv,0\n")
+    (tmp_path / "parts" / "part-00002.csv").write_bytes(empty)
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="parts")
+    for train in ("parts", "parts/*.csv", (tmp_path / "parts").as_uri(), f"{(tmp_path / 'parts').as_uri()}/*.csv"):
+        own = section.model_copy(update={"train": (train,), "format": "csv"})
+        assert len(samples(own, tmp_path).ids) == 2
+    (tmp_path / "parts" / "part-00001.csv").write_bytes(empty)
+    with pytest.raises(JobError, match=r"part-00000\.csv: (the file is empty|no line of data in the file)"):
+        samples(section, tmp_path)
+
+
 def test_the_footer_of_a_file_is_not_parsed_for_each_row_group(tmp_path, monkeypatch):
     section = section_of(tmp_path, {"user": [f"u{n}" for n in range(40)]}, "{user: {}}")
     rows = pq.read_table(tmp_path / "a.parquet")
