@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.recommender import ListRecommender
 
@@ -48,7 +49,8 @@ class ListLoss:
         self._loss = partial(_LOSSES[name], **args)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """() float32."""
+        """() float32. JobError where the samples have weights."""
+        _check_unweighted(batch)
         return self._loss(*self._split(model(batch.ids, batch.dense, True), batch.ids))
 
 
@@ -67,11 +69,18 @@ class InBatchSoftmax:
         self._frequency.load_state_dict(state)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """() float32."""
+        """() float32. JobError where the samples have weights."""
+        _check_unweighted(batch)
         items = candidates(batch.ids)
         log_q = self._frequency.update(items)
         logits = model(batch.ids, None, True)
         return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
+
+
+def _check_unweighted(batch: Batch) -> None:
+    if batch.weights is not None:
+        reason = "its samples have weights, which a loss over lists of items does not use: leave them out"
+        raise JobError(where="data", reason=reason)
 
 
 def candidates(ids: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """The losses over lists against their papers' formulas, pair by pair."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Batch
 from embershard.worker.models.list_losses import ListLoss
 from embershard.worker.models.loss import loss_of
 from embershard.worker.models.retrieval.two_tower import TwoTower
@@ -60,11 +61,19 @@ def test_a_loss_is_its_formula(name, args, formula, negatives):
     model = TwoTower(30, 4, temperature=1.0)
     items = IDS[:, 2] if negatives else IDS[:, 1]
     parts = [formula(own, others, len(items)) for own, others in scores_of(model, items)]
-    batch = SimpleNamespace(ids=IDS if negatives else IDS[:, :2], dense=None)
+    batch = Batch(IDS if negatives else IDS[:, :2], None, torch.ones(4))
     loss = ListLoss(model, name, args)(model, batch)
     assert loss.item() == pytest.approx(sum(map(sum, parts)) / len(parts), rel=1e-5)
     loss.backward()
     assert bool(model.embedding.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["bpr", "sampled_softmax"])
+def test_weights_of_samples_that_it_would_not_use_are_refused(name):
+    model = TwoTower(30, 4, temperature=1.0)
+    batch = Batch(IDS, None, torch.ones(4), weights=torch.ones(4))
+    with pytest.raises(JobError, match="weights"):
+        loss_of(model, lambda model, batch: batch.labels, name)(model, batch)
 
 
 def test_a_loss_over_lists_needs_a_model_that_is_trained_on_them():
