@@ -16,7 +16,8 @@ from typing import IO, cast
 from embershard.proto.errors import JobError
 
 File = Path | str  # a local file, or a URL that fsspec reads
-GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18")  # of a frame, and of the one that pzstd writes before each
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _PARQUET = b"PAR1"
 MAX_LINE_BYTES = 64 << 20  # far above any sample; without it a binary file would be read into memory whole
@@ -136,7 +137,7 @@ def _compression(path: File) -> str:
     if magic == _PARQUET:
         reason = "it is a Parquet file, no text: let its name end with .parquet, and take reader: tabular"
         raise JobError(where=str(path), reason=reason)
-    found = "gzip" if magic[:2] == GZIP_MAGIC else "zstd" if magic == ZSTD_MAGIC else ""
+    found = "gzip" if magic[:2] == GZIP_MAGIC else "zstd" if magic in ZSTD_MAGICS else ""
     for ending, named in ((".gz", "gzip"), (".zst", "zstd")):
         if str(path).endswith(ending) and found != named:
             what = "gzipped" if named == "gzip" else "zstd"

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import struct
 
 import numpy as np
 import pyarrow as pa
@@ -71,8 +72,18 @@ def write(folder, name):
     else:
         pa_csv.write_csv(texts, sink, pa_csv.WriteOptions(delimiter="\t" if ".tsv" in name else ","))
     data = sink.getvalue().to_pybytes()
-    packed = {".gz": gzip.compress, ".zst": lambda d: pa.compress(d, "zstd", asbytes=True)}
+    packed = {".gz": gzip.compress, ".zst": pzstd if name.startswith("pzstd") else zstd}
     (folder / name).write_bytes(packed.get("." + name.rpartition(".")[2], bytes)(data))
+
+
+def zstd(data):
+    return pa.compress(data, "zstd", asbytes=True)
+
+
+def pzstd(data):
+    """Frames of parts, the length of each in a frame before it, as pzstd writes them."""
+    frames = [zstd(data[at : at + 10_000]) for at in range(0, len(data), 10_000)]
+    return b"".join(struct.pack("<III", 0x184D2A50, 4, len(frame)) + frame for frame in frames)
 
 
 def rows_of(dataset, split="train"):
@@ -83,7 +94,7 @@ def rows_of(dataset, split="train"):
 
 def test_each_format_gives_the_same_samples(tmp_path):
     found = []
-    for name in ("a.parquet", "a.csv", "a.tsv.gz", "a.jsonl", "a.jsonl.zst", "a.csv.zst"):
+    for name in ("a.parquet", "a.csv", "a.tsv.gz", "a.jsonl", "a.jsonl.zst", "a.csv.zst", "pzstd.csv.zst"):
         write(tmp_path, name)
         job = job_of(tmp_path, FEATURES, model=OWN, train=name, valid=(tmp_path / name).as_uri(), weight="weight")
         job.data.look(tmp_path)
