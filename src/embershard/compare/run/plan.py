@@ -18,6 +18,7 @@ from embershard.worker.job.job import Job
 
 MOST_SEEDS = 1000
 SKIPPED_SHARE = 0.25  # of a run's steps, its beginning: first rows, connections, compiled code, empty caches
+TRIAL_STEPS = 75  # in which compression.auto measures and tries codecs, if their first trial decides
 _ARM_LENGTH = 100  # of its part of a folder's name, which has up to 255 bytes
 
 
@@ -191,6 +192,12 @@ def can_be_limited(job: Job) -> bool:
     return job.has_shards and job.dense_mode == "ps"
 
 
+def steps_on_limited_links(job: Job, steps: int) -> int:
+    """The steps of a short run: more where codecs are tried first, so that the trial lies in the skipped beginning."""
+    tries = job.compression is not None and (job.compression.auto or job.compression.unless_slower)
+    return max(steps, round(TRIAL_STEPS / SKIPPED_SHARE)) if tries else steps
+
+
 def _rates(job: Job, multiple: float) -> Iterator[str]:
     """Settings that multiply every learning rate of the job."""
     for name, section in (("embedding", job.embedding), ("dense", job.dense)):
@@ -208,6 +215,7 @@ def _shortened(job: Job, steps: int | None) -> Iterator[str]:
     assert steps is not None
     assert job.train.budget is not None
     unit, length = job.train.budget
+    steps = steps_on_limited_links(job, steps)
     if unit == "steps":
         steps = min(steps, length)
     else:
