@@ -91,6 +91,31 @@ def test_what_is_held_back_is_trained_on_later(codec):
     assert raw / wire > (25 if codec == "onebit" else 1)
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_onebit_scales_a_parameter_by_its_own_floats_and_not_by_the_padding_of_its_block(num_shards):
+    session = Session(
+        Client(InProcessShards(num_shards).transports()), compression=Compression(dense={"push": "onebit"})
+    )
+    model = es.wrap(nn.Linear(1500, 1), session, optimizer=es.SGD(lr=1.0))
+    inputs = torch.randn(4, 1, 1500, generator=torch.Generator().manual_seed(0))
+    session.pull([], session.dense_weights)
+    want = [part.detach().numpy().reshape(-1).copy() for part in model.parameters()]
+    residuals = [np.zeros_like(part) for part in want]
+    for batch in inputs:
+        model(batch).sum().backward()
+        session.step()
+        for part, residual, gradient in zip(want, residuals, (batch.numpy().reshape(-1), np.ones(1)), strict=True):
+            residual += gradient
+            for block in range(0, part.size, 1024):
+                at = slice(block, block + 1024)
+                sent = np.where(residual[at] < 0, -1, 1) * np.abs(residual[at]).mean()
+                part[at] -= sent
+                residual[at] -= sent
+    session.pull([], session.dense_weights)
+    for part, found in zip(want, model.parameters(), strict=True):
+        np.testing.assert_allclose(found.detach().numpy().reshape(-1), part, atol=1e-5)
+
+
 def test_tables_are_chosen_by_name_and_kind():
     own = {"b*": {"push": "topk:0.5"}, "dense": {"push": "fp16s"}}
     run = Run(Compression(push="int8", dense={"pull": "bf16"}, tables=own))
