@@ -192,10 +192,9 @@ def can_be_limited(job: Job) -> bool:
     return job.has_shards and job.dense_mode == "ps"
 
 
-def steps_on_limited_links(job: Job, steps: int) -> int:
-    """The steps of a short run: more where codecs are tried first, so that the trial lies in the skipped beginning."""
-    tries = job.compression is not None and (job.compression.auto or job.compression.unless_slower)
-    return max(steps, round(TRIAL_STEPS / SKIPPED_SHARE)) if tries else steps
+def tries_codecs(job: Job) -> bool:
+    """Tell whether the job's workers measure in its first steps which codecs they use, so that the link decides."""
+    return job.compression is not None and (job.compression.auto or job.compression.unless_slower)
 
 
 def _rates(job: Job, multiple: float) -> Iterator[str]:
@@ -215,7 +214,8 @@ def _shortened(job: Job, steps: int | None) -> Iterator[str]:
     assert steps is not None
     assert job.train.budget is not None
     unit, length = job.train.budget
-    steps = steps_on_limited_links(job, steps)
+    if tries_codecs(job):  # in steps that lie in the skipped beginning then
+        steps = max(steps, round(TRIAL_STEPS / SKIPPED_SHARE))
     if unit == "steps":
         steps = min(steps, length)
     else:
