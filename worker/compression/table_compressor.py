@@ -260,8 +260,10 @@ class TableCompressor:
         if self._settings.clip_norm is None:
             return 1.0
         norm = float(np.linalg.norm(rows.astype(np.float64)))
+        if not math.isfinite(norm):  # of the rows that are sent
+            norm = float(np.linalg.norm(rows[np.isfinite(rows).all(axis=1)].astype(np.float64)))
         bound = self._settings.clip_norm / math.sqrt(workers)
-        return min(1.0, bound / norm) if 0 < norm < math.inf else 1.0
+        return min(1.0, bound / norm) if norm > 0 else 1.0
 
     def _whole(self, residual: ResidualRows, rate: float) -> TableGradients:
         """Rows that leave a residual, as float32: what a values codec would lose of them, nobody would send."""
