@@ -32,6 +32,7 @@ from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.compression.settings import CodecSchedule, Compression, warmup_density
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
+from embershard.worker.strategy.predicted_bytes import predict_volumes
 from harness.models import BagModel
 
 ADAGRAD, SGD = es.Adagrad(lr=0.1), es.SGD(lr=0.1)
@@ -176,6 +177,17 @@ def test_every_table_switches_or_none():
         assert all(ways.push.is_plain for ways in run.compressor.directions().values())
     assert run.session.compress("dense", push="onebit") == ["dense"]
     assert run.session.compress("*", push="none") == ["bag", "dense"]
+
+
+def test_bytes_are_not_predicted_of_a_table_that_used_several_codecs():
+    run = Run(Compression(push="int8"))
+    client = run.session.client
+    run.session.compress("bag", push="fp16s")  # before its first push: one codec
+    run.train(0, 2)
+    assert {part.table for part in predict_volumes(client.stats.volume, client)} == {"bag", "dense", ""}
+    run.session.compress("bag", push="int8")
+    run.train(2, 4)
+    assert {part.table for part in predict_volumes(client.stats.volume, client)} == {"dense", ""}
 
 
 def test_rows_that_were_assigned_see_no_gradient_of_before():
