@@ -47,6 +47,7 @@ class Compressor:
         self.also_changed: list[tuple[str, Ids]] = []  # rows that the last push changed beside its own
         self._worker, self._placement = worker, placement
         self._tables: dict[str, TableCompressor] = {}
+        self.switched: set[str] = set()  # tables that have moved rows by other codecs than their present ones
         self.has_feedback = False  # whether any table ever had a residual
         # the codecs of tables whose rows, or gradients, do not travel as plain float32
         self.coded_pulls: dict[str, CodecName] = {}

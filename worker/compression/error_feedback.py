@@ -46,6 +46,7 @@ class EncodeOptions(NamedTuple):
     momentum: float = 0.0  # of dgc
     low_rank: LowRank | None = None  # of powersgd: the factors of the whole push
     ages: bool = True  # whether elements travel with the ages of their rows
+    filled: Ids | None = None  # (U,) floats of each block of dense weights, of which the rest is padding; None: all
 
 
 class Packed(NamedTuple):
@@ -176,8 +177,15 @@ class Feedback:
 
 
 def _send_all(rows: Floats, ages: Floats, how: EncodeOptions) -> Bytes:
-    payload = encode_rows(rows, how.values, how.key)
+    """By onebit. The scale of a block leaves padding out, which would make that of one float 1024 times smaller."""
+    payload, dim = encode_rows(rows, how.values, how.key), rows.shape[1]
+    filled = np.full(len(rows), dim) if how.filled is None else how.filled
+    partial = np.flatnonzero(filled < dim)
+    if len(partial):  # a block of onebit is a row here
+        payload[-4 * len(rows) :].view(np.float32)[partial] *= np.float32(dim) / filled[partial].astype(np.float32)
     _take_out(payload, rows, ages, how)
+    for row in partial:
+        rows[row, filled[row] :] = 0
     return payload
 
 

@@ -51,6 +51,14 @@ class DenseLayout(NamedTuple):
     ids: Ids  # (num_blocks,) in the order in which parameters lie in the blocks
     places: Sequence[ParameterSlice]  # in that order
 
+    def filled(self, block: int) -> Ids:
+        """Return how many floats of each block (num_blocks,) are those of a parameter; the rest is padding."""
+        filled = np.full(len(self.ids), block)
+        for place in self.places:
+            if rest := place.size % block:
+                filled[place.start + place.size // block] = rest
+        return filled
+
 
 @dataclass(slots=True)
 class _Matrix:

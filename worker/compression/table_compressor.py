@@ -13,6 +13,7 @@ from embershard.proto.arrays import Bytes, Floats, Ids, mix64
 from embershard.proto.codec.ids import encode_even_ids, encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
+from embershard.proto.codec.values.onebit import BLOCK as ONEBIT_BLOCK
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.messages import PACKED, TableGradients
 from embershard.proto.routing import BUCKET_SHIFT, Placement, Route, even_ids, make_route
@@ -127,7 +128,7 @@ class TableCompressor:
         part, rows, skipped = _finite(part, rows)
         if self._clip != 1.0 and codec.select == "dgc":
             rows = rows * np.float32(self._clip)
-        payload, gone = feedback.pack(ShardGradients(part.ids, rows, rate), self._how(codec, values, key))
+        payload, gone = feedback.pack(ShardGradients(part.ids, rows, rate), self._how(codec, values, key, part.ids))
         parts = [self._packed(part, payload)]
         if len(gone.ids):
             parts.append(self._whole(gone, rate))
@@ -238,21 +239,31 @@ class TableCompressor:
         finite = np.isfinite(corrected).all(axis=1)
         self._low_rank.begin(route.ids[finite], corrected[finite])
 
-    def _how(self, codec: CodecName, values: ValuesCodec, key: int) -> EncodeOptions:
+    def _how(self, codec: CodecName, values: ValuesCodec, key: int, ids: Ids) -> EncodeOptions:
         if codec.select != "dgc":
-            return EncodeOptions(
-                codec, values, codec.number, key, low_rank=self._low_rank, ages=uses_row_age(self.spec)
-            )
+            filled = self._filled(ids) if codec.values == "onebit" else None
+            ages = uses_row_age(self.spec)
+            return EncodeOptions(codec, values, codec.number, key, low_rank=self._low_rank, ages=ages, filled=filled)
         density = warmup_density(codec.number, self._warm - 1, self._settings.warmup_steps)
         return EncodeOptions(codec, values, density, key, self._settings.momentum, ages=uses_row_age(self.spec))
+
+    def _filled(self, ids: Ids) -> Ids | None:
+        """The floats of these blocks that are not padding; None where the blocks are not those of onebit."""
+        known = self.layout.ids
+        if not len(known) or self.spec.dim != ONEBIT_BLOCK:
+            return None
+        order = np.argsort(known)
+        return self.layout.filled(self.spec.dim)[order[np.searchsorted(known, ids, sorter=order)]]
 
     def _clipping(self, rows: Floats, workers: int) -> float:
         """The factor by which dgc bounds the norm of one worker's gradient (Lin et al. 2018, section 3.2)."""
         if self._settings.clip_norm is None:
             return 1.0
         norm = float(np.linalg.norm(rows.astype(np.float64)))
+        if not math.isfinite(norm):  # of the rows that are sent
+            norm = float(np.linalg.norm(rows[np.isfinite(rows).all(axis=1)].astype(np.float64)))
         bound = self._settings.clip_norm / math.sqrt(workers)
-        return min(1.0, bound / norm) if 0 < norm < math.inf else 1.0
+        return min(1.0, bound / norm) if norm > 0 else 1.0
 
     def _whole(self, residual: ResidualRows, rate: float) -> TableGradients:
         """Rows that leave a residual, as float32: what a values codec would lose of them, nobody would send."""

@@ -55,6 +55,7 @@ class Switching:
             spec = dataclasses.replace(self._client.spec(name), push_codec=directions.push, pull_codec=directions.pull)
             self._client.declare(spec, dense=compressor.is_dense(name))
         self.settle()
+        compressor.switched |= changed.keys() & {part.table for part in self._client.stats.volume}
         for name, directions in changed.items():
             compressor.choose(name, *directions)
 

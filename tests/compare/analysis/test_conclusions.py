@@ -331,3 +331,16 @@ def test_runs_that_were_not_asked_for_are_counted_and_in_no_figure(results_of):
     (note,) = set(more.notes) - set(asked.notes)
     assert "(2)" in note
     assert (more.quality, more.speeds, more.verdicts) == (asked.quality, asked.speeds, asked.verdicts)
+
+
+def test_the_quality_of_an_arm_that_chooses_by_the_link_is_said_to_be_that_without_limit(tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+
+    def chosen_by_the_link(*links):
+        plan = plan_of(job, "none,int8,auto", links=links, seeds=(1, 2))
+        notes = gather(plan, {}, job_file=job, command=(), chosen={}, complete=False, margin=None).notes
+        return [note.partition(":")[0] for note in notes if "chooses by the link" in note]
+
+    assert chosen_by_the_link("100mbit") == ["auto"]
+    assert not chosen_by_the_link()

@@ -6,9 +6,11 @@ import pytest
 from report_cases import plan_of
 
 from embershard.compare.results import UNLIMITED, ArmRun
-from embershard.compare.run.plan import MOST_SEEDS
+from embershard.compare.run.plan import MOST_SEEDS, SKIPPED_SHARE, TRIAL_STEPS
 from embershard.worker.job.load import load_job
 from embershard.worker.job.training import CheckpointSection
+from embershard.worker.training import autotune
+from embershard.worker.training.autotune import TURN_STEPS, TURNS
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16]}
@@ -106,6 +108,15 @@ def test_a_job_that_is_shorter_than_a_speed_run_is_not_made_longer(job):
     job.write_text(short.replace("50_000", "10"))
     task = next(task for task in plan_of(job, "none,fp16s", links=("1gbit",)).judged() if task.kind == "speed")
     assert job_of(job, task).train.steps == 30
+
+
+@pytest.mark.parametrize("arm", ["auto", 'compression={"push": "int8", "unless_slower": true}'])
+def test_speed_runs_skip_the_steps_in_which_codecs_are_tried(job, arm):
+    assert TRIAL_STEPS == autotune.WARM_UP + autotune.STEPS + len(TURNS) * (autotune.WARM_UP + TURN_STEPS)
+    plan = plan_of(job, "none", arm, links=("1gbit",))
+    steps = {task.arm: job_of(job, task).train.steps for task in plan.judged() if task.kind == "speed"}
+    assert steps["none"] == 50
+    assert steps[arm] * SKIPPED_SHARE == TRIAL_STEPS
 
 
 def test_arms_that_all_reduce_past_the_links_are_measured_without_limit_alone(job):

@@ -32,6 +32,7 @@ from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.compression.settings import CodecSchedule, Compression, warmup_density
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
+from embershard.worker.strategy.predicted_bytes import predict_volumes
 from harness.models import BagModel
 
 ADAGRAD, SGD = es.Adagrad(lr=0.1), es.SGD(lr=0.1)
@@ -89,6 +90,31 @@ def test_what_is_held_back_is_trained_on_later(codec):
     assert run.train(40, 80) < 0.5 * first
     wire, raw = run.bytes("push", "dense") if codec == "onebit" else run.bytes("push")
     assert raw / wire > (25 if codec == "onebit" else 1)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_onebit_scales_a_parameter_by_its_own_floats_and_not_by_the_padding_of_its_block(num_shards):
+    session = Session(
+        Client(InProcessShards(num_shards).transports()), compression=Compression(dense={"push": "onebit"})
+    )
+    model = es.wrap(nn.Linear(1500, 1), session, optimizer=es.SGD(lr=1.0))
+    inputs = torch.randn(4, 1, 1500, generator=torch.Generator().manual_seed(0))
+    session.pull([], session.dense_weights)
+    want = [part.detach().numpy().reshape(-1).copy() for part in model.parameters()]
+    residuals = [np.zeros_like(part) for part in want]
+    for batch in inputs:
+        model(batch).sum().backward()
+        session.step()
+        for part, residual, gradient in zip(want, residuals, (batch.numpy().reshape(-1), np.ones(1)), strict=True):
+            residual += gradient
+            for block in range(0, part.size, 1024):
+                at = slice(block, block + 1024)
+                sent = np.where(residual[at] < 0, -1, 1) * np.abs(residual[at]).mean()
+                part[at] -= sent
+                residual[at] -= sent
+    session.pull([], session.dense_weights)
+    for part, found in zip(want, model.parameters(), strict=True):
+        np.testing.assert_allclose(found.detach().numpy().reshape(-1), part, atol=1e-5)
 
 
 def test_tables_are_chosen_by_name_and_kind():
@@ -151,6 +177,17 @@ def test_every_table_switches_or_none():
         assert all(ways.push.is_plain for ways in run.compressor.directions().values())
     assert run.session.compress("dense", push="onebit") == ["dense"]
     assert run.session.compress("*", push="none") == ["bag", "dense"]
+
+
+def test_bytes_are_not_predicted_of_a_table_that_used_several_codecs():
+    run = Run(Compression(push="int8"))
+    client = run.session.client
+    run.session.compress("bag", push="fp16s")  # before its first push: one codec
+    run.train(0, 2)
+    assert {part.table for part in predict_volumes(client.stats.volume, client)} == {"bag", "dense", ""}
+    run.session.compress("bag", push="int8")
+    run.train(2, 4)
+    assert {part.table for part in predict_volumes(client.stats.volume, client)} == {"dense", ""}
 
 
 def test_rows_that_were_assigned_see_no_gradient_of_before():

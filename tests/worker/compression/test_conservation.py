@@ -348,10 +348,13 @@ def test_workers_that_step_together_lose_nothing():
     np.testing.assert_allclose(total, pushers[0].pushed + pushers[1].pushed, atol=1e-4)
 
 
-def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(connect):
+@pytest.mark.parametrize("odd", [1.0, np.nan, np.inf])
+def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(odd, connect):
     pusher = connect("dgc:0.5", clip_norm=2.0, warmup_steps=0)
     pusher.compressor.workers = 4
-    pusher.push(gradients(0))
+    rows = gradients(0)
+    rows[7, 2] = odd  # a row that is not sent has no part in the norm
+    pusher.push(rows)
     assert np.linalg.norm(pusher.applied() + pusher.held()) == pytest.approx(1.0, rel=1e-5)  # 2 / sqrt(4)
 
 

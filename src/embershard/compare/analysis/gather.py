@@ -9,7 +9,7 @@ from pathlib import Path
 from embershard.benchmark.conditions import MachineConditions
 from embershard.compare.analysis.conclusions import conclude, is_judged
 from embershard.compare.results import ArmRun, Results, RunConditions
-from embershard.compare.run.plan import SKIPPED_SHARE, ComparisonPlan, can_be_limited
+from embershard.compare.run.plan import SKIPPED_SHARE, ComparisonPlan, can_be_limited, tries_codecs
 from embershard.compare.run.progress import name_of
 from embershard.compare.run.runs import SAID
 from embershard.worker.job.job import Job
@@ -92,6 +92,13 @@ def _notes(plan: ComparisonPlan, runs: Sequence[ArmRun], judged: str, deciding: 
             f"Quality comes from whole runs without limit. Speeds at {', '.join(limited)} come from runs of "
             f"{plan.experiment.speed_steps} steps, at a constant learning rate and with dgc at its last density."
         )
+    for label, (_, job) in plan.arms.items() if limited else ():
+        if tries_codecs(job):
+            yield (
+                f"{label}: it chooses by the link, so its quality and its bytes, which are those without limit, may be "
+                "of other codecs than its speed on a limited link. The quality of a codec is that of an arm that names "
+                "it."
+            )
     yield f"Speeds leave out the first {SKIPPED_SHARE:.0%} of a run's steps."
     apart = [label for label, (_, job) in plan.arms.items() if not can_be_limited(job)]
     if apart and limited:

@@ -18,6 +18,7 @@ from embershard.worker.job.job import Job
 
 MOST_SEEDS = 1000
 SKIPPED_SHARE = 0.25  # of a run's steps, its beginning: first rows, connections, compiled code, empty caches
+TRIAL_STEPS = 75  # in which compression.auto measures and tries codecs, if their first trial decides
 _ARM_LENGTH = 100  # of its part of a folder's name, which has up to 255 bytes
 
 
@@ -191,6 +192,11 @@ def can_be_limited(job: Job) -> bool:
     return job.has_shards and job.dense_mode == "ps"
 
 
+def tries_codecs(job: Job) -> bool:
+    """Tell whether the job's workers measure in its first steps which codecs they use, so that the link decides."""
+    return job.compression is not None and (job.compression.auto or job.compression.unless_slower)
+
+
 def _rates(job: Job, multiple: float) -> Iterator[str]:
     """Settings that multiply every learning rate of the job."""
     for name, section in (("embedding", job.embedding), ("dense", job.dense)):
@@ -208,6 +214,8 @@ def _shortened(job: Job, steps: int | None) -> Iterator[str]:
     assert steps is not None
     assert job.train.budget is not None
     unit, length = job.train.budget
+    if tries_codecs(job):  # in steps that lie in the skipped beginning then
+        steps = max(steps, round(TRIAL_STEPS / SKIPPED_SHARE))
     if unit == "steps":
         steps = min(steps, length)
     else:
