@@ -116,11 +116,11 @@ def same_scores(folder: Path, table: pa.Table) -> dict[str, float]:
 def same_rows(folder: Path, data: Path) -> dict[str, int]:
     """Rows of the export that are not those of the shards, of trained ids and of others."""
     job = load_job(folder / "job.yaml", ["workers=1", "checkpoint.folder=checkpoints"], data)
-    schema = job.data.open(folder, job.train.seed).schema
+    dataset = job.data.open(folder, job.train.seed)
     served = es.load_exported(folder / "out")
     with contextlib.ExitStack() as stack:
         found = open_source(str(folder / "checkpoints"), None, stack, latest=True)
-        model = trained(job, schema, found.session, None).model
+        model = trained(job, dataset, found.session, None).model
         differ = unseen = 0
         for name, module in remote_tables(model).items():
             known = served.tables[name].table.ids

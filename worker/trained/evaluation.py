@@ -47,7 +47,7 @@ class TrainedEvaluator:
         # the layers that the run computed with: others round elsewhere
         model = build_model(job, dataset)
         forward = forward_of(model, job.model.name)
-        strategy = trained(job, dataset.schema, session, checkpoint, model=model, device=device)
+        strategy = trained(job, dataset, session, checkpoint, model=model, device=device)
         self._evaluator = Evaluator(
             job,
             dataset,

@@ -13,7 +13,8 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.spec import TableSpec
 from embershard.worker.checkpoint.checkpoint import Checkpoint
-from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
+from embershard.worker.checkpoint.tensors import Stateful
+from embershard.worker.data.batch import NUM_HASHED_IDS, Dataset
 from embershard.worker.job.job import Job
 from embershard.worker.nn.averaging import Share
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
@@ -22,7 +23,7 @@ from embershard.worker.session.tables import RemoteTable, await_loaded
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training import build
 from embershard.worker.training.build import choose_strategy, job_model
-from embershard.worker.training.saver import Buffers, load_parts
+from embershard.worker.training.saver import LOCAL_WEIGHTS, NUMBERING, Buffers, Numbering, load_parts, load_shared
 
 PORTION = 2**18  # rows of one request
 _CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ class ReadOnlySession(Session):
 
 def trained(
     job: Job,
-    schema: Schema,
+    dataset: Dataset,
     session: ReadOnlySession | None,
     checkpoint: Checkpoint | None,
     *,
@@ -83,17 +84,18 @@ def trained(
 
     `session` leads to shards, for a job that has some; `checkpoint` is that of a run. `model` is the job's, as it was
     built for a run; else it is built of plain torch modules. OtherJob, NotTrained or TableMismatch where these are of
-    another job; OnlyInWorkers where a checkpoint is missing.
+    another job, JobError where the dataset has other ids; OnlyInWorkers where a checkpoint is missing.
     """
     if checkpoint is not None:
         checkpoint.check_job(job)
     if model is None:
         torch.manual_seed(job.train.seed)
-        model = job_model(job, schema)
+        model = job_model(job, dataset.schema)
     strategy = choose_strategy(job, model, session, device)
     held, buffers = strategy.local_weights, Buffers(strategy.model)
     if checkpoint is not None:
-        load_parts(checkpoint, checkpoint.shared(), {"local_weights": held} if held is not None else {})
+        parts: dict[str, Stateful] = {NUMBERING: Numbering(dataset)}
+        load_shared(checkpoint, parts if held is None else {**parts, LOCAL_WEIGHTS: held})
         load_parts(checkpoint, checkpoint.first_worker(), {"buffers": buffers})
     elif held is not None:
         raise OnlyInWorkers(what="weights")

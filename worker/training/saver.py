@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from embershard.proto.errors import EmbershardError, SnapshotUnknown, Status, TablesInTheWay
+from embershard.proto.errors import EmbershardError, JobError, SnapshotUnknown, Status, TablesInTheWay
 from embershard.proto.snapshot.stored import read_manifest
 from embershard.worker.checkpoint.checkpoint import (
     SNAPSHOT,
@@ -27,12 +27,14 @@ from embershard.worker.checkpoint.tensors import State, Stateful, pack
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.compression.compressor import Compressor
+from embershard.worker.data.batch import Dataset
+from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position
 from embershard.worker.training.evaluate import Best
 
 RANDOM, COMPRESSION, LOCAL_STEPS, TRIAL = "random", "compression", "local_steps", "trial"
-LOCAL_WEIGHTS, BUFFERS = "local_weights", "buffers"
+LOCAL_WEIGHTS, BUFFERS, NUMBERING = "local_weights", "buffers", "numbering"
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +74,32 @@ class Attributes:
         """Set the fields to these values."""
         for name in self._names:
             setattr(self._owner, name, state[name])
+
+
+class Numbering:
+    """The first id of each column, where the files decide it: items stand behind users, however many these are."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        inputs = getattr(dataset, "inputs", None)
+        self._first: dict[str, int] = {}
+        if isinstance(inputs, RowInputs):
+            self._first |= {column.name: column.first for column in inputs.categorical}
+            self._first |= {column.name: column.first for column in inputs.lists}
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Return the first ids."""
+        return self._first
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Compare the ids with those of a checkpoint. JobError where the data has others."""
+        for name, first in self._first.items():
+            if state.get(name, first) != first:
+                reason = (
+                    f"the ids of {name!r} begin at {first}, behind those of the columns before it, and began at "
+                    f"{state[name]} when the checkpoint was trained: its rows are of other values. Use the files of "
+                    "that time, or train anew"
+                )
+                raise JobError(where="data", reason=reason)
 
 
 class RandomNumbers:
@@ -256,7 +284,7 @@ class Saver:
         """
         own = checkpoint.worker(self._group.rank)
         others = own or checkpoint.first_worker()
-        load_parts(checkpoint, checkpoint.shared(), self._shared)
+        load_shared(checkpoint, self._shared)
         if self._best.checkpoint is not None:
             self._best.checkpoint = whole_checkpoint(self._best.checkpoint, checkpoint.url)
         without = {COMPRESSION, LOCAL_STEPS, TRIAL} - others.keys()  # which a job may have since
@@ -302,7 +330,7 @@ class Saver:
             reason = "another worker could not restore them; see its output"
         if state is None or reason:
             raise BestNotRestored(path=path, reason=reason, snapshot=SNAPSHOT)
-        load_parts(checkpoint, checkpoint.shared(), {k: part for k, part in self._shared.items() if k == LOCAL_WEIGHTS})
+        load_shared(checkpoint, {k: part for k, part in self._shared.items() if k == LOCAL_WEIGHTS})
         load_parts(checkpoint, state, {BUFFERS: self._own[BUFFERS]})
         return state
 
@@ -351,6 +379,12 @@ def check_restored(client: Client, checkpoint: Checkpoint) -> None:
 
 def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
     return {name: part.state_dict() for name, part in parts.items()}
+
+
+def load_shared(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
+    """Give parts the state that all workers share; see `load_parts`."""
+    state = checkpoint.shared()
+    load_parts(checkpoint, state, {k: part for k, part in parts.items() if k in state or k != NUMBERING})  # newer
 
 
 def load_parts(checkpoint: Checkpoint, state: Mapping[str, object], parts: Mapping[str, Stateful]) -> None:

@@ -38,11 +38,13 @@ from embershard.worker.training.saver import (
     BUFFERS,
     LOCAL_STEPS,
     LOCAL_WEIGHTS,
+    NUMBERING,
     RANDOM,
     TRIAL,
     Attributes,
     BestNotRestored,
     Buffers,
+    Numbering,
     RandomNumbers,
     Saver,
 )
@@ -281,7 +283,7 @@ class Trainer:
     ) -> Saver:
         schedule = Attributes(self._rates.schedule, "plateaus", "worse_in_a_row")
         self._common: dict[str, Stateful] = {"schedule": schedule, "best": self._best, "report": self._report}
-        shared = dict(self._common)
+        shared: dict[str, Stateful] = {NUMBERING: Numbering(self._dataset), **self._common}
         if self.strategy.local_weights is not None:
             shared[LOCAL_WEIGHTS] = self.strategy.local_weights
         own: dict[str, Stateful] = {

@@ -81,7 +81,7 @@ def export(
             )
         if found.checkpoint is not None:
             typer.echo(f"from {found.checkpoint.url}, of step {found.checkpoint.manifest.step}")
-        strategy = trained(settings, dataset.schema, found.session, found.checkpoint)
+        strategy = trained(settings, dataset, found.session, found.checkpoint)
         averaged = average_of(settings, strategy, found.session, found.checkpoint)
         with averaged():
             facts = export_weights(strategy.model, folder, found.read_table, strategy.table_rows())

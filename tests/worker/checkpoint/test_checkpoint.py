@@ -380,7 +380,7 @@ def test_a_model_of_which_a_group_is_frozen_is_put_together_again(tmp_path):
     dense = {"optimizer": {"name": "adam", "lr": 0.01}, "groups": groups}
     frozen = job(tmp_path, strategy="local", freeze=["deep.0"], dense=dense)
     whole = train(frozen, None)
-    strategy = put_together(frozen, dataset().schema, None, checkpoint(tmp_path, 56))
+    strategy = put_together(frozen, dataset(), None, checkpoint(tmp_path, 56))
     torch.testing.assert_close(dict(strategy.model.state_dict()), whole.dense, rtol=0, atol=0)
 
 

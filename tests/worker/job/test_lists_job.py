@@ -1,10 +1,18 @@
 """Jobs of models that learn from lists of items: their losses train, and what does not fit is refused with its line."""
 
+import re
+
 import pytest
 
+from embershard.proto.errors import JobError
+from embershard.worker.checkpoint.checkpoint import checkpoint_at
+from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import JobFileError, load_job
+from embershard.worker.job.training import CheckpointSection
+from embershard.worker.trained.evaluation import TrainedEvaluator
 from embershard.worker.training.trainer import Trainer
+from harness.raises import raises
 
 JOB = """\
 model: {model}
@@ -32,6 +40,28 @@ def job_of(folder, model, data, loss):
 def test_a_loss_that_a_job_names_trains(make_session, tmp_path, model, data, loss):
     job = job_of(tmp_path, model, data, loss)
     Trainer(job, job.data.open(tmp_path, 0), make_session(2), WorkerGroup()).run()
+
+
+def test_weights_are_not_taken_for_those_of_other_items_once_there_is_a_new_user(make_session, tmp_path):
+    job = job_of(tmp_path, "{name: two_tower}", LISTS, "bce")
+    job = job.model_copy(update={"checkpoint": CheckpointSection(folder=str(tmp_path / "kept"))})
+    Trainer(job, job.data.open(tmp_path, 0), make_session(2), WorkerGroup()).run()
+    kept = checkpoint_at(str(tmp_path / "kept"))
+    lists = (tmp_path / "lists.txt").read_text()
+
+    def resume():
+        session = make_session(2)
+        restore_snapshot(session.client, kept.url, "shards")
+        return Trainer(job, job.data.open(tmp_path, 0), session, WorkerGroup(), resume=kept)
+
+    (tmp_path / "lists.txt").write_text(lists.replace("5 5", "5 9 5"))
+    resume().run()  # a new item has a new row
+    (tmp_path / "lists.txt").write_text(lists + "6 1 2\n")
+    error = re.compile("the ids of 'item' begin at 7, .* and began at 6 when the checkpoint was trained")
+    with raises(JobError, where="data", reason=error):
+        resume()
+    with raises(JobError, where="data", reason=error):
+        TrainedEvaluator(job, job.data.open(tmp_path, 0), make_session(2), kept)
 
 
 @pytest.mark.parametrize(

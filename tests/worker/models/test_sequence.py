@@ -56,6 +56,13 @@ def test_states_are_the_papers_whatever_the_lengths_beside_them(pre_norm, heads)
     torch.testing.assert_close(logits, torch.stack(want))
 
 
+def test_users_of_whom_none_took_anything_are_scored():
+    model = SASRec(ITEMS, DIM, LENGTH).eval()
+    assert torch.equal(
+        model(torch.cat([padded([[], []], LENGTH), torch.ones(2, 3, dtype=torch.long)], 1)), torch.zeros(2, 3)
+    )
+
+
 def test_a_list_scores_what_came_next_at_each_place_in_the_order_of_the_batch():
     torch.manual_seed(1)
     model = SASRec(ITEMS, DIM, LENGTH).eval()

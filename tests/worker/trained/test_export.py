@@ -91,7 +91,7 @@ class Run:
         take_snapshot(session.client, str(folder), "last")
 
     def trained(self, other=None):
-        return trained(other or self.job, self.data.schema, ReadOnlySession(self.session.client), None)
+        return trained(other or self.job, self.data, ReadOnlySession(self.session.client), None)
 
     def export(self, out):
         strategy = self.trained()
@@ -208,7 +208,7 @@ def test_shards_of_another_job_are_refused_and_left_as_they_are(make_session, th
         Trainer(job(**theirs), dataset(), session, WorkerGroup()).run()
     before = [status.tables for status in session.client.status()]
     with error:
-        trained(job(), SCHEMA, ReadOnlySession(session.client), None)
+        trained(job(), dataset(), ReadOnlySession(session.client), None)
     assert [status.tables for status in session.client.status()] == before
 
 
@@ -450,7 +450,7 @@ def test_an_export_comes_back_into_other_shards(make_session, make_run, tmp_path
     run.export(tmp_path / "out")
     loaded = import_state(tmp_path / "out", run.job, run.data.schema, session)
     assert loaded["embedding"] == (IDS if num_ids else IDS // 2)
-    strategy = trained(run.job, run.data.schema, ReadOnlySession(session.client), None)
+    strategy = trained(run.job, run.data, ReadOnlySession(session.client), None)
     assert torch.equal(logits(strategy.model, run.data), run.logits)
 
 

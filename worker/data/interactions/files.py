@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import JobError
-from embershard.worker.data.files import LOOK_BYTES, read_blocks
+from embershard.worker.data.files import LOOK_BYTES, Block, read_blocks
 from embershard.worker.data.text import Layout, column, read_tables
 
 _PAIRS = Layout(columns={"user": "id", "item": "id"}, delimiter="\t")
@@ -20,7 +21,7 @@ _RATING = Layout(columns={"user": "id", "item": "id", "rating": "number", "time"
 def look_at_lists(paths: Iterable[Path]) -> None:
     """Parse the first lines of interaction lists. JobError names file:line of what is wrong."""
     for path in paths:
-        for number, line in _first_lines(path):
+        for number, line in _lines(next(read_blocks(path, LOOK_BYTES))):
             _parse_list(path, number, line.split())
 
 
@@ -29,14 +30,14 @@ def look_at_ncf(prefix: Path) -> None:
     for path, layout in ((Path(f"{prefix}.train.pairs"), _PAIRS), (Path(f"{prefix}.test.rating"), _RATING)):
         next(read_tables(path, layout, block_bytes=LOOK_BYTES))
     path = Path(f"{prefix}.test.negative")
-    for number, line in _first_lines(path):
+    for number, line in _lines(next(read_blocks(path, LOOK_BYTES))):
         _parse_candidates(path, number, line)
 
 
-def _first_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbers and texts of the first lines that are not empty."""
-    lines = next(read_blocks(path, LOOK_BYTES)).text.split(b"\n")
-    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+def _lines(block: Block) -> Iterator[tuple[int, bytes]]:
+    """Numbers and texts of the lines of a block that are not empty; as Arrow, they end at LF, CR LF or CR."""
+    text = block.text.removeprefix(BOM_UTF8) if block.first_line == 1 else block.text
+    return ((number, line) for number, line in enumerate(text.splitlines(), block.first_line) if line.strip())
 
 
 def read_lists(path: Path) -> tuple[Ids, Ids]:
@@ -44,10 +45,8 @@ def read_lists(path: Path) -> tuple[Ids, Ids]:
     lines: dict[int, int] = {}  # user -> line number
     users, items, counts = [], [], []
     for block in read_blocks(path):
-        for number, line in enumerate(block.text.split(b"\n"), block.first_line):
+        for number, line in _lines(block):
             fields = line.split()
-            if not fields:
-                continue
             numbers = _parse_list(path, number, fields)
             user = int(numbers[0])
             if user in lines:
@@ -96,9 +95,7 @@ def read_candidates(prefix: Path) -> tuple[Ids, Ids, npt.NDArray[np.float32]]:
     lists: dict[int, list[int]] = {}
     count = 0
     for block in read_blocks(path):
-        for number, line in enumerate(block.text.splitlines(), block.first_line):
-            if not line.strip():
-                continue
+        for number, line in _lines(block):
             user, item, items = _parse_candidates(path, number, line)
             if held_out.get(user) != item:
                 reason = f"user {user} has item {item} here, but {held_out.get(user)} in {prefix.name}.test.rating"

@@ -59,7 +59,7 @@ class SASRec(ListRecommender):
             return self._of_all_places(ids, lengths)
         rows = self.embedding(self.embedding_inputs(ids)["embedding"])
         num_places = int(lengths.sum())
-        states = self._states(rows[:num_places], valid, lengths)
+        states = self._states(rows[:num_places], valid, lengths) if num_places else rows[:0]
         if not lists:
             # an empty history knows nothing: all its logits are 0
             before = torch.cat([states.new_zeros(1, states.shape[1]), states])

@@ -1,8 +1,12 @@
+import codecs
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from embershard.proto.errors import JobError
+from embershard.worker.data.interactions.files import look_at_lists, look_at_ncf
 from embershard.worker.data.interactions.gowalla import InteractionLists
 from embershard.worker.data.interactions.interactions import Interactions
 from embershard.worker.data.interactions.movielens import NcfData
@@ -154,6 +158,25 @@ def test_pairs_lists_and_ids(files):
     assert pairs.labels.sum() == 5
     (bare,) = InteractionLists(*files).train(0, 0, 1, 100)
     assert bare.ids.shape == (5, 2)
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\r"])
+def test_lines_may_end_as_on_other_systems_and_a_file_begin_with_a_byte_order_mark(files, prefix, end):
+    def all_data():
+        lists, ncf = InteractionLists(*files), NcfData(prefix)
+        return [*lists.evaluate("test", 0, 1, 99), *ncf.evaluate("test", 0, 1, 99)], [lists.train_set, ncf.train_set]
+
+    before, known = all_data()
+    paths = [*files, *(Path(f"{prefix}.{part}") for part in ("train.pairs", "test.rating", "test.negative"))]
+    for path in paths:
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", end))
+    look_at_lists(files)
+    look_at_ncf(prefix)
+    after, found = all_data()
+    assert all(torch.equal(one.ids, other.ids) for one, other in zip(before, after, strict=True))
+    assert [(one.starts.tolist(), one.items.tolist()) for one in known] == [
+        (one.starts.tolist(), one.items.tolist()) for one in found
+    ]
 
 
 def test_users_with_their_seen_and_relevant_items(files):
