@@ -66,6 +66,15 @@ def test_objects_of_kubernetes_are_valid_to_the_letter(words, version, job):
         kubernetes_validate.validate(one, version, strict=True)
 
 
+def test_a_name_is_text_to_readers_of_earlier_yaml_too(job):
+    """kubectl and compose read YAML 1.1, in which no and on are bools."""
+    words = ("--name", "no", "--image", "1:30", "--worker-image", "off")
+    for more in (("kubernetes", "--job", job, "--namespace", "on", "--issuer", "y"), ("compose",)):
+        text, old, new = run(more[0], *more[1:], *words), YAML(typ="safe"), YAML(typ="safe")
+        old.version = "1.1"
+        assert list(old.load_all(text)) == list(new.load_all(text))
+
+
 def test_the_validator_finds_a_misspelt_field(job):
     shards = kubernetes(job)["StatefulSet", "ads-shard"]
     shards["spec"]["template"]["spec"]["containers"][0]["startupProb"] = {}
