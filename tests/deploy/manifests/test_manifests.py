@@ -221,10 +221,20 @@ def test_a_service_that_others_reach_needs_certificates_and_may_write_its_snapsh
     with pytest.raises(BadDeployment, match="certificates"):
         run("systemd", "--name", "ads", "--shards", "1", "--host", "10.0.0.1")
     text = run(
-        "systemd", "--name", "ads", "--shards", "1", "--host", "::1", "--snapshots", "/mnt/a", "--snapshots", "s3://b"
-    )
+        "systemd", "--name", "ads", "--shards", "1", "--host", "::1", "--snapshots", "/mnt/a$x", "--snapshots", "s3://b",
+        "--snapshots", "file:///mnt/b%c",
+    )  # fmt: skip
     assert " --listen [::1]:7700 " in text
-    assert [line for line in text.splitlines() if line.startswith("ReadWritePaths")] == ["ReadWritePaths=/mnt/a"]
+    assert [line for line in text.splitlines() if line.startswith("ReadWritePaths")] == [
+        "ReadWritePaths=/mnt/a$x", "ReadWritePaths=/mnt/b%%c",
+    ]  # fmt: skip
+
+
+def test_no_two_services_whose_users_differ_share_a_folder():
+    lines = run("systemd", "--name", "ads", "--shards", "2").splitlines()
+    folders = [line for line in lines if line.startswith(("StateDirectory=", "CacheDirectory="))]
+    assert len(set(folders)) == 4
+    assert len({line for line in lines if "NUMBA_CACHE_DIR=%C/embershard/ads/" in line}) == 2
 
 
 def test_fewer_nodes_have_more_cores_each_and_a_users_variables_stay_words():
