@@ -177,6 +177,13 @@ def test_tables_beyond_the_first_are_added_up():
     assert found[-1] == Sample("rows", 50.0, (OTHER, "push"))
 
 
+def test_a_table_called_other_is_summed_with_those_that_have_no_series_of_their_own():
+    names = [OTHER, *(f"t{i}" for i in range(MAX_TABLES + 1))]
+    found = {sample.labels: sample.value for sample in by_table("rows", {(name,): 1.0 for name in names})}
+    assert found[OTHER,] == 3.0
+    assert len(list(by_table("rows", {(name,): 1.0 for name in names}))) == len(found) == MAX_TABLES
+
+
 def test_every_metric_is_named_as_prometheus_wants_it():
     names = [metric.name for metric in (*SHARD_METRICS, *WORKER_METRICS)]
     assert len(set(names)) == len(names)
