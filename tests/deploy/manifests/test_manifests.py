@@ -255,7 +255,7 @@ def test_a_batch_script_trains_the_job_on_its_nodes():
     assert "#SBATCH --cpus-per-task=4\n" in text
     words = shlex.split(text.splitlines()[-1])
     assert words[:6] == ["exec", "embershard", "train", "my job.yaml", "--engine", "slurm"]
-    assert "checkpoint.folder=$run/checkpoints" in words
+    assert 'checkpoint.folder="$run/checkpoints"' in words
 
 
 @pytest.mark.parametrize(
