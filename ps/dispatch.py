@@ -18,7 +18,7 @@ from embershard.proto.monitoring.tracing import Context, RequestTracer
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.monitoring.log_lines import LinesPerMinute
-from embershard.ps.security.access import AUDITED, Access, Principal, is_audited
+from embershard.ps.security.access import AUDITED, Access, Principal, is_audited, of_nobody
 from embershard.ps.security.audit import AuditLog
 from embershard.ps.shard import Shard
 
@@ -233,6 +233,8 @@ class Dispatch:
                 access.admit(principal, request, self._shard.tables_of_restore)
             if isinstance(request, Declare):
                 access.admit_declare(principal, request, self._shard.core.only_compares)
+            if isinstance(request, Pull) and principal.role == "read":
+                request = of_nobody(request)
         except EmbershardError as error:
             access.refused(principal, peer, METHODS[type(request)][0], error)
             raise

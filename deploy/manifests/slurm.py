@@ -35,7 +35,9 @@ def batch_script(
     words = [*_program(executable), "train", str(job), "--engine", "slurm", "--output", _RUN, "--resume", "auto"]
     words += ["--shards", str(deployment.shards), "--workers", str(deployment.workers)]
     words += ["--set", f"durability={deployment.durability}"]
-    words += ["--set", f"checkpoint.folder={checkpoints or _RUN + '/checkpoints'}"]
+    # in quotes: in YAML the folder that a script is submitted from may have a comment in it
+    own = f'"{_RUN}/checkpoints"'
+    words += ["--set", f"checkpoint.folder={checkpoints or own}"]
     words += ["--insecure"] if insecure else []
     lines = [
         "#!/bin/bash",

@@ -106,10 +106,12 @@ def _service(
     keys: PurePosixPath | None,
     access: PurePosixPath | None,
 ) -> str:
+    own = f"embershard/{deployment.name}/{shard}"
+    folders = [url.removeprefix("file://") for url in deployment.snapshots]
     words = list(map(_escaped, [executable, *deployment.shard_words(shard=str(shard), listen=listen)]))
     credentials = []
     if deployment.durability != "memory":
-        words += ["--log-dir", f"%S/embershard/{deployment.name}/{shard}"]
+        words += ["--log-dir", f"%S/{own}"]
     if keys is not None:
         credentials += [
             f"LoadCredential={name}:{str(keys / name).replace('%', '%%')}" for name in (CERTIFICATE, KEY, AUTHORITIES)
@@ -132,10 +134,11 @@ def _service(
         "TimeoutStartSec=infinity",
         f"ExecStart={' '.join(words)}",
         *credentials,
-        *(f"ReadWritePaths={_escaped(url)}" for url in deployment.snapshots if url.startswith("/")),
-        "Environment=PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=%C/embershard",
-        f"StateDirectory=embershard/{deployment.name}/{shard}",
-        "CacheDirectory=embershard",
+        *(f"ReadWritePaths={_quoted(folder)}" for folder in folders if folder.startswith("/")),
+        f"Environment=PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=%C/{own}",
+        f"StateDirectory={own}",
+        # not one for all shards, whose users differ: systemd would give all of it to the one that it starts last
+        f"CacheDirectory={own}",
         "Restart=always",
         "RestartSec=1",
         "# a shard finishes what it has accepted, within 30 s",
@@ -164,7 +167,12 @@ def _is_loopback(host: str) -> bool:
 
 def _escaped(word: str) -> str:
     """A word as a line of ExecStart has it: no specifier, no variable, one word."""
-    word = word.replace("%", "%%").replace("$", "$$")
+    return _quoted(word.replace("$", "$$"))
+
+
+def _quoted(word: str) -> str:
+    """A word of a setting, in which a dollar is one: no specifier, one word."""
+    word = word.replace("%", "%%")
     if any(c in word for c in " \t\"'\\;"):
         return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return word

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import json
@@ -174,7 +175,11 @@ def _verdict(reason: str) -> tuple[HTTPStatus, str, bytes]:
 
 
 class _Server(ThreadingHTTPServer):
-    """Takes a few clients at a time; one that is slow, or goes away, is dropped without a word."""
+    """Takes a few clients at a time; one that is slow, or goes away, is dropped without a word.
+
+    Of too many the one that has been there for longest is: clients that say nothing must not keep a probe out, which
+    would have its process ended.
+    """
 
     daemon_threads = True
     request_queue_size = 32
@@ -182,7 +187,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: str, handler: type[BaseHTTPRequestHandler]) -> None:
         host, port = parse_address(address)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
+        self._clients, self._changing = dict[socket.socket, None](), threading.Lock()  # the oldest first
         try:
             super().__init__((host, port), handler)
         except OSError as error:
@@ -196,20 +201,19 @@ class _Server(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._free.release()
-            raise
+        with self._changing:
+            self._clients[request] = None
+            if len(self._clients) > _MOST_CLIENTS:
+                oldest = next(iter(self._clients))
+                del self._clients[oldest]
+                with contextlib.suppress(OSError):  # it has ended
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        with self._changing:
+            self._clients.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nobody is told: whoever asked has gone."""

@@ -66,7 +66,7 @@ class Sample(NamedTuple):
 def by_table(metric: str, values: Mapping[tuple[str, ...], float]) -> Iterator[Sample]:
     """The samples of a metric whose first label is `table`; those of tables behind the first MAX_TABLES as one."""
     names = dict.fromkeys(labels[0] for labels in values)
-    known = set(list(names)[:MAX_TABLES])
+    known = set(list(names)[:MAX_TABLES]) - {OTHER}  # a series of a table's own of that name would be there twice
     rest: dict[tuple[str, ...], float] = {}
     for labels, value in values.items():
         if labels[0] in known:

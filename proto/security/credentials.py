@@ -143,13 +143,17 @@ def _warn_once(text: str, level: int = logging.WARNING) -> None:
 
 
 def identity_of(certificate: x509.Certificate) -> str:
-    """Return the name of a certificate's holder: its spiffe:// URI, else e-mail address, else common name, else ""."""
+    """Return the name of a certificate's holder: its spiffe:// URI, else e-mail address, else common name, else "".
+
+    A common name is no SPIFFE id: authorities often check the URIs that a client asks for, and not its common name.
+    """
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = x509.SubjectAlternativeName([])
     uris = [uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith("spiffe://")]
     common = [str(name.value) for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    common = [name for name in common if not name.startswith("spiffe://")]
     return next(iter([*uris, *names.get_values_for_type(x509.RFC822Name), *common]), "")
 
 

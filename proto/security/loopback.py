@@ -52,7 +52,7 @@ def find_loopback_token(ip: str, port: int) -> str | None:
         return None
     for folder in runtime_folders():
         path = folder / _name(ip, port)
-        if path.exists():
+        if _is_safe(folder) and path.exists():
             return TokenFile(path).token()
     return None
 
@@ -88,11 +88,19 @@ def _safe_folder() -> Path:
         try:
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-            found = folder.lstat()
         except OSError as error:
             reason = reason or f"{folder}: {error.strerror}"
             continue
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        if _is_safe(folder):
             return folder
         reason = f"{folder} is not a folder of mode 0700 that is this user's"
     raise BadToken(path=str(runtime_folders()[-1]), reason=f"no place for a token on loopback: {reason}")
+
+
+def _is_safe(folder: Path) -> bool:
+    """Whether nobody but this user can enter a folder, or has made it; False where there is none."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

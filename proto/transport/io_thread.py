@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import socket
 import struct
@@ -14,18 +15,22 @@ import uvloop
 from embershard.proto.transport.shared_socket import Poller
 from embershard.proto.wire import local_socket
 
+_END_SECONDS = 5.0  # for what the thread does now
+
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
 _poller: Poller | None = None
 _lock = threading.Lock()
 
 
 def io_loop() -> asyncio.AbstractEventLoop:
     """The loop of this process's I/O thread, started at the first call; a forked child starts its own."""
-    global _loop
+    global _loop, _thread
     with _lock:
         if _loop is None:
             _loop = uvloop.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="embershard-io", daemon=True).start()
+            _thread = threading.Thread(target=_loop.run_forever, name="embershard-io", daemon=True)
+            _thread.start()
         return _loop
 
 
@@ -46,11 +51,19 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 def _forget() -> None:
     """In a forked child: its parent's thread is not here, and may have held the lock."""
-    global _loop, _poller, _lock
-    _loop, _poller, _lock = None, None, threading.Lock()
+    global _loop, _thread, _poller, _lock
+    _loop, _thread, _poller, _lock = None, None, None, threading.Lock()
+
+
+def _end() -> None:
+    """End the thread: uvloop crashes the process where a timer or a socket wakes it behind the interpreter's end."""
+    if _loop is not None and _thread is not None:
+        _loop.call_soon_threadsafe(_loop.stop)
+        _thread.join(_END_SECONDS)
 
 
 os.register_at_fork(after_in_child=_forget)
+atexit.register(_end)
 
 
 async def connect_beside(host: str, port: int) -> socket.socket | None:

@@ -8,11 +8,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from embershard.proto.errors import BadAccessFile, EmbershardError, NotAllowed, NotAuthenticated
 from embershard.proto.messages import (
     METHODS,
+    READ_ONLY_WORKER,
     Compress,
     Declare,
     Load,
@@ -299,6 +301,16 @@ def tables_of(request: Request) -> list[str]:
         case Declare():
             return [request.spec.name]
     return []
+
+
+def of_nobody(request: Pull) -> Pull:
+    """The pull as one of who only reads, whatever worker it says it is of.
+
+    As this worker's it would renew its lease, tell its worker epoch, and put ids in the place of those that its next
+    push names by their route.
+    """
+    tables = tuple([replace(part, route=0) if part.route else part for part in request.tables])
+    return replace(request, worker=READ_ONLY_WORKER, epoch=0, tables=tables)
 
 
 AUDITED = (Declare, Load, Compress, Snapshot, Restore)  # of which some requests are acts

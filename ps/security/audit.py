@@ -112,7 +112,7 @@ class AuditLog:
             more, self._unwritten = self._unwritten, 0
         self.write(act)
         if more:
-            self.write(Act("refusals", f"{more} more since the one before, not written"))
+            self.write(_unwritten(more))
 
     def close(self) -> None:
         """Write what waits, and end."""
@@ -129,7 +129,12 @@ class AuditLog:
                 continue
             with self._lock:
                 lost, self._lost = self._lost, 0
+                # of a minute that is over, or the last one: there may be no further refusal to say it with
+                more = self._unwritten if self._closed or time.monotonic() // 60 != self._minute else 0
+                self._unwritten -= more
             try:
+                if more:
+                    self._append(_unwritten(more))
                 if lost:
                     self._append(Act("lost", f"{lost} lines: the disk did not take them in time"))
                 self._append(act)
@@ -150,6 +155,10 @@ class AuditLog:
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._number, self._last = self._number + 1, digest
+
+
+def _unwritten(refusals: int) -> Act:
+    return Act("refusals", f"{refusals} more since the one before, not written")
 
 
 def verify(path: Path, expect: str | None = None) -> tuple[int, str, bool]:

@@ -91,9 +91,16 @@ class JobSource:
                 self.mistakes.append(Mistake(where, key, "has no value; null takes it as not given"))
                 continue
             try:
-                self.put(parts, _yaml().load(text), where)
+                value = _yaml().load(text)
             except YAMLError:
                 self.mistakes.append(Mistake(where, key, f"{text!r} is not YAML"))
+                continue
+            plain = value if isinstance(value, str) else ""
+            if text.strip().removeprefix(plain).lstrip().startswith("#"):  # a path would be another one without a word
+                reason = f"YAML takes what follows # in {text!r} for a comment; put the value in quotes, as '\"a #b\"'"
+                self.mistakes.append(Mistake(where, key, reason))
+                continue
+            self.put(parts, value, where)
 
     def drop(self, key: str) -> None:
         """Take a field (section.field) as not given."""

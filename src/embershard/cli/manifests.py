@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -18,6 +19,9 @@ from embershard.proto.errors import CannotWrite
 manifests = typer.Typer(
     no_args_is_help=True, help="Print the files with which a cluster runs the shards and workers of a job."
 )
+
+# what is a bool or a number in YAML 1.1, which kubectl and compose read, and text in 1.2, which is written here
+_NOT_TEXT = re.compile(r"(?i:y|yes|n|no|on|off)|[0-9]+(:[0-5]?[0-9])+")
 
 NameOption = Annotated[str, typer.Option(help="Name of the job: a-z, 0-9 and -.")]
 ShardsOption = Annotated[int, typer.Option(help="Number of shards.", min=1, max=4096)]
@@ -211,8 +215,9 @@ def _yaml(found: object) -> str:
 
 
 def _represented(representer: Any, text: str) -> Any:
-    """Several lines as they are."""
-    return representer.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    """Several lines as they are; in quotes what would be no text without."""
+    style = "|" if "\n" in text else "'" if _NOT_TEXT.fullmatch(text) else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def _give(files: dict[str, str], output: Path | None) -> None:

@@ -66,6 +66,15 @@ def test_objects_of_kubernetes_are_valid_to_the_letter(words, version, job):
         kubernetes_validate.validate(one, version, strict=True)
 
 
+def test_a_name_is_text_to_readers_of_earlier_yaml_too(job):
+    """kubectl and compose read YAML 1.1, in which no and on are bools."""
+    words = ("--name", "no", "--image", "1:30", "--worker-image", "off")
+    for more in (("kubernetes", "--job", job, "--namespace", "on", "--issuer", "y"), ("compose",)):
+        text, old, new = run(more[0], *more[1:], *words), YAML(typ="safe"), YAML(typ="safe")
+        old.version = "1.1"
+        assert list(old.load_all(text)) == list(new.load_all(text))
+
+
 def test_the_validator_finds_a_misspelt_field(job):
     shards = kubernetes(job)["StatefulSet", "ads-shard"]
     shards["spec"]["template"]["spec"]["containers"][0]["startupProb"] = {}
@@ -212,10 +221,20 @@ def test_a_service_that_others_reach_needs_certificates_and_may_write_its_snapsh
     with pytest.raises(BadDeployment, match="certificates"):
         run("systemd", "--name", "ads", "--shards", "1", "--host", "10.0.0.1")
     text = run(
-        "systemd", "--name", "ads", "--shards", "1", "--host", "::1", "--snapshots", "/mnt/a", "--snapshots", "s3://b"
-    )
+        "systemd", "--name", "ads", "--shards", "1", "--host", "::1", "--snapshots", "/mnt/a$x", "--snapshots", "s3://b",
+        "--snapshots", "file:///mnt/b%c",
+    )  # fmt: skip
     assert " --listen [::1]:7700 " in text
-    assert [line for line in text.splitlines() if line.startswith("ReadWritePaths")] == ["ReadWritePaths=/mnt/a"]
+    assert [line for line in text.splitlines() if line.startswith("ReadWritePaths")] == [
+        "ReadWritePaths=/mnt/a$x", "ReadWritePaths=/mnt/b%%c",
+    ]  # fmt: skip
+
+
+def test_no_two_services_whose_users_differ_share_a_folder():
+    lines = run("systemd", "--name", "ads", "--shards", "2").splitlines()
+    folders = [line for line in lines if line.startswith(("StateDirectory=", "CacheDirectory="))]
+    assert len(set(folders)) == 4
+    assert len({line for line in lines if "NUMBA_CACHE_DIR=%C/embershard/ads/" in line}) == 2
 
 
 def test_fewer_nodes_have_more_cores_each_and_a_users_variables_stay_words():
@@ -236,7 +255,7 @@ def test_a_batch_script_trains_the_job_on_its_nodes():
     assert "#SBATCH --cpus-per-task=4\n" in text
     words = shlex.split(text.splitlines()[-1])
     assert words[:6] == ["exec", "embershard", "train", "my job.yaml", "--engine", "slurm"]
-    assert "checkpoint.folder=$run/checkpoints" in words
+    assert 'checkpoint.folder="$run/checkpoints"' in words
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from embershard.proto.errors import CannotListen
+from embershard.proto.monitoring import exporter
 from embershard.proto.monitoring.exporter import MetricsServer, check_addresses, parse_address
 from embershard.proto.monitoring.histogram import DurationHistogram
 from embershard.proto.monitoring.metrics import (
@@ -22,6 +23,7 @@ from embershard.proto.monitoring.metrics import (
     Sample,
     by_table,
 )
+from harness.eventually import eventually
 
 METRICS = (
     Metric(name="rows", type="gauge", help="Rows.", source="here", labels=("table",)),
@@ -132,15 +134,18 @@ def test_clients_that_say_nothing_or_leave_do_not_keep_others_out(server):
         sock.close()
 
 
-def test_no_more_threads_than_a_few_however_many_ask(server):
+def test_no_more_threads_than_a_few_however_many_ask(monkeypatch):
+    monkeypatch.setattr(exporter, "_IDLE_SECONDS", 3600.0)  # as of clients that send a byte now and then
     before = threading.active_count()
-    many = [socket.create_connection(server.address.split(":")) for _ in range(30)]  # as many as may wait for it
-    for sock in many[20:]:
-        sock.settimeout(20)
-        assert sock.recv(1) == b""
-    assert threading.active_count() - before < 20
-    for sock in many:
-        sock.close()
+    with MetricsServer("127.0.0.1:0", METRICS, {}) as server:
+        many = [socket.create_connection(server.address.split(":")) for _ in range(30)]  # as many as may wait for it
+        for sock in many[:14]:
+            sock.settimeout(20)
+            assert sock.recv(1) == b""
+        assert eventually(lambda: threading.active_count() - before < 20)
+        assert get(server, "/livez")[0] == 200  # a probe need not wait for those that say nothing
+        for sock in many:
+            sock.close()
 
 
 def test_a_port_in_use_is_named_before_anything_starts(server):
@@ -175,6 +180,13 @@ def test_tables_beyond_the_first_are_added_up():
     found = list(by_table("rows", {(f"t{i}", "push"): 1.0 for i in range(MAX_TABLES + 50)}))
     assert len(found) == MAX_TABLES + 1
     assert found[-1] == Sample("rows", 50.0, (OTHER, "push"))
+
+
+def test_a_table_called_other_is_summed_with_those_that_have_no_series_of_their_own():
+    names = [OTHER, *(f"t{i}" for i in range(MAX_TABLES + 1))]
+    found = {sample.labels: sample.value for sample in by_table("rows", {(name,): 1.0 for name in names})}
+    assert found[OTHER,] == 3.0
+    assert len(list(by_table("rows", {(name,): 1.0 for name in names}))) == len(found) == MAX_TABLES
 
 
 def test_every_metric_is_named_as_prometheus_wants_it():

@@ -129,10 +129,14 @@ class TestLoopback:
         if made == "a link":
             (tmp_path / "theirs").mkdir(mode=0o700)
             folders[1].symlink_to(tmp_path / "theirs")
+            write_private(tmp_path / "theirs/127.0.0.1:7700.token", new_token())
         elif made == "a file":
             folders[1].touch()
         else:
             folders[1].mkdir()
             folders[1].chmod(0o711)
+            write_private(tmp_path / "of another shard", new_token())  # which would be shown to who listens there
+            (folders[1] / "127.0.0.1:7700.token").symlink_to(tmp_path / "of another shard")
         with pytest.raises(BadToken):
             loopback.write_loopback_token("127.0.0.1", 7700)
+        assert loopback.find_loopback_token("127.0.0.1", 7700) is None

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -142,6 +143,27 @@ def test_refusals_are_sampled(path):
         log.refuse(Act("login", "NotAuthenticated", peer=f"10.0.0.2:{number}"))
     log.close()
     assert REFUSALS_PER_MINUTE <= len(lines(path)) <= 2 * REFUSALS_PER_MINUTE + 5
+    assert num_refused(path) == 1000  # though no refusal came after them
+
+
+def test_refusals_that_were_not_written_are_counted_by_the_next_line_of_any_kind(path, monkeypatch):
+    log = AuditLog(path)
+    for number in range(50):
+        log.refuse(Act("login", "NotAuthenticated", peer=f"10.0.0.2:{number}"))
+    now = time.monotonic()
+    monkeypatch.setattr(audit.time, "monotonic", lambda: now + 60)
+    log.write(Act("login", "done", "trainer"))
+    assert eventually(lambda: any(line["principal"] == "trainer" for line in lines(path)))
+    assert num_refused(path) == 50
+    log.close()
+    assert num_refused(path) == 50
+
+
+def num_refused(path):
+    """How many refusals a log tells of, one by one and as a number."""
+    found = lines(path)
+    counts = [int(line["outcome"].split()[0]) for line in found if line["verb"] == "refusals"]
+    return sum(counts) + sum(line["outcome"] == "NotAuthenticated" for line in found)
 
 
 def test_a_name_of_a_peers_choice_is_one_line_and_short(path):

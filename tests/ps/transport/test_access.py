@@ -13,6 +13,7 @@ from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import (
     BadToken,
     EmbershardError,
+    InvalidRequest,
     NotAllowed,
     NotAuthenticated,
     TableMismatch,
@@ -33,9 +34,12 @@ from embershard.proto.messages import (
     Leave,
     Load,
     Pull,
+    Push,
+    PushToken,
     Rendezvous,
     Restore,
     Snapshot,
+    TableGradients,
     TableIds,
     TakeSplit,
 )
@@ -200,6 +204,27 @@ def test_who_only_reads_declares_nothing_that_changes_a_table(serve_grpc, access
             with raises(NotAllowed, who="reader", what="Declare"):
                 ask(transport, declare)
             assert state() == before
+
+
+def test_who_only_reads_is_no_worker_whatever_its_pull_says(serve, access):
+    served = serve(access=access)
+    trainer, reader = (Peer(served.address, Feature.TOKEN, token=TOKENS[role]) for role in ("train", "read"))
+    trainer.ask(Declare(table("items", 2)))
+    trainer.ask(Join(worker=0, epoch=1, staleness=-1, workers=1, lease_ms=60_000))
+    own, others, ones = np.arange(2), np.arange(2) + 7, np.ones((2, 2), np.float32)
+    trainer.ask(Pull(1, (TableIds("items", own, route=5),), epoch=1))
+    before = served.shard.status().members[0].lease_seconds
+    time.sleep(0.01)
+    reader.ask(Pull(1, (TableIds("items", others, route=5),), epoch=1))
+    assert served.shard.status().members[0].lease_seconds < before
+    with raises(InvalidRequest, reason="worker 65535 is no member here; it has to join first"):
+        reader.ask(Pull(1, (TableIds("items", own),), epoch=0, required_clock=1))  # which told the worker's epoch
+    by_route = TableGradients("items", np.empty(0, np.int64), ones, route=5)
+    trainer.ask(Push(PushToken(0, 1, 1, 1), 0, 1, (by_route,)))
+    rows = trainer.ask(Pull(1, (TableIds("items", np.concatenate([own, others])),)))
+    assert np.all(rows.tables[0] == np.repeat([-1, 0], 4).astype(np.float32))
+    trainer.sock.close()
+    reader.sock.close()
 
 
 class TestStream:

@@ -72,6 +72,13 @@ def test_a_client_is_who_its_certificate_says_and_may_do_what_its_role_does(shar
 
 
 @BOTH
+def test_a_common_name_is_no_spiffe_id(shard, tmp_path, scheme):
+    """An authority that says which URIs a client may have may let it choose its common name."""
+    named = issue(tmp_path / "named", "spiffe://lab/serving", covered=["localhost"])
+    assert type(refused(shard, scheme, GetStatus(), named)) is NotAuthenticated
+
+
+@BOTH
 def test_a_token_goes_before_the_certificate(shard, serving, token, scheme):
     assert ask(shard, scheme, Declare(table("new", 4)), serving, token) == Declared(created=True, loading=False)
 

@@ -40,6 +40,13 @@ def test_overrides_win_and_are_checked_like_the_file(folder):
     ]
 
 
+@pytest.mark.parametrize("value", ["/runs/ads #3", "#3", "ads #"])
+def test_an_override_of_which_yaml_would_drop_a_part_is_a_mistake(folder, value):
+    (found,) = mistakes(folder, GOOD, f"checkpoint.folder={value}")
+    assert f"YAML takes what follows # in {value!r} for a comment" in found
+    assert load(folder, GOOD, f'checkpoint.folder="{value}"').checkpoint.folder == value
+
+
 def pushes_plainly(job):
     return job.compression.settings(0).of("rows", dense=False).push.is_plain
 
