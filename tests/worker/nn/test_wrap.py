@@ -434,6 +434,46 @@ def test_a_tensor_in_the_memory_of_a_parameter_would_keep_its_first_values(make_
     es.wrap(build(lambda weight: weight.detach().clone()), make_session(1), optimizer=es.SGD(lr=0.1))
 
 
+def share(tie):
+    """A table, and two layers of its shape; `tie` gives some of them one memory."""
+    net = nn.Module()
+    net.table, net.a, net.b = nn.Embedding(10, 4), nn.Linear(4, 10), nn.Linear(4, 10)
+    tie(net)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("tie", "names", "dense"),
+    [
+        (lambda it: setattr(it.a.weight, "data", it.table.weight.data), {"table.weight", "a.weight"}, "ddp"),
+        (lambda it: setattr(it.b.bias, "data", it.a.weight.data.view(-1)[30:]), {"a.weight", "b.bias"}, "ps"),
+        (
+            lambda it: setattr(it, "copy", nn.Embedding.from_pretrained(it.table.weight.data)),
+            {"table.weight", "copy.weight"},
+            "ps",
+        ),
+    ],
+)
+def test_two_parameters_in_one_memory_would_be_trained_apart(make_session, tie, names, dense):
+    with pytest.raises(ValueError, match="share memory, and would be trained apart") as error:
+        es.wrap(share(tie), make_session(1), optimizer=es.SGD(lr=0.1), dense=dense)
+    assert all(repr(name) in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    "tie",
+    [
+        lambda it: setattr(it.a, "weight", it.table.weight),
+        lambda it: [setattr(its.weight, "data", torch.ones(10, 4)) for its in (it.a.requires_grad_(False), it.b)],
+        lambda it: [its.requires_grad_(False).weight.set_(it.table.weight.data) for its in (it.a, it.b, it.table)],
+        lambda it: [setattr(its.weight, "data", w) for its, w in zip((it.a, it.b), torch.ones(2, 10, 4), strict=True)],
+    ],
+    ids=["one parameter", "each its own", "frozen", "parts of one storage"],
+)
+def test_parameters_that_torch_trains_as_the_shards_do_may_lie_in_one_storage(make_session, tie):
+    es.wrap(share(tie), make_session(1), optimizer=es.SGD(lr=0.1))
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_layer_that_came_after_wrap_is_named_once(make_session, caplog, is_new):
     session = make_session()
