@@ -453,12 +453,14 @@ REFUSED = {
     "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict()), RuntimeError),
     "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
     "vmap over ids": (lambda m: torch.func.vmap(m.items)(IDS), NotImplementedError),
+    "trace": (lambda m: torch.jit.trace(m.items.eval().requires_grad_(False), IDS), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
     "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_in_our_words(make_session, name):
     _, _, model, _ = torch_and_ours(make_session)
