@@ -176,6 +176,19 @@ def test_frozen_dense_parameters_are_shared_and_not_trained_until_unfrozen(make_
     assert not torch.equal(model[0].weight, start[0].weight)
 
 
+def test_a_parameter_that_is_frozen_after_its_backward_takes_that_step_and_is_read_anew(make_session):
+    plain = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    session = make_session(2)
+    model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.1))
+    for net, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, session)):
+        for is_trained in (False, True):
+            net(torch.arange(4)).pow(2).sum().backward()
+            net[1].requires_grad_(is_trained)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
 def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session):
     session = make_session(2)
     model = nn.ModuleDict({"tower": nn.Linear(2, 1, bias=False)})
