@@ -185,7 +185,7 @@ class RemoteWeight(nn.Parameter):
     @property
     def grad(self) -> RowsGradient | None:
         """The gradient of the rows that were read since the last step; None where backward left none."""
-        part = next((its for its in self.table.session.gradients() if its.spec == self.table.spec), None)
+        part = self.table.session.gradient_of(self.table.spec.name)
         return None if part is None else RowsGradient.of(part, self.shape[0], self.limit)
 
     @grad.setter

@@ -288,6 +288,10 @@ class Session:
         with span("gather"):
             return self._collected.by_table()
 
+    def gradient_of(self, table: str) -> RowGradients | None:
+        """Return the gradients of one table, as `gradients` does; None where backward left none."""
+        return self._collected.of_table(table)
+
     def drop_gradients(self, table: str) -> None:
         """Forget the gradients of one table since the last step."""
         self._collected.drop(table)

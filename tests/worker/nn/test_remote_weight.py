@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import embershard as es
 from embershard.worker.nn.remote_weight import NoRowsRead, RemoteWeight
 from embershard.worker.nn.rows_gradient import TableTooLarge
+from embershard.worker.session import gradients
 from embershard.worker.session.dense import ParameterChanged
 
 IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
@@ -207,6 +208,22 @@ def test_two_backwards_and_a_scaled_gradient_count_as_in_torch(make_session):
         assert torch.isfinite(net.items.weight.grad).all()
         step()
     torch.testing.assert_close(plain.items.weight, model.items.weight)
+
+
+def test_gradients_are_summed_once_however_often_a_loop_asks_for_them(make_session, monkeypatch):
+    plain, _, model, _ = torch_and_ours(make_session)
+    summed = []
+    merge = gradients.merge
+    monkeypatch.setattr(gradients, "merge", lambda parts, *rest: summed.append(len(parts)) or merge(parts, *rest))
+    for _ in range(2):  # the second backward adds to what was asked for
+        for net in (plain, model):
+            LOSSES["three lookups"](net).backward()
+        for _ in range(3):
+            assert torch.equal(plain.items.weight.grad, model.items.weight.grad.clone())
+    assert len(summed) == 2
+    model.items.weight.grad = None
+    assert model.items.weight.grad is None
+    assert len(summed) == 2
 
 
 def halve(parameter):
