@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -208,6 +209,26 @@ def test_two_backwards_and_a_scaled_gradient_count_as_in_torch(make_session):
         assert torch.isfinite(net.items.weight.grad).all()
         step()
     torch.testing.assert_close(plain.items.weight, model.items.weight)
+
+
+@pytest.mark.parametrize("of", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")])
+def test_a_checkpointed_lookup_is_repeated_as_it_was_though_the_whole_is_read_after_it(make_session, of):
+    class Regularised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.items, self.out = of(100_000, 4), nn.Linear(4, 1)
+
+        def forward(self, ids):
+            found = checkpoint(lambda ids: self.out(self.items(ids)).pow(2).mean(), ids, use_reentrant=False)
+            return found + 0.1 * self.items.weight.pow(2).mean()
+
+    plain, optimizer, model, session = torch_and_ours(make_session, Regularised)
+    for _ in range(3):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            net(torch.tensor([[3, 99_999], [7, 3]])).backward()
+            step()
+            net.zero_grad()
+    torch.testing.assert_close(plain.state_dict(), dict(model.state_dict()))
 
 
 def test_gradients_are_summed_once_however_often_a_loop_asks_for_them(make_session, monkeypatch):
