@@ -268,13 +268,15 @@ class _RowLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.num_rows = rows.shape[0]  # type: ignore[attr-defined]
+        ctx.save_for_backward(index)  # whose loss torch sees in a second backward
+        # kept as well: an activation checkpoint puts what it has computed again in the place of what is saved
+        ctx.index, ctx.num_rows = index, rows.shape[0]  # type: ignore[attr-defined]
         return F.embedding(index, rows)
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        index, count = ctx.saved_tensors[0].view(-1), ctx.num_rows  # type: ignore[attr-defined]
+        _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        index, count = ctx.index.view(-1), ctx.num_rows  # type: ignore[attr-defined]
         gradient = gradient.reshape(-1, gradient.shape[-1])
         if torch.is_grad_enabled():  # create_graph: by operations that autograd knows
             return gradient.new_zeros(count, gradient.shape[1]).index_add(0, index, gradient), None

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.nn.optimizer import ShardOptimizer
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.dense import DenseWeights, RemoteParameter, may_be_compiled, untraced
 from embershard.worker.session.inputs import WrappedModel
@@ -104,3 +106,16 @@ def _refuse(module: nn.Module, *_: object) -> None:
         raise RuntimeError(
             "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
         )
+
+
+def _watch_parameters(optimizer: Optimizer, *_: object) -> None:
+    """Have DenseWeights find the step of another optimizer: a fused one raises no version of what it changes."""
+    if isinstance(optimizer, ShardOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, RemoteParameter):
+                parameter.weights.watch(parameter)
+
+
+register_optimizer_step_pre_hook(_watch_parameters)

@@ -14,6 +14,9 @@ from embershard.proto.errors import BadLearningRate
 from embershard.proto.spec import Optimizer as RowOptimizer
 from embershard.worker.session.session import Session
 
+# what the optimizers of torch take from a group beside lr, and those of the shards have from the start
+_FIXED = {"alpha", "betas", "dampening", "eps", "momentum", "weight_decay"}
+
 
 class ShardOptimizer(torch.optim.Optimizer):
     """A torch optimizer that pushes gradients to the shards, for code that expects a torch.optim.Optimizer.
@@ -76,8 +79,9 @@ class ShardOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Push the gradients like `Session.step`, those of each group with its learning rate.
 
-        BadLearningRate, before anything is pushed, if a learning rate is negative, NaN or Inf. RuntimeError if this
-        optimizer and another one of the session step by turns.
+        BadLearningRate, before anything is pushed, if a learning rate is negative, NaN or Inf, and ValueError if a
+        group has got a weight_decay, or another setting that only wrap takes. RuntimeError if this optimizer and
+        another one of the session step by turns.
         """
         self._refuse_turns()
         loss = None
@@ -136,6 +140,11 @@ class ShardOptimizer(torch.optim.Optimizer):
         scales: dict[str, float] = {}
         for group, full in zip(self.param_groups, self._full_rates, strict=True):
             lr = checked_rate(group, self.session.clock)
+            if fixed := sorted(_FIXED & group.keys()):
+                raise ValueError(
+                    f"the group {_name(group)} has got {', '.join(fixed)}, which would have no effect: only lr may "
+                    "change, all else is in the optimizers that wrap was given; leave it out, or set it there"
+                )
             if full == 0.0 and lr > 0.0:
                 raise BadLearningRate(
                     group=_name(group), lr=lr, step=self.session.clock, why="no factor raises a rate that began as 0"

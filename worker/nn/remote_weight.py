@@ -70,7 +70,7 @@ class RemoteWeight(nn.Parameter):
         parameter.table, parameter.limit = table, limit
         parameter.batch_rows, parameter._lookups = batch_rows and 4 * parameter.numel() > limit, []
         parameter._whole, parameter._read_at, parameter._whole_version, parameter.looked_up_at = None, -1, 0, -1
-        parameter._shown = None
+        parameter._shown, parameter._reads_whole, parameter._chosen_at = None, False, -1
         parameter.in_use = parameter._used = parameter._was_used = False
         is_trained = parameter.requires_grad
         parameter.requires_grad_()  # torch takes hooks for no other tensor
@@ -87,6 +87,8 @@ class RemoteWeight(nn.Parameter):
     _shown: Tensor | None  # a copy of the whole, where somebody got it apart from autograd: numpy raises no version
     _used: bool  # as a whole, and with a gradient, in this step
     _was_used: bool  # in the step before
+    _reads_whole: bool  # whether lookups do
+    _chosen_at: int  # clock
 
     def whole(self) -> Tensor:
         """Return all rows, (num_embeddings, dim), or with batch_rows those that this step has looked up, (U, dim).
@@ -102,11 +104,16 @@ class RemoteWeight(nn.Parameter):
     def for_lookups(self) -> Tensor | None:
         """The whole, where the step trains it anyway: the gradients of lookups are then summed as torch sums them.
 
-        A whole that somebody only looked at does not change which rows are trained.
+        A whole that somebody only looked at does not change which rows are trained. All lookups of a step read alike:
+        an activation checkpoint repeats some in backward, and takes what these save for what it has saved.
         """
-        is_trained = torch.is_grad_enabled() and self.requires_grad
-        uses_whole = self._used or self._was_used if is_trained else self._is_current()
-        return self._whole_of_step() if uses_whole else None
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._whole_of_step() if self._is_current() else None
+        clock = self.table.session.clock
+        if self._chosen_at != clock:
+            self._chosen_at = clock
+            self._reads_whole = self._was_used or (self._used and self.looked_up_at != clock)
+        return self._whole_of_step() if self._reads_whole else None
 
     def keep_lookup(self, ids: Ids) -> None:
         """Keep the ids of a lookup, as some of those that stand for the whole in this step."""
@@ -185,7 +192,7 @@ class RemoteWeight(nn.Parameter):
     @property
     def grad(self) -> RowsGradient | None:
         """The gradient of the rows that were read since the last step; None where backward left none."""
-        part = next((its for its in self.table.session.gradients() if its.spec == self.table.spec), None)
+        part = self.table.session.gradient_of(self.table.spec.name)
         return None if part is None else RowsGradient.of(part, self.shape[0], self.limit)
 
     @grad.setter

@@ -103,9 +103,9 @@ def wrap(
     when they are unfrozen.
 
     ValueError if the model cannot be wrapped: it is already wrapped, is tied to a table that cannot be read as a
-    whole, has a tensor that shares the memory of a parameter (self.w = emb.weight.data), or has parameters that are
-    not float32, not initialised, or on the meta device without being a table. OtherParameters if the shards hold
-    other dense weights; TableTooLarge if a use would read a table beyond the limit as a whole.
+    whole, has a tensor or another parameter in the memory of a parameter (self.w = emb.weight.data), or has parameters
+    that are not float32, not initialised, or on the meta device without being a table. OtherParameters if the shards
+    hold other dense weights; TableTooLarge if a use would read a table beyond the limit as a whole.
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
@@ -277,8 +277,9 @@ def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str
                 raise ValueError(
                     f"parameter {full!r} is on the meta device; only embeddings may stay there: materialise the others"
                 )
-    moves = {_memory(p): n for n, p in model.named_parameters() if settings.are_parameters or id(p) in tables}
-    _refuse_aliases(model, {place: name for place, name in moves.items() if place})
+    moving = {n: p for n, p in model.named_parameters() if settings.are_parameters or id(p) in tables}
+    _refuse_aliases(model, {_memory(p): n for n, p in moving.items() if _memory(p)})
+    _refuse_overlaps(model, moving)
     known = {name for group in groups for name in group.names}
     unknown = sorted(set(id_space) - known)
     if unknown:
@@ -299,6 +300,21 @@ def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
                         f"{f'{name}.{key}'.lstrip('.')} shares memory with parameter {moved[_memory(value)]!r}, which "
                         "moves to the shards, and would keep its first values: use the parameter instead, or clone it"
                     )
+
+
+def _refuse_overlaps(model: nn.Module, moving: Mapping[str, nn.Parameter]) -> None:
+    """ValueError for two parameters in one memory, as after b.data = a.data: on the shards each has its own values."""
+    placed = [(p.data_ptr(), n, p) for n, p in model.named_parameters() if _memory(p) and p.numel()]
+    end, before, is_trained = 0, "", False  # of the parameter that reaches furthest
+    for start, name, parameter in sorted(placed, key=lambda its: its[0]):
+        if start < end and (is_trained or parameter.requires_grad) and not moving.keys().isdisjoint((before, name)):
+            raise ValueError(
+                f"parameters {before!r} and {name!r} share memory, and would be trained apart on the shards: make them "
+                "one parameter (b.weight = a.weight, in place of b.weight.data = a.weight.data), or clone one of them"
+            )
+        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        if (stop := start + reach * parameter.element_size()) > end:
+            end, before, is_trained = stop, name, parameter.requires_grad
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -109,6 +109,7 @@ class DenseWeights:
         self.ids = even_ids(start, spec.space_key)  # (num_blocks,) int64
         self._by_id = np.argsort(self.ids)  # blocks in the order of their ids
         self.place(placement)
+        self._pushed = (False,) * len(self._slices)  # by the last step, whatever was frozen since its backward
         self._clock: int | None = None  # when the parameters were last pulled
         self._expired = False  # some parameters are StaleParameters
         self._erased = False  # and have lost their old values
@@ -171,7 +172,8 @@ class DenseWeights:
     def expire(self) -> None:
         """Pull the parameters that are trained before anything reads them: they change on the shards now."""
         self._check_unchanged()
-        self._mark_stale([place for place in self._slices if place.parameter.requires_grad])
+        slices = zip(self._slices, self._pushed, strict=True)
+        self._mark_stale([place for place, is_pushed in slices if is_pushed or place.parameter.requires_grad])
 
     def forget(self) -> None:
         """Pull all parameters before anything reads them, whatever the clock says."""
@@ -284,7 +286,7 @@ class DenseWeights:
         """Gradients of the parameters that have one, copied once, and clear them; None without any."""
         self.follow()
         self._check_unchanged()
-        present = tuple(place.parameter.grad is not None for place in self._slices)
+        self._pushed = present = tuple(place.parameter.grad is not None for place in self._slices)
         if not any(present):
             return None
         pieces = []

@@ -64,6 +64,7 @@ class CollectedGradients:
         self.backwards = 0  # since the last step
         self._client = client
         self._parts: list[RowGradients] = []
+        self._of_table: dict[str, RowGradients] | None = None  # the parts, once they are one per table
         self._last_backward = -1  # autograd's number of it
 
     def __len__(self) -> int:
@@ -72,6 +73,7 @@ class CollectedGradients:
     def add(self, part: RowGradients) -> None:
         """Keep gradients that a backward has computed."""
         self._parts.append(part)
+        self._of_table = None
         if len(self._parts) >= _MANY_PARTS:
             self.merged()
         if (backward := torch._C._current_graph_task_id()) != self._last_backward:
@@ -82,22 +84,35 @@ class CollectedGradients:
 
     def merged(self) -> Sequence[RowGradients]:
         """One part per table, or bundle: those of an id that was read several times are summed."""
-        self._parts = merge(self._parts, self._client.placement, self._client.compressor.packs)
+        if self._of_table is None:
+            self._parts = merge(self._parts, self._client.placement, self._client.compressor.packs)
         return self._parts
 
     def by_table(self) -> list[RowGradients]:
         """One part per table, in the order of their names; you may change them in place."""
-        self._parts = [one for part in self.merged() for one in part.split()]
-        return sorted(self._parts, key=lambda part: part.spec.name)
+        return sorted(self._split().values(), key=lambda part: part.spec.name)
+
+    def of_table(self, table: str) -> RowGradients | None:
+        """Those of one table; None where it has none. A loop over all parameters asks several times for each."""
+        return self._split().get(table)
+
+    def _split(self) -> dict[str, RowGradients]:
+        if self._of_table is None:
+            self._parts = [one for part in self.merged() for one in part.split()]
+            self._of_table = {part.spec.name: part for part in self._parts}
+        return self._of_table
 
     def drop(self, table: str) -> None:
         """Forget those of one table."""
-        if any(table in part.tables for part in self._parts):
+        if self._of_table is not None:
+            self._of_table.pop(table, None)
+            self._parts = list(self._of_table.values())
+        elif any(table in part.tables for part in self._parts):
             self._parts = [one for part in self._parts for one in part.split() if table not in one.tables]
 
     def clear(self) -> None:
         """Forget the gradients of all tables, as after a step."""
-        self._parts.clear()
+        self._parts, self._of_table = [], None
 
     def warn_if_unused(self) -> None:
         """Say in the log that there were several backward passes, and never a step."""

@@ -133,9 +133,8 @@ class PrefetchedRows:
         return result
 
     def forget(self, table: str | None = None) -> None:
-        """Drop everything, or what was pulled of a table for the batch, because it changed on the shards."""
-        if table is None:
-            self.forward = {}
+        """Drop everything, or what was pulled of a table, because it changed on the shards."""
+        self.forward = {name: results for name, results in self.forward.items() if table not in (None, name)}
         if self.batch is not None:
             self.batch = {name: results for name, results in self.batch.items() if table not in (None, name)}
 

@@ -215,7 +215,12 @@ class Session:
             raise
 
     def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
-        """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
+        """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now. NotImplementedError in a trace."""
+        if torch._C._is_tracing():
+            raise NotImplementedError(
+                f"table {spec.name!r}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep these rows as "
+                "the answer for all ids: load model.state_dict() into a model that is not wrapped, and trace that one"
+            )
         found = self._prefetched.find(spec.name, ids, device, exact=self._exact)
         return self._pull([Lookup(spec, ids, device)], cached=True)[spec.name][0] if found is None else found
 
@@ -282,6 +287,10 @@ class Session:
         """
         with span("gather"):
             return self._collected.by_table()
+
+    def gradient_of(self, table: str) -> RowGradients | None:
+        """Return the gradients of one table, as `gradients` does; None where backward left none."""
+        return self._collected.of_table(table)
 
     def drop_gradients(self, table: str) -> None:
         """Forget the gradients of one table since the last step."""

@@ -57,8 +57,8 @@ class TableSession(Protocol):
         """Rows 0 to num_rows - 1 for a forward; `reader` is told when they change."""
         ...
 
-    def gradients(self) -> list[RowGradients]:
-        """One part per table, of the rows read since the last step."""
+    def gradient_of(self, table: str) -> RowGradients | None:
+        """Those of the rows of one table that were read since the last step."""
         ...
 
     def drop_gradients(self, table: str) -> None:

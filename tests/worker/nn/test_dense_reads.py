@@ -191,6 +191,7 @@ def test_a_method_that_is_not_forward_computes_what_torch_computes(counted, use)
 
 CHANGES = {
     "an optimizer of torch": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "a fused optimizer": lambda model: torch.optim.Adam([model.scale], lr=0.1, fused=True).step(),
     "an initializer": lambda model: nn.init.ones_(model.scale),
     "data": lambda model: model.scale.data.mul_(2),
     "another data": lambda model: setattr(model.scale, "data", torch.zeros(4)),

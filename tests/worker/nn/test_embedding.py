@@ -263,6 +263,39 @@ def test_a_table_without_a_size_takes_any_64_bit_id():
         assert sum(table.rows for status in session.client.status() for table in status.tables) == 5
 
 
+class Shared(nn.Module):
+    """Two readers of one table, of which the first one scales its rows down."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled, self.plain = nn.Embedding(ROWS, DIM, max_norm=0.5), nn.Embedding(ROWS, DIM)
+        self.plain.weight = self.scaled.weight
+
+    def forward(self, ids):
+        return self.scaled(ids).sum() + self.plain(ids.flip(0)).pow(2).sum()
+
+    def embedding_inputs(self, ids):
+        return {"scaled": ids, "plain": ids.flip(0)}
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_rows_that_max_norm_scales_down_are_so_for_the_next_reader_of_the_same_forward(reads_ahead):
+    ours, theirs = Shared(), Shared()
+    theirs.load_state_dict(ours.state_dict())
+    batches = [torch.arange(ROWS)] * 3
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    with es.local(shards=2) as session:
+        es.wrap(ours, session, optimizer=es.SGD(lr=0.1))
+        for batch in session.prefetch(batches) if reads_ahead else batches:
+            loss, expected = ours(batch), theirs(batch)
+            torch.testing.assert_close(loss, expected, **CLOSE)
+            loss.backward()
+            expected.backward()
+            session.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_max_norm_keeps_the_optimizers_state():
     plain = nn.Embedding(ROWS, DIM, max_norm=1.0)
     module = copy.deepcopy(plain)

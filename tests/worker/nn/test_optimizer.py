@@ -128,6 +128,18 @@ def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session):
         optimizer.step()
 
 
+@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"momentum": 0.9}, {"betas": (0.9, 0.99)}])
+def test_a_setting_that_would_have_no_effect_is_refused(make_session, setting):
+    _, wrapped, session = twins(make_session)
+    optimizer = es.ShardOptimizer(session)
+    loss_of(wrapped, BATCHES[0]).backward()
+    optimizer.param_groups[0].update(setting)
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}, which would have no effect"):
+        optimizer.step()
+    optimizer.param_groups[0].popitem()
+    optimizer.step()
+
+
 def test_there_is_a_group_for_each_optimizer_of_the_tables(make_session):
     _, _, session = twins(
         make_session,

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import embershard as es
 from embershard.worker.nn.remote_weight import NoRowsRead, RemoteWeight
 from embershard.worker.nn.rows_gradient import TableTooLarge
+from embershard.worker.session import gradients
 from embershard.worker.session.dense import ParameterChanged
 
 IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
@@ -207,6 +209,42 @@ def test_two_backwards_and_a_scaled_gradient_count_as_in_torch(make_session):
         assert torch.isfinite(net.items.weight.grad).all()
         step()
     torch.testing.assert_close(plain.items.weight, model.items.weight)
+
+
+@pytest.mark.parametrize("of", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")])
+def test_a_checkpointed_lookup_is_repeated_as_it_was_though_the_whole_is_read_after_it(make_session, of):
+    class Regularised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.items, self.out = of(100_000, 4), nn.Linear(4, 1)
+
+        def forward(self, ids):
+            found = checkpoint(lambda ids: self.out(self.items(ids)).pow(2).mean(), ids, use_reentrant=False)
+            return found + 0.1 * self.items.weight.pow(2).mean()
+
+    plain, optimizer, model, session = torch_and_ours(make_session, Regularised)
+    for _ in range(3):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            net(torch.tensor([[3, 99_999], [7, 3]])).backward()
+            step()
+            net.zero_grad()
+    torch.testing.assert_close(plain.state_dict(), dict(model.state_dict()))
+
+
+def test_gradients_are_summed_once_however_often_a_loop_asks_for_them(make_session, monkeypatch):
+    plain, _, model, _ = torch_and_ours(make_session)
+    summed = []
+    merge = gradients.merge
+    monkeypatch.setattr(gradients, "merge", lambda parts, *rest: summed.append(len(parts)) or merge(parts, *rest))
+    for _ in range(2):  # the second backward adds to what was asked for
+        for net in (plain, model):
+            LOSSES["three lookups"](net).backward()
+        for _ in range(3):
+            assert torch.equal(plain.items.weight.grad, model.items.weight.grad.clone())
+    assert len(summed) == 2
+    model.items.weight.grad = None
+    assert model.items.weight.grad is None
+    assert len(summed) == 2
 
 
 def halve(parameter):
@@ -453,12 +491,14 @@ REFUSED = {
     "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict()), RuntimeError),
     "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
     "vmap over ids": (lambda m: torch.func.vmap(m.items)(IDS), NotImplementedError),
+    "trace": (lambda m: torch.jit.trace(m.items.eval().requires_grad_(False), IDS), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
     "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_in_our_words(make_session, name):
     _, _, model, _ = torch_and_ours(make_session)

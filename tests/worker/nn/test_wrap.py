@@ -176,6 +176,19 @@ def test_frozen_dense_parameters_are_shared_and_not_trained_until_unfrozen(make_
     assert not torch.equal(model[0].weight, start[0].weight)
 
 
+def test_a_parameter_that_is_frozen_after_its_backward_takes_that_step_and_is_read_anew(make_session):
+    plain = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    session = make_session(2)
+    model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.1))
+    for net, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, session)):
+        for is_trained in (False, True):
+            net(torch.arange(4)).pow(2).sum().backward()
+            net[1].requires_grad_(is_trained)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
 def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session):
     session = make_session(2)
     model = nn.ModuleDict({"tower": nn.Linear(2, 1, bias=False)})
@@ -432,6 +445,46 @@ def test_a_tensor_in_the_memory_of_a_parameter_would_keep_its_first_values(make_
     if of == "linear":  # which stays with torch
         es.wrap(build(kept), make_session(1), optimizer=es.SGD(lr=0.1), dense="ddp")
     es.wrap(build(lambda weight: weight.detach().clone()), make_session(1), optimizer=es.SGD(lr=0.1))
+
+
+def share(tie):
+    """A table, and two layers of its shape; `tie` gives some of them one memory."""
+    net = nn.Module()
+    net.table, net.a, net.b = nn.Embedding(10, 4), nn.Linear(4, 10), nn.Linear(4, 10)
+    tie(net)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("tie", "names", "dense"),
+    [
+        (lambda it: setattr(it.a.weight, "data", it.table.weight.data), {"table.weight", "a.weight"}, "ddp"),
+        (lambda it: setattr(it.b.bias, "data", it.a.weight.data.view(-1)[30:]), {"a.weight", "b.bias"}, "ps"),
+        (
+            lambda it: setattr(it, "copy", nn.Embedding.from_pretrained(it.table.weight.data)),
+            {"table.weight", "copy.weight"},
+            "ps",
+        ),
+    ],
+)
+def test_two_parameters_in_one_memory_would_be_trained_apart(make_session, tie, names, dense):
+    with pytest.raises(ValueError, match="share memory, and would be trained apart") as error:
+        es.wrap(share(tie), make_session(1), optimizer=es.SGD(lr=0.1), dense=dense)
+    assert all(repr(name) in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    "tie",
+    [
+        lambda it: setattr(it.a, "weight", it.table.weight),
+        lambda it: [setattr(its.weight, "data", torch.ones(10, 4)) for its in (it.a.requires_grad_(False), it.b)],
+        lambda it: [its.requires_grad_(False).weight.set_(it.table.weight.data) for its in (it.a, it.b, it.table)],
+        lambda it: [setattr(its.weight, "data", w) for its, w in zip((it.a, it.b), torch.ones(2, 10, 4), strict=True)],
+    ],
+    ids=["one parameter", "each its own", "frozen", "parts of one storage"],
+)
+def test_parameters_that_torch_trains_as_the_shards_do_may_lie_in_one_storage(make_session, tie):
+    es.wrap(share(tie), make_session(1), optimizer=es.SGD(lr=0.1))
 
 
 @pytest.mark.parametrize("is_new", [True, False])
