@@ -187,7 +187,7 @@ def test_the_shards_hold_the_best_weights_at_the_end_whoever_dies(tmp_path, stal
     (result,) = (result for result, notes in runs if result is not None and notes.result is result)
     assert result.best_weights.restored
     client = Client(cluster.shards.transports(), worker=READ_ONLY_WORKER)
-    reading = trained(cluster.job, click_data(train=1).schema, ReadOnlySession(client), None)
+    reading = trained(cluster.job, click_data(train=1), ReadOnlySession(client), None)
     for name, module in remote_tables(reading.model).items():
         parts = list(open_snapshot(result.best_weights.checkpoint, "shards").read_table(name))
         ids, rows = (torch.from_numpy(np.concatenate(part)) for part in list(zip(*parts, strict=True))[:2])
