@@ -2,7 +2,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
@@ -480,11 +483,25 @@ def test_two_parameters_in_one_memory_would_be_trained_apart(make_session, tie, 
         lambda it: [setattr(its.weight, "data", torch.ones(10, 4)) for its in (it.a.requires_grad_(False), it.b)],
         lambda it: [its.requires_grad_(False).weight.set_(it.table.weight.data) for its in (it.a, it.b, it.table)],
         lambda it: [setattr(its.weight, "data", w) for its, w in zip((it.a, it.b), torch.ones(2, 10, 4), strict=True)],
+        lambda it: [
+            setattr(its.weight, "data", w)
+            for its, w in zip((it.a, it.b, it.table), torch.ones(10, 12).chunk(3, 1), strict=True)
+        ],
     ],
-    ids=["one parameter", "each its own", "frozen", "parts of one storage"],
+    ids=["one parameter", "each its own", "frozen", "parts of one storage", "columns of one matrix"],
 )
 def test_parameters_that_torch_trains_as_the_shards_do_may_lie_in_one_storage(make_session, tie):
     es.wrap(share(tie), make_session(1), optimizer=es.SGD(lr=0.1))
+
+
+def test_dense_weights_of_fully_shard_may_lie_beside_tables(make_session):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = share(lambda it: None)
+        fully_shard(net.a, mesh=init_device_mesh("cpu", (1,)))
+        es.wrap(net, make_session(1), optimizer=es.SGD(lr=0.1), dense="fsdp")
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("is_new", [True, False])
