@@ -1,4 +1,5 @@
 import copy
+import time
 
 import pytest
 import torch
@@ -190,6 +191,24 @@ def test_a_parameter_that_is_frozen_after_its_backward_takes_that_step_and_is_re
             optimizer.step()
             optimizer.zero_grad()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+def test_a_parameter_that_is_frozen_in_a_loop_has_its_last_steps_there(make_session, monkeypatch):
+    session = make_session(2)
+    model = es.wrap(nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1)), session, optimizer=es.SGD(lr=0.1))
+    push, weight = session._source.push, model[1].weight
+    monkeypatch.setattr(session._source, "push", lambda *args, **its: time.sleep(0.02) or push(*args, **its))
+    loop = session.prefetch([torch.arange(4)] * 8, staleness=2, inputs=lambda ids: {"0": ids})
+    for number, ids in enumerate(loop):
+        model(ids).mean().backward()
+        if number == 3:
+            weight.requires_grad_(False)
+        time.sleep(0.06)  # until the next batch is here, as of before this step
+        session.step()
+        if number == 6:
+            model(ids)
+            here = weight.detach().clone()
+    assert torch.equal(here, model.state_dict()["1.weight"])  # read anew behind the loop
 
 
 def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session):
