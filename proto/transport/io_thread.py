@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import socket
 import struct
@@ -21,6 +20,7 @@ _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
 _poller: Poller | None = None
 _lock = threading.Lock()
+_has_ended = False
 
 
 def io_loop() -> asyncio.AbstractEventLoop:
@@ -55,15 +55,21 @@ def _forget() -> None:
     _loop, _thread, _poller, _lock = None, None, None, threading.Lock()
 
 
-def _end() -> None:
+def has_ended() -> bool:
+    """Whether the thread has ended, because the interpreter ends: what waits for its loop would wait in vain."""
+    return _has_ended
+
+
+def end() -> None:
     """End the thread: uvloop crashes the process where a timer or a socket wakes it behind the interpreter's end."""
+    global _has_ended
     if _loop is not None and _thread is not None:
+        _has_ended = True
         _loop.call_soon_threadsafe(_loop.stop)
         _thread.join(_END_SECONDS)
 
 
 os.register_at_fork(after_in_child=_forget)
-atexit.register(_end)
 
 
 async def connect_beside(host: str, port: int) -> socket.socket | None:

@@ -31,7 +31,7 @@ from embershard.proto.shared_memory import SHARED_FROM_BYTES, SharedHeap
 from embershard.proto.timing import span
 from embershard.proto.transport.announcements import current_address, folder_of
 from embershard.proto.transport.emulated_link import EmulatedLink
-from embershard.proto.transport.io_thread import connect_beside, io_loop, io_poller, runs_here
+from embershard.proto.transport.io_thread import connect_beside, has_ended, io_loop, io_poller, runs_here
 from embershard.proto.transport.stream_connection import StreamConnection
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import IN_FRAME, MAX_BUFFERS, Feature
@@ -251,6 +251,11 @@ class StreamTransport:
             if self._connection is not None and self._connection.is_shared and not self._unstarted:
                 self._send(self._connection, call)
                 return call
+            if has_ended():
+                raise RuntimeError(
+                    f"Python is ending, and nothing is sent to {self.address} any more: call atexit.register behind "
+                    "`import embershard`, as what is registered last runs first"
+                )
             self._unstarted.append(call)
         self._loop.call_soon_threadsafe(self._start)
         return call

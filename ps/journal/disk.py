@@ -251,7 +251,8 @@ class _LocalFile:
             return 0
         try:
             if self._direct is None:
-                self._direct = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+                # by the descriptor: another file may be at the path by now
+                self._direct = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_DIRECT)
             return os.preadv(self._direct, [target[:num_bytes]], offset)
         except OSError:  # not every file system can, nor into any memory; errors of the disk come again after this
             return 0

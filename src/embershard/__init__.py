@@ -6,6 +6,8 @@ loads torch.
 
 from __future__ import annotations
 
+import atexit
+import sys
 from functools import cache
 from importlib import import_module
 
@@ -40,3 +42,12 @@ def _modules() -> dict[str, str]:
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def _end_io_thread() -> None:
+    """End the I/O thread, behind what programs register after this import, which may still use it."""
+    if module := sys.modules.get(f"{__name__}.proto.transport.io_thread"):
+        module.end()
+
+
+atexit.register(_end_io_thread)

@@ -41,6 +41,7 @@ from embershard.proto.messages import (
     TakeSplit,
 )
 from embershard.proto.timing import Deadline
+from embershard.proto.transport.io_thread import has_ended
 from embershard.worker.client.connections import Outcome, ShardConnections
 
 _HEARTBEATS = 4  # of a lease
@@ -366,7 +367,7 @@ class Membership:
 
 
 def _send_heartbeats(membership: weakref.ref[Membership], ended: ClockEvent, seconds: float) -> None:
-    """Renew the lease until it ends, or its session was collected without being closed."""
-    while not ended.wait(seconds) and (member := membership()) is not None:
+    """Renew the lease until it ends, its session was collected without being closed, or Python ends."""
+    while not ended.wait(seconds) and not has_ended() and (member := membership()) is not None:
         member._heartbeat(timedelta(seconds=seconds))
         del member

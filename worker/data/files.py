@@ -115,7 +115,8 @@ def expand(path: File, endings: tuple[str, ...]) -> list[File]:
         kinds = " or ".join(f"*{ending}" for ending in endings)
         what = "no file fits the pattern" if "*" in str(path) else f"no {kinds} file in this folder"
         raise JobError(where=str(path), reason=what)
-    return sorted(file for file, size in sizes.items() if size != 0) or sorted(sizes)
+    filled = [file for file, size in sizes.items() if size != 0]
+    return sorted(filled or sizes, key=str)
 
 
 def check_readable(path: File) -> bool:

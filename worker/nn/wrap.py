@@ -305,22 +305,47 @@ def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
 def _refuse_overlaps(model: nn.Module, moving: Mapping[str, nn.Parameter]) -> None:
     """ValueError for two parameters in one memory, as after b.data = a.data: on the shards each has its own values."""
     placed = [(p.data_ptr(), n, p) for n, p in model.named_parameters() if _memory(p) and p.numel()]
-    end, before, is_trained = 0, "", False  # of the parameter that reaches furthest
+    before: list[tuple[str, nn.Parameter]] = []  # those that reach behind the start of the next one
     for start, name, parameter in sorted(placed, key=lambda its: its[0]):
-        if start < end and (is_trained or parameter.requires_grad) and not moving.keys().isdisjoint((before, name)):
-            raise ValueError(
-                f"parameters {before!r} and {name!r} share memory, and would be trained apart on the shards: make them "
-                "one parameter (b.weight = a.weight, in place of b.weight.data = a.weight.data), or clone one of them"
-            )
-        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-        if (stop := start + reach * parameter.element_size()) > end:
-            end, before, is_trained = stop, name, parameter.requires_grad
+        before = [its for its in before if its[1].data_ptr() + _reach(its[1]) > start]
+        for other, its in before:
+            is_trained = its.requires_grad or parameter.requires_grad
+            if is_trained and not moving.keys().isdisjoint((other, name)) and _have_common_elements(its, parameter):
+                raise ValueError(
+                    f"parameters {other!r} and {name!r} share memory, and would be trained apart on the shards: make "
+                    "them one parameter (b.weight = a.weight, in place of b.weight.data = a.weight.data), or clone "
+                    "one of them"
+                )
+        before.append((name, parameter))
+
+
+def _have_common_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors, of which the first begins no later, have memory in common; columns of one matrix do not."""
+    offset = second.data_ptr() - first.data_ptr()
+    memory = np.empty(max(_reach(first), offset + _reach(second)), np.uint8)  # never touched
+    one, other = (
+        np.ndarray(
+            its.shape, f"V{its.element_size()}", memory, at, [stride * its.element_size() for stride in its.stride()]
+        )
+        for its, at in ((first, 0), (second, offset))
+    )
+    return np.shares_memory(one, other)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def _memory(tensor: torch.Tensor) -> int:
     """Where a tensor lies; 0 for nowhere."""
-    is_there = tensor.layout == torch.strided and not tensor.is_meta
-    return tensor.untyped_storage().data_ptr() if is_there else 0
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a DTensor is made of other tensors
+        return 0
 
 
 def _table_names(groups: list[_Group], prefix: str) -> list[str]:

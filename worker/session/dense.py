@@ -8,6 +8,7 @@ that an even placement routes in their own order, so that rows are pulled and gr
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ class DenseWeights:
         self.ids = even_ids(start, spec.space_key)  # (num_blocks,) int64
         self._by_id = np.argsort(self.ids)  # blocks in the order of their ids
         self.place(placement)
-        self._pushed = (False,) * len(self._slices)  # by the last step, whatever was frozen since its backward
+        # by which step each parameter was pushed last, whatever was frozen since; pulls lack the pushes of `late` steps
+        self._steps, self._pushed_at, self.late = 0, [-math.inf] * len(self._slices), 0
         self._clock: int | None = None  # when the parameters were last pulled
         self._expired = False  # some parameters are StaleParameters
         self._erased = False  # and have lost their old values
@@ -172,8 +174,8 @@ class DenseWeights:
     def expire(self) -> None:
         """Pull the parameters that are trained before anything reads them: they change on the shards now."""
         self._check_unchanged()
-        slices = zip(self._slices, self._pushed, strict=True)
-        self._mark_stale([place for place, is_pushed in slices if is_pushed or place.parameter.requires_grad])
+        slices = zip(self._slices, self._pushed_at, strict=True)
+        self._mark_stale([place for place, at in slices if at == self._steps or place.parameter.requires_grad])
 
     def forget(self) -> None:
         """Pull all parameters before anything reads them, whatever the clock says."""
@@ -194,11 +196,15 @@ class DenseWeights:
         self._pull(self)
 
     def reads(self) -> Route:
-        """The blocks to pull: all of them at first, later those of the parameters that are trained."""
+        """The blocks to pull: all of them at first, later those of the parameters that are, or just were, trained."""
         if self._clock is None:
             return self._all
+        late = [self._steps - at <= self.late for at in self._pushed_at]
         return self._part(
-            tuple(isinstance(its := place.parameter, StaleParameter) or its.requires_grad for place in self._slices)
+            tuple(
+                is_late or isinstance(its := place.parameter, StaleParameter) or its.requires_grad
+                for place, is_late in zip(self._slices, late, strict=True)
+            )
         ).route
 
     def follow(self) -> None:
@@ -286,7 +292,10 @@ class DenseWeights:
         """Gradients of the parameters that have one, copied once, and clear them; None without any."""
         self.follow()
         self._check_unchanged()
-        self._pushed = present = tuple(place.parameter.grad is not None for place in self._slices)
+        present = tuple(place.parameter.grad is not None for place in self._slices)
+        self._steps += 1
+        pushed = zip(present, self._pushed_at, strict=True)
+        self._pushed_at = [self._steps if is_pushed else at for is_pushed, at in pushed]
         if not any(present):
             return None
         pieces = []

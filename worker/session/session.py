@@ -450,6 +450,8 @@ class Session:
         batches = iter(loader)
         self._prefetcher, prefetched = prefetcher, self._prefetched
         missed, found = prefetched.missed, prefetched.found
+        for weights in self.registry.dense:
+            weights.late = prefetcher.staleness
         try:
             prefetcher.start(batches, self.clock)
             for number in count(1):
@@ -480,6 +482,7 @@ class Session:
         self._failure = prefetcher.close()
         # with a staleness, the dense weights of the last batch may lack the last pushes
         for weights in self.registry.dense if prefetcher.staleness else ():
+            weights.late = 0
             try:
                 weights.forget()
             except (ParameterChanged, ValueError) as error:  # Python drops what is raised as a loop is left by break

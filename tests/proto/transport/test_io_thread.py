@@ -16,8 +16,34 @@ libc.__cxa_atexit(ctypes.cast(libc.usleep, ctypes.c_void_p), ctypes.c_void_p(1_0
 time.sleep(0.2)  # until the loop waits for its timer
 """
 
+USED_AT_EXIT = """
+import atexit, asyncio
+from datetime import timedelta
+def submit():
+    try:
+        transport.submit(Pull(0, ()), timedelta(seconds=200))
+    except RuntimeError as error:
+        print(error)
+atexit.register(submit)
+import embershard
+atexit.register(lambda: print(asyncio.run_coroutine_threadsafe(asyncio.sleep(0, "sent"), io_loop()).result(200)))
+from embershard.proto.messages import Pull
+from embershard.proto.transport.io_thread import io_loop
+from embershard.proto.transport.stream import StreamTransport
+transport = StreamTransport("127.0.0.1:1")
+"""
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="__cxa_atexit by ctypes")
 def test_a_timer_that_is_due_behind_the_interpreters_end_does_not_crash_the_process():
     done = subprocess.run([sys.executable, "-c", ENDS_SLOWLY], capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_registered_behind_the_import_still_uses_the_thread_at_exit_and_others_are_told_that_it_has_ended():
+    done = subprocess.run(
+        [sys.executable, "-c", USED_AT_EXIT], capture_output=True, text=True, timeout=250, check=False
+    )
+    sent, refused = done.stdout.splitlines()
+    assert sent == "sent"
+    assert "call atexit.register behind `import embershard`" in refused

@@ -112,6 +112,14 @@ class TestPageCache:
             assert file.pread_into(page_aligned(len(self.DATA)), 0) == len(self.DATA)
         assert not self.is_cached(uncached, 4 * 2**20)
 
+    def test_the_file_that_was_opened_is_read_whatever_has_its_name_by_then(self, tmp_path, uncached):
+        memory = page_aligned(len(self.DATA))
+        with closing(LocalDisk().open(tmp_path / "file")) as file:
+            (tmp_path / "file").rename(tmp_path / "spare")
+            (tmp_path / "file").write_bytes(bytes(len(self.DATA)))
+            assert file.pread_into(memory, 0) == len(self.DATA)
+        assert memory == self.DATA
+
     def test_a_file_that_is_in_it_is_read_from_there(self, tmp_path, monkeypatch):
         (tmp_path / "file").write_bytes(self.DATA)
         with closing(LocalDisk().open(tmp_path / "file")) as file:

@@ -153,6 +153,15 @@ def test_a_member_beats_on_every_shard_until_it_leaves_or_its_session_is_forgott
     assert eventually(lambda: all(thread.name != "embershard heartbeat" for thread in threading.enumerate()))
 
 
+def test_a_member_that_is_left_open_beats_no_more_as_python_ends(monkeypatch):
+    shard = Scripted(joined)
+    member = member_of([shard], Terms(lease=timedelta(seconds=0.04)))
+    assert shard.beaten.acquire(timeout=PATIENCE)
+    monkeypatch.setattr(membership_module, "has_ended", lambda: True)  # what it sent would be refused, with a traceback
+    assert eventually(lambda: all(thread.name != "embershard heartbeat" for thread in threading.enumerate()))
+    member.leave()
+
+
 def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_clock(make_pair):
     job, lost, other = make_pair()
     step(lost, [1, 2, 3])

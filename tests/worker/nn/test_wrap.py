@@ -1,8 +1,12 @@
 import copy
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
@@ -187,6 +191,24 @@ def test_a_parameter_that_is_frozen_after_its_backward_takes_that_step_and_is_re
             optimizer.step()
             optimizer.zero_grad()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+def test_a_parameter_that_is_frozen_in_a_loop_has_its_last_steps_there(make_session, monkeypatch):
+    session = make_session(2)
+    model = es.wrap(nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1)), session, optimizer=es.SGD(lr=0.1))
+    push, weight = session._source.push, model[1].weight
+    monkeypatch.setattr(session._source, "push", lambda *args, **its: time.sleep(0.02) or push(*args, **its))
+    loop = session.prefetch([torch.arange(4)] * 8, staleness=2, inputs=lambda ids: {"0": ids})
+    for number, ids in enumerate(loop):
+        model(ids).mean().backward()
+        if number == 3:
+            weight.requires_grad_(False)
+        time.sleep(0.06)  # until the next batch is here, as of before this step
+        session.step()
+        if number == 6:
+            model(ids)
+            here = weight.detach().clone()
+    assert torch.equal(here, model.state_dict()["1.weight"])  # read anew behind the loop
 
 
 def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session):
@@ -480,11 +502,25 @@ def test_two_parameters_in_one_memory_would_be_trained_apart(make_session, tie, 
         lambda it: [setattr(its.weight, "data", torch.ones(10, 4)) for its in (it.a.requires_grad_(False), it.b)],
         lambda it: [its.requires_grad_(False).weight.set_(it.table.weight.data) for its in (it.a, it.b, it.table)],
         lambda it: [setattr(its.weight, "data", w) for its, w in zip((it.a, it.b), torch.ones(2, 10, 4), strict=True)],
+        lambda it: [
+            setattr(its.weight, "data", w)
+            for its, w in zip((it.a, it.b, it.table), torch.ones(10, 12).chunk(3, 1), strict=True)
+        ],
     ],
-    ids=["one parameter", "each its own", "frozen", "parts of one storage"],
+    ids=["one parameter", "each its own", "frozen", "parts of one storage", "columns of one matrix"],
 )
 def test_parameters_that_torch_trains_as_the_shards_do_may_lie_in_one_storage(make_session, tie):
     es.wrap(share(tie), make_session(1), optimizer=es.SGD(lr=0.1))
+
+
+def test_dense_weights_of_fully_shard_may_lie_beside_tables(make_session):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = share(lambda it: None)
+        fully_shard(net.a, mesh=init_device_mesh("cpu", (1,)))
+        es.wrap(net, make_session(1), optimizer=es.SGD(lr=0.1), dense="fsdp")
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("is_new", [True, False])

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.proto.errors import BadRows, JobError
+from embershard.worker.data.files import expand
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
 
@@ -256,6 +257,16 @@ def test_parts_without_rows_are_read_beside_others(tmp_path, empty):
     (tmp_path / "parts" / "part-00001.csv").write_bytes(empty)
     with pytest.raises(JobError, match=r"part-00000\.csv: (the file is empty|no line of data in the file)"):
         samples(section, tmp_path)
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_files_of_a_pattern_stand_in_the_order_of_their_names_whatever_their_folders(tmp_path, is_url):
+    names = ["run-2/x.csv", "run.old/x.csv", "run/x.csv"]
+    for name in names:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("user,label\n")
+    start = tmp_path.as_uri() if is_url else str(tmp_path)
+    assert [str(path) for path in expand(f"{start}/*/x.csv", (".csv",))] == [f"{start}/{name}" for name in names]
 
 
 def test_the_footer_of_a_file_is_not_parsed_for_each_row_group(tmp_path, monkeypatch):
