@@ -1,7 +1,8 @@
 """Two real workers in every strategy that is synchronous: together they are one process on the joint batch.
 
 As a program this file is one of them: `test_strategies.py STRATEGY MODE PS FILE FIELDS`. FIELDS are those of the
-section `train`, as JSON; those of `sections` are sections of the job; `nan_at` is the number of a sample with a NaN.
+section `train`, as JSON; those of `sections` are sections of the job; `nan_at` is the number of a sample with a NaN;
+with `weighed` samples have weights.
 """
 
 import json
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -46,12 +48,14 @@ def job(strategy, mode, workers, **train):
     return click_job("dlrm", strategy, **sections, train={**own, **train})
 
 
-def train(job, session, group, *, nan_at=None):
+def train(job, session, group, *, nan_at=None, weighed=False):
     """The figures that were reached, and every weight."""
     torch.set_num_threads(1)
     samples = click_rows(SAMPLES, 1)
     if nan_at is not None:
         samples.dense[nan_at, 0] = np.nan
+    if weighed:
+        samples = replace(samples, weights=np.random.default_rng(4).exponential(size=SAMPLES).astype(np.float32) ** 3)
     splits = {"train": samples, "test": click_rows(301, 2)}
     data = RowsDataset(Schema(tuple("abc"), D, NUM_IDS), splits, where="made up", seed=DATA_SEED)
     trainer = Trainer(job, data, session, group)
@@ -121,6 +125,9 @@ TABLE = {"dim": 4, "optimizer": ADAMW, "initializer": {"name": "normal", "std": 
         ("ddp", "", {"sections": {"embedding": TABLE}}),  # rows that one worker alone read
         pytest.param("ps", "ps", {}, marks=pytest.mark.long),
         pytest.param("ps", "ps", {"accumulate": 3}, marks=pytest.mark.long),
+        ("ps", "ps", {"accumulate": 3, "weighed": True}),
+        pytest.param("ddp", "", {"weighed": True}, marks=pytest.mark.long),
+        pytest.param("hybrid", "ddp", {"weighed": True}, marks=pytest.mark.long),
         ("ps", "fsdp", {}),
         ("hybrid", "ddp", {}),
         pytest.param("hybrid", "ddp", {"accumulate": 3}, marks=pytest.mark.long),
@@ -129,11 +136,13 @@ TABLE = {"dim": 4, "optimizer": ADAMW, "initializer": {"name": "normal", "std": 
     ids=str,
 )
 def test_two_synchronous_workers_are_one_process(tmp_path, strategy, mode, fields):
+    own = {name: value for name, value in fields.items() if name != "weighed"}
+    weighed = "weighed" in fields
     if strategy == "ddp":
-        want = train(job("local", "", workers=1, **fields), None, WorkerGroup())
+        want = train(job("local", "", workers=1, **own), None, WorkerGroup(), weighed=weighed)
     else:
         with es.local() as session:
-            want = train(job("ps", "ps", workers=1, **fields), session, WorkerGroup())
+            want = train(job("ps", "ps", workers=1, **own), session, WorkerGroup(), weighed=weighed)
     assert_equal_but_for_rounding(run_two(strategy, mode, tmp_path / "found.npz", **fields), want)
 
 
@@ -195,12 +204,12 @@ def main():
     strategy, mode, ps, file, fields = sys.argv[1:]
     rank = int(os.environ["RANK"])
     chosen = json.loads(fields)
-    nan_at = chosen.pop("nan_at", None)
+    about_data = {name: chosen.pop(name) for name in ("nan_at", "weighed") if name in chosen}
     settings = job(strategy, mode, workers=2, **chosen)
     session = es.connect(ps, worker=rank, workers=2, staleness=0) if ps else None
     joins = WorkerGroup.join(rank, 2, timedelta(seconds=60)) if settings.all_reduces else None
     with joins or ShardGroup(session.client, rank, 2) as group:
-        found = train(settings, session, group, nan_at=nan_at)
+        found = train(settings, session, group, **about_data)
         if rank == 0:
             np.savez(file, **found)
         group.barrier()

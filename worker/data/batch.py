@@ -181,6 +181,11 @@ class Batch:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    @property
+    def weight(self) -> float:
+        """What its mean loss is a mean over: the number of samples, or the sum of their weights."""
+        return len(self) if self.weights is None else float(self.weights.double().sum())
+
 
 Pooling = Literal["none", "mean", "sum", "max", "sequence"]
 

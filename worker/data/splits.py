@@ -58,11 +58,11 @@ class SplitSampler(Sampler[int]):
     """Sampler for a torch DataLoader that divides 0..num_samples-1 into input splits and assigns these to free workers.
 
     Every epoch has another order, the same for all workers, determined by (seed, epoch): call `set_epoch` before each
-    epoch, on all workers. Each sample comes once per epoch if no worker is lost. An input split counts as finished when
-    the loader of its worker asks for the next one. If a worker is lost, its unfinished input split is assigned again,
-    but not the batches that its loader had read ahead (`prefetch_factor` times `num_workers` of a DataLoader). With a
-    single worker the sampler yields all samples. ValueError if an epoch is iterated a second time, also with a single
-    worker.
+    epoch, on all workers. Each sample comes once per epoch if no worker is lost, or joins after all others have left
+    (docs/training/workers.md says how to wait for all). An input split counts as finished when the loader of its worker
+    asks for the next one. If a worker is lost, its unfinished input split is assigned again, but not the batches that
+    its loader had read ahead (`prefetch_factor` times `num_workers` of a DataLoader). With a single worker the sampler
+    yields all samples. ValueError if an epoch is iterated a second time, also with a single worker.
 
     ValueError for fewer samples than `splits`, and for a session with a bound on staleness, because a worker that waits
     for an input split would block the clock of the workers that still train theirs.

@@ -2,8 +2,9 @@
 
 With several workers this is Geo-SGD (local SGD with averaging, Stich 2019): in a round a worker pulls each row that it
 reads once, and its dense weights once, applies its own gradients to these copies, and at the end of the round pushes
-the differences, which the shards add past the optimizer. In a synchronous job the differences of a round are averaged;
-otherwise each worker pushes its own, divided by the number of workers. Then it takes fresh rows.
+the differences, which the shards add past the optimizer. In a synchronous job the differences of a round are averaged,
+each by the weight of its steps; otherwise each worker pushes its own, divided by the number of workers. Then it takes
+fresh rows.
 
 The optimizer's state (Adagrad's sums, Adam's moments and steps) of what a worker trains stays with this worker, from
 round to round, in its memory: shards have none, and it ends with the process.
@@ -110,6 +111,7 @@ class LocalSteps:
         client.compressor.differences = True
         self._copies: dict[str, _LocalTable] = {}
         self._done = 0  # steps of this round
+        self._weight = 0.0  # of all of them
         self._lost_leases = client.lost_leases  # when it began
         self._clock = 0  # rounds
         self._lock = threading.Lock()  # of the copies; never held during a call
@@ -228,7 +230,7 @@ class LocalSteps:
                 failed = copies.apply(copies.numbers(route.ids), values, rate_of(lr_scale, _name(table)))
                 applied, skipped = applied + len(values) - failed, skipped + failed
             self.skipped_rows += skipped
-            self._done += 1
+            self._done, self._weight = self._done + 1, self._weight + weight
         if self._done >= self._steps:
             self.flush()
         return Pushed(False, applied, skipped)
@@ -273,8 +275,9 @@ class LocalSteps:
                     ordered[route.index] = differences * share
                     if len(ids):
                         changes.append((name, route, ordered))
-                self._done, self._clock = 0, clock + 1
-            self._client.push(changes, clock=clock, difference=True)
+                weight = self._weight
+                self._done, self._weight, self._clock = 0, 0.0, clock + 1
+            self._client.push(changes, clock=clock, weight=weight, difference=True)
         except BaseException:
             if member is not None and member.next_clock <= clock:
                 self._clock = clock  # a Ctrl-C came before the push: other workers wait for it
@@ -300,7 +303,7 @@ class LocalSteps:
             self._drop()
 
     def _drop(self) -> None:
-        self._done = 0
+        self._done, self._weight = 0, 0.0
         for copies in self._copies.values():
             copies.end_round()
 

@@ -35,14 +35,14 @@ class SynchronousSteps:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.waited = 0.0  # seconds, for the others
         self.any_idle = False  # whether somebody has come to the end of its data before the others
-        self._share = 0.0  # of a turn's samples: this worker's
+        self._share = 0.0  # of a turn's weight: this worker's
         self._weighs = False
         self._set_idle = set_idle  # told whether the next turn is one without data of its own
 
     def weigh_gradients_of(self, module: DistributedDataParallel) -> None:
-        """Multiply its gradients by each worker's share of the samples, and add them up: a sum as on the shards.
+        """Multiply its gradients by each worker's share of the weight, and add them up: a sum as on the shards.
 
-        Turns weigh by their samples then, and losses are not scaled, which would round elsewhere. Call it before the
+        Turns keep their weight then, and losses are not scaled, which would round elsewhere. Call it before the
         first turn, and not where several turns make one step: each has shares of its own.
         """
         self._weighs = True
@@ -59,13 +59,13 @@ class SynchronousSteps:
         return summed.then(lambda done: done.value()[0])
 
     def batches(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Yield as many turns on all workers; a step's gradient is the mean over the samples of all of them."""
+        """Yield as many turns on all workers; a step's gradient is the mean over the batches of all of them."""
         last: StepBatch | None = None
         while True:
             turn = next(turns, None)
-            samples, idle = (0, 1) if turn is None else (turn.samples, 0)
-            total, idle_workers = self._reduce([samples, idle], dist.ReduceOp.SUM)
-            if total == 0:
+            weight, idle = (0.0, 1) if turn is None else (turn.weight, 0)
+            total, idle_workers = self._reduce([weight, idle], dist.ReduceOp.SUM)
+            if idle_workers == self.world_size:
                 return
             self.any_idle = idle_workers > 0
             self._set_idle(turn is None)
@@ -74,12 +74,12 @@ class SynchronousSteps:
             if turn is None:
                 reason = f"worker {self.rank} has no batch to begin with; use fewer workers or smaller batches"
                 raise JobError(where="workers", reason=reason)
-            last, self._share = turn, turn.samples / total
+            last, self._share = turn, turn.weight / total if total else 0.0
             if self._weighs:
-                yield replace(turn, joint=int(total))
+                yield replace(turn, joint=total)
             else:  # gradients are averaged over the workers, whatever each one's batch
-                scale = turn.samples * self.world_size / total
-                yield replace(turn, loss_scale=scale, weight=1.0, joint=int(total))
+                scale = turn.weight * self.world_size / total if total else 0.0
+                yield replace(turn, loss_scale=scale, weight=1.0, joint=total)
 
     def agree(self, norm: float) -> float:
         """The largest of all workers' norms."""

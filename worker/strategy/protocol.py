@@ -32,7 +32,13 @@ class StepBatch:
     samples: int
     loss_scale: float = 1.0
     weight: float = 1.0
-    joint: int = 0  # samples of all workers whose gradients torch adds up with these; 0: those of this one alone
+    joint: float = 0.0  # weight of all workers whose gradients torch adds up with these; 0: that of this one alone
+
+
+def step_batches(batches: Iterator[EpochBatch], *, own_loss: bool) -> Iterator[StepBatch]:
+    """Batches that count by what their loss is a mean over; that of the user's `own_loss`: by their samples."""
+    for epoch, batch in batches:
+        yield StepBatch(epoch, batch, len(batch), weight=len(batch) if own_loss else batch.weight)
 
 
 class Strategy(Protocol):

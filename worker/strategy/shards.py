@@ -27,7 +27,7 @@ from embershard.worker.strategy.allreduce import SynchronousSteps
 from embershard.worker.strategy.dense import ReplicatedDense
 from embershard.worker.strategy.optimizers import dense_specs
 from embershard.worker.strategy.predicted_bytes import predict_volumes
-from embershard.worker.strategy.protocol import EpochBatch, StepBatch
+from embershard.worker.strategy.protocol import EpochBatch, StepBatch, step_batches
 from embershard.worker.strategy.state import TorchWeights
 
 
@@ -82,7 +82,7 @@ class ShardStrategy:
         self.session = session
         self._counted = ShardCounters(session.client)
         in_workers = job.dense_mode != "ps"
-        self._inputs = embedding_inputs_of(model)
+        self._inputs, self._own_loss = embedding_inputs_of(model), job.own_loss is not None
         if self._inputs is None and job.train.prefetch:
             reason = f"{job.model.name} does not say which ids its tables read: give it a method embedding_inputs(ids)"
             raise JobError(where="train.prefetch", reason=f"{reason} that returns {{'table': ids}}, or use 0")
@@ -154,7 +154,7 @@ class ShardStrategy:
         if self._ahead is not None and (inputs := self._inputs) is not None:
             # a loss may call the model in its own way, but on these ids
             batches = self.session.prefetch(batches, staleness=self._ahead, inputs=lambda item: inputs(item[1]))
-        turns = (StepBatch(epoch, batch, len(batch), weight=len(batch)) for epoch, batch in batches)
+        turns = step_batches(batches, own_loss=self._own_loss)
         return turns if self._together is None else self._together.batches(turns)
 
     def step(self, weight: float) -> None:

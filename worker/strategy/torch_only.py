@@ -21,7 +21,7 @@ from embershard.worker.nn.activations import TABLES
 from embershard.worker.patterns import first_match
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
 from embershard.worker.strategy.optimizers import all_rows, by_spec, dense_optimizer, dense_specs, table_optimizer
-from embershard.worker.strategy.protocol import EpochBatch, StepBatch
+from embershard.worker.strategy.protocol import EpochBatch, StepBatch, step_batches
 from embershard.worker.strategy.state import TorchWeights
 
 Table = nn.Embedding | nn.EmbeddingBag
@@ -132,7 +132,7 @@ class TorchStrategy:
     def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
         self._tables = materialise(model, job.initializers(), job.train.seed, device)
         whole = row_gradients(model, self._tables)
-        self._prefix = job.prefix
+        self._prefix, self._own_loss = job.prefix, job.own_loss is not None
         self.model: nn.Module = model.to(device)
         self.module: nn.Module = model
         self._together = SynchronousSteps.join() if job.strategy == "ddp" else None
@@ -173,7 +173,7 @@ class TorchStrategy:
 
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """Iterate over the batches of this worker's steps."""
-        turns = (StepBatch(epoch, batch, len(batch)) for epoch, batch in batches)
+        turns = step_batches(batches, own_loss=self._own_loss)
         return turns if self._together is None else self._together.batches(turns)
 
     def step(self, weight: float) -> None:

@@ -104,14 +104,15 @@ class TrainStep:
         self.skipped = 0
         self._skipped_in_a_row = 0
         self._turns: list[StepBatch] = []  # since the last step
-        self._weight = 0.0  # of all of them, where the first weighs 1
+        self._unit = 0.0  # weight of the first of them that has one
+        self._weight = 0.0  # of all of them, in units
         self._bad_loss = False
         self._may_skip = settings.non_finite == "skip" or self._scaler is not None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
         self._last_good_batch: Batch | None = None  # the last one whose step was made
 
     def __call__(self, turn: StepBatch) -> float:
-        """The loss of a batch, after all that is to be done with it; accumulated batches weigh by their samples.
+        """The loss of a batch, after all that is to be done with it; accumulated batches count by their weight.
 
         NonFiniteLoss where the settings, or too many steps left out in a row, say so.
         """
@@ -124,7 +125,9 @@ class TrainStep:
         if self._average is not None:
             self._average.observe()
         self._turns.append(turn)
-        weight = _samples(turn) / _samples(self._turns[0])
+        mass = turn.joint or turn.weight  # the same on all workers that step together
+        self._unit = self._unit or mass
+        weight = mass / self._unit if mass else 0.0
         with span("backward"):
             factor = weight * turn.loss_scale
             scaled = loss if factor == 1.0 else loss * factor
@@ -175,8 +178,8 @@ class TrainStep:
         return torch.autocast(self._device.type, torch.bfloat16 if self._settings.amp == "bf16" else torch.float16)
 
     def _step(self) -> None:
-        turns, weight, bad_loss = self._turns, self._weight, self._bad_loss
-        self._turns, self._weight, self._bad_loss = [], 0.0, False
+        turns, weight, bad_loss = self._turns, self._weight or 1.0, self._bad_loss
+        self._turns, self._unit, self._weight, self._bad_loss = [], 0.0, 0.0, False
         self.steps += 1
         if self._scaler is not None:
             for optimizer in self._updater.optimizers:
@@ -230,11 +233,6 @@ class TrainStep:
 
     def _error(self, what: str, step: int, value: float, after: str = "") -> NonFiniteLoss:
         return NonFiniteLoss(worker=self._worker, what=what, step=step, value=value, after=after)
-
-
-def _samples(turn: StepBatch) -> int:
-    """What a batch weighs among those of its step: the same on all workers that step together."""
-    return turn.joint or turn.samples
 
 
 @torch.no_grad()

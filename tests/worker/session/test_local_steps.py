@@ -248,6 +248,26 @@ def test_the_differences_of_several_workers_are_averaged(make_wires, staleness):
     assert shard_rows(wires, SPEC, [1, 5, 6])[:, 0].tolist() == [-4.5, -1.5, -3.0]
 
 
+def test_the_differences_of_synchronous_workers_weigh_as_their_steps_do(make_wires):
+    wires = make_wires()
+    for _ in range(3):
+        start(wires, 2, Terms(workers=3, staleness=0))
+
+    def work(session):
+        module = es.Embedding(session.table(SPEC))
+        worker = session.client.worker
+        for weight in (3, 1):
+            if worker == 2:
+                session.skip()
+                continue
+            (module(torch.tensor([1])) * (1 + worker)).sum().backward()
+            session.step(weight=weight * (1 + worker))
+
+    wires.run(work)
+    # two steps of 1 that weigh 4, two of 2 that weigh 8, and nothing that weighs 0
+    assert shard_rows(wires, SPEC, [1])[0, 0].item() == pytest.approx(-(4 * 2 + 8 * 4) / 12)
+
+
 def test_synchronous_local_steps_read_the_average_of_the_round_before(make_wires):
     wires = make_wires()
     for _ in range(2):

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import math
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,10 +17,11 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.models.ctr.fm import DeepFM
+from embershard.worker.models.loss import bce
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
-from embershard.worker.strategy.protocol import StepBatch
+from embershard.worker.strategy.protocol import StepBatch, step_batches
 from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep
 
 ROWS, F, D = 30, 3, 2
@@ -52,6 +54,10 @@ def by(count, parts):
 
 def binary_cross_entropy(model, batch):
     return nn.functional.binary_cross_entropy_with_logits(model(batch.ids, batch.dense), batch.labels)
+
+
+def weighed_loss(model, batch):
+    return bce(model(batch.ids, batch.dense), batch.labels, batch.weights)
 
 
 def turn(batch):
@@ -129,6 +135,19 @@ def test_a_step_of_several_batches_is_that_of_torch_on_the_joint_one(make, sizes
     assert run.session.clock == run.step.steps == len(wholes)
     assert (run.updater.rows.weight, run.step.skipped) == (len(wholes[-1]), 0)
     run.check(**close)
+
+
+def test_batches_of_a_step_count_by_the_weights_of_their_samples(make):
+    run, parts = make(weighed_loss, accumulate=3), batches(4, 4, 4)
+    weights = torch.tensor([0.0] * 4 + [1.0, 0.0, 2.0, 5.0] + [0.1] * 4)  # those of the first batch are nothing
+    parts = [replace(part, weights=some) for part, some in zip(parts, weights.split(4), strict=True)]
+    for one in step_batches(((0, part) for part in parts), own_loss=False):
+        run.step(one)
+    assert run.updater.rows.weight == pytest.approx(8.4)
+    whole = joined(parts)
+    weighed_loss(run.plain, replace(whole, weights=weights)).backward()
+    torch.optim.SGD(run.plain.parameters(), lr=0.5).step()
+    run.check()
 
 
 def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make):
