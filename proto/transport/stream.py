@@ -24,7 +24,7 @@ from embershard.proto.arrays import Array, Bytes, Floats
 from embershard.proto.errors import (
     EmbershardError,
 )
-from embershard.proto.messages import Pull, Push, Reply, Request, Rows, arrays
+from embershard.proto.messages import GetStatus, Hello, Pull, Push, Reply, Request, Rows, arrays
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.security.client_token import ClientToken
 from embershard.proto.shared_memory import SHARED_FROM_BYTES, SharedHeap
@@ -199,6 +199,8 @@ def _offset(heap: SharedHeap, array: Array) -> int:
 class StreamTransport:
     """One connection to `address`, made at the first call and again when it must.
 
+    Once it was lost, another process may answer there: until a Hello is sent, all but GetStatus is Unreachable.
+
     "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
     "unix:/path" is a socket of the user's choice; "file:DIR#2" is where shard 2 is announced in a folder, looked up at
     each connection. `checksum` has the arrays checked too, for a network that is not
@@ -230,6 +232,7 @@ class StreamTransport:
         self._unstarted: deque[StreamCall] = deque()  # calls that the loop has still to start
         self._connection: StreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._was_lost = False  # and no Hello was sent since
         self._waiting: list[StreamCall] = []
         self._numbers = count(1)
         self.closed = False
@@ -248,8 +251,9 @@ class StreamTransport:
             bulk = [cast(Array, np.ascontiguousarray(array)) for array in arrays(request)]
             call = StreamCall(self, type(request), head_bytes(request), bulk, into, timeout.total_seconds())
         with self.lock:
-            if self._connection is not None and self._connection.is_shared and not self._unstarted:
-                self._send(self._connection, call)
+            connection = None if self._unstarted or self._was_lost else self._connection
+            if connection is not None and connection.is_shared:
+                self._send(connection, call)
                 return call
             if has_ended():
                 raise RuntimeError(
@@ -296,6 +300,10 @@ class StreamTransport:
                 call = self._unstarted.popleft()
                 if self.closed:
                     call.fail(TransportClosed())
+                    continue
+                self._was_lost = self._was_lost and call.request is not Hello
+                if self._was_lost and call.request is not GetStatus:
+                    call.fail(Unreachable("the connection was lost"))
                 elif self._connection is not None:
                     self._send(self._connection, call)
                 elif not call.is_done():  # its deadline may have passed
@@ -397,4 +405,4 @@ class StreamTransport:
     def lost(self, connection: StreamConnection) -> None:
         """A connection has ended; the next call makes another."""
         if self._connection is connection:
-            self._connection = None
+            self._connection, self._was_lost = None, True

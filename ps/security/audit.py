@@ -132,15 +132,22 @@ class AuditLog:
                 # of a minute that is over, or the last one: there may be no further refusal to say it with
                 more = self._unwritten if self._closed or time.monotonic() // 60 != self._minute else 0
                 self._unwritten -= more
+            missing = lost + 1
             try:
                 if more:
                     self._append(_unwritten(more))
+                    more = 0
                 if lost:
-                    self._append(Act("lost", f"{lost} lines: the disk did not take them in time"))
+                    self._append(Act("lost", f"{lost} lines: the disk did not take them"))
+                    missing = 1
                 self._append(act)
+                missing = 0
                 if act.safe:
                     os.fsync(self._file)
             except OSError as error:
+                with self._lock:  # the next line says so
+                    self._lost += missing
+                    self._unwritten += more
                 _log.error("the audit log %s lacks a line (%s): %s", self.path, error.strerror, act)
         os.close(self._file)
 

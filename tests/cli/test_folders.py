@@ -36,3 +36,12 @@ def test_one_folder_for_two_purposes_a_url_and_no_folder_are_left_to_a_job(tmp_p
     folders = {"--output": tmp_path, "checkpoint.folder": f"{tmp_path}/../{tmp_path.name}"}
     with kept_from_others(folders), kept_from_others({"a": None, "b": "s3://bucket/x", "c": tmp_path / "none"}):
         pass
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("up", "--log-dir"), ("up", "--audit"), ("ps", "--log-dir"), ("ps", "--audit"), ("ps", "--announce")],
+)
+def test_a_folder_without_a_name_is_not_the_current_one(command, option):
+    result = CliRunner().invoke(cli.app, [command, option, ""])
+    assert (result.exit_code, "it is empty" in result.output) == (2, True)

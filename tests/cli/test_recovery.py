@@ -11,6 +11,8 @@ from embershard.cli import local_job
 from embershard.cli.recovery import Recoveries
 from embershard.deploy.workers import WorkerFailed
 from embershard.proto.errors import JobError, ShardFailed
+from embershard.worker.checkpoint import folder as folder_module
+from embershard.worker.checkpoint.folder import CheckpointFolder
 from harness.job import make_job
 
 
@@ -139,3 +141,16 @@ def test_attempts_begin_with_the_latest_checkpoint_until_one_ends_well_or_is_the
     assert [step for step, _ in local.begun] == begun
     assert [seconds for _, seconds in local.begun][1:] == [300 if ps else 60] * (len(begun) - 1)
     assert len(recoveries.made) == len(begun) - 1
+
+
+def test_a_run_knows_its_checkpoints_where_the_clock_was_set_back(tmp_path, monkeypatch):
+    job = make_job(checkpoint={"folder": str(tmp_path)})
+    folder = CheckpointFolder(str(tmp_path))
+    local = LocalJob(job=job, command=[], least=1, folder=tmp_path, ps=None, imports=(), replace=False, recoveries=None)
+    for step, now in ((20, 2000.0), (10, 1000.0)):
+        monkeypatch.setattr(folder_module.time, "time", lambda now=now: now)
+        before = local._newest()
+        url = folder.new_url(step)
+        folder.begin({}, url=url, best=None, job=job, step=step, world_size=1, output=None, shards=None).wait()
+        assert local_job.LocalJob._latest(local, before).manifest.step == step
+        assert local_job.LocalJob._latest(local, local._newest()) is None

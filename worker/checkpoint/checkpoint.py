@@ -22,7 +22,7 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -262,6 +262,14 @@ def checkpoint_names(storage: Storage) -> list[str]:
             return math.inf  # to be named, not passed over in silence
 
     return sorted(names, key=age)
+
+
+def time_of_newest(storage: Storage, names: Sequence[str]) -> float:
+    """When the newest of these checkpoints that can be read was made, in seconds since 1970; 0 without any."""
+    for name in reversed(names):
+        with contextlib.suppress(BadCheckpoint):
+            return Checkpoint.open(storage.at(name)).manifest.time
+    return 0.0
 
 
 def _first_field(error: ValidationError) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import posixpath
 import secrets
 import threading
@@ -22,6 +23,7 @@ from embershard.worker.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointManifest,
     checkpoint_names,
+    time_of_newest,
 )
 from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME
 from embershard.worker.checkpoint.owner import CheckpointFolderTaken, FolderOwner
@@ -77,6 +79,7 @@ class CheckpointFolder:
         token = secrets.token_hex(8)
         self._owner = FolderOwner(self._storage, owner or (lambda: token))
         self._before: list[str] = []  # whole checkpoints, when the one that is written was begun
+        self._not_before = 0.0  # seconds since 1970: the next one is newer, also where a clock was set back
         self._failure: EmbershardError | None = None  # why it could not be begun
 
     @property
@@ -105,6 +108,7 @@ class CheckpointFolder:
             with self._named(name):
                 self._storage.make_folder("")
                 self._before = checkpoint_names(self._storage)
+                self._not_before = math.nextafter(time_of_newest(self._storage, self._before), math.inf)
                 self._owner.claim()
                 name = _free_name(step, list(self._storage.sizes("")))
                 self._storage.make_folder(name)
@@ -141,7 +145,7 @@ class CheckpointFolder:
             files={f"{file}{ENDING}": hashlib.sha256(data).hexdigest() for file, data in states.items()},
             snapshot=shards is not None,
             output=None if output is None else str(output.absolute()),
-            time=time.time(),
+            time=max(time.time(), self._not_before),
         )
         snapshot: RunningSnapshot | None = None
         failure = self._failure

@@ -430,10 +430,11 @@ def _prune(storage: Storage, keep: int, newest: str) -> None:
             name = parents[name]
         return name
 
-    whole.sort(reverse=True)  # increments before what they need
+    # increments before what they need; a clock that was set back makes the newest one no older
+    whole.sort(key=lambda one: (one[1] == newest, one), reverse=True)
     kept = list(dict.fromkeys(first(name) for _, name in whole))[:keep]
     for _, name in whole:
-        if name != newest and first(name) not in kept:
+        if first(name) not in kept:
             storage.remove(f"{name}/{MANIFEST}")  # first: from here on it is none
             _remove(storage, name, [part for part in storage.sizes(name) if _PART.fullmatch(part)])
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.folders import folder
 from embershard.cli.sizes import file_bytes
 from embershard.ps.options import Durability, check_durability
 
@@ -22,7 +23,9 @@ DurabilityOption = Annotated[
 LogDirOption = Annotated[
     Path | None,
     typer.Option(
-        help=("Folder of the shards' event logs, on a local disk; a shard that finds its event log there continues it.")
+        parser=folder,
+        metavar="<path>",
+        help="Folder of the shards' event logs, on a local disk; a shard that finds its event log there continues it.",
     ),
 ]
 LogBytesOption = Annotated[

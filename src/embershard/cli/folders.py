@@ -1,4 +1,4 @@
-"""Folders that one job alone writes to."""
+"""Folders that options name, and those that one job alone writes to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import typer
+
 from embershard.proto.errors import EmbershardError, Status
+
+
+def folder(text: str) -> Path:
+    """The folder that an option names; none, as of a variable that is not set, would be the current folder."""
+    if not text:
+        raise typer.BadParameter("it is empty; name a folder")
+    return Path(text)
 
 
 class FolderTaken(EmbershardError):

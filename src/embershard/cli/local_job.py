@@ -35,6 +35,7 @@ from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettin
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed
 from embershard.proto.security.tls import TLS
+from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.owner import remove_unfinished
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
@@ -73,7 +74,7 @@ class LocalJob:
 
     def train(self, checkpoint: Checkpoint | None) -> None:
         """Train the job to its end, in as many attempts as it takes; see deploy/attempts.py."""
-        began = time.time()
+        before = self._newest()
         attempts = Attempts(AttemptPolicy(recovers=self.job.recovers, owns_shards=self.ps is None))
         timeout = _START_TIMEOUT
         while True:
@@ -85,7 +86,7 @@ class LocalJob:
                 event = _end_of(error)
                 if self.job.recovers and not isinstance(event, Interrupted):
                     try:
-                        checkpoint = self._latest(began) or checkpoint
+                        checkpoint = self._latest(before) or checkpoint
                     except EmbershardError as unreadable:
                         say(f"the job is not restarted: {unreadable}", err=True)
                         raise error from unreadable
@@ -209,13 +210,22 @@ class LocalJob:
             if removal.is_alive():
                 say(f"{folder} does not answer: half of a checkpoint may have stayed there", err=True)
 
-    def _latest(self, began: float) -> Checkpoint | None:
+    def _newest(self) -> float:
+        """When the newest checkpoint in the job's folder was made: those of this run are newer, whatever clocks say."""
+        from embershard.worker.checkpoint.checkpoint import checkpoint_names, time_of_newest
+
+        if not self.job.recovers or self.job.checkpoint.folder is None:
+            return 0.0
+        storage = Storage(self.job.checkpoint.folder)
+        return time_of_newest(storage, checkpoint_names(storage))
+
+    def _latest(self, before: float) -> Checkpoint | None:
         """The latest checkpoint that this job has made; a folder may hold later steps of a run before it."""
         from embershard.worker.checkpoint.checkpoint import checkpoint_at
 
         assert self.job.checkpoint.folder is not None
         found = checkpoint_at(self.job.checkpoint.folder)
-        return found if found is not None and found.manifest.time >= began else None
+        return found if found is not None and found.manifest.time > before else None
 
 
 def _remove_logs(folder: Path) -> None:

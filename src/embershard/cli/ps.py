@@ -15,6 +15,7 @@ from embershard.cli.durability import (
     checked_durability,
     checked_log_bytes,
 )
+from embershard.cli.folders import folder
 from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceOption
 from embershard.cli.security import (
     AccessOption,
@@ -55,7 +56,11 @@ def ps(
     ] = None,
     announce: Annotated[
         Path | None,
-        typer.Option(help="Folder in which the shard announces its address; clients use --ps file:FOLDER."),
+        typer.Option(
+            parser=folder,
+            metavar="<path>",
+            help="Folder in which the shard announces its address; clients use --ps file:FOLDER.",
+        ),
     ] = None,
     advertise: Annotated[
         str,

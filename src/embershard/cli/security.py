@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from embershard.cli.folders import folder
 from embershard.proto.errors import PlaceNotAllowed
 from embershard.proto.security.tokens import TokenFile
 from embershard.proto.transport.addresses import use_token_file
@@ -37,6 +38,8 @@ AuditOption = Annotated[
     Path | None,
     typer.Option(
         "--audit",
+        parser=folder,
+        metavar="<path>",
         help="Folder in which each shard writes its audit log, shard-K/audit.jsonl: logins, refused requests and "
         "changes.",
     ),

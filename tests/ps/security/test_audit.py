@@ -1,5 +1,6 @@
 """The audit log of a shard: what is in it, that it survives, and that nobody changes it without being found."""
 
+import errno
 import json
 import os
 import select
@@ -164,6 +165,30 @@ def num_refused(path):
     found = lines(path)
     counts = [int(line["outcome"].split()[0]) for line in found if line["verb"] == "refusals"]
     return sum(counts) + sum(line["outcome"] == "NotAuthenticated" for line in found)
+
+
+def test_lines_that_a_full_disk_did_not_take_are_counted_by_the_next_one(path, monkeypatch):
+    log, write = AuditLog(path), os.write
+
+    def full(file, line):
+        if file == log._file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, line)
+
+    def wait_until_done():
+        done = threading.Event()
+        log.when_safe(done.set)
+        assert done.wait(60)
+
+    wait_until_done()
+    with monkeypatch.context() as disk:
+        disk.setattr(audit.os, "write", full)
+        for name in "ab":
+            log.write(Act("Declare", "done", table=name, safe=True))
+        wait_until_done()
+    log.close()
+    told = [(line["verb"], line["outcome"].partition(":")[0]) for line in lines(path)]
+    assert told == [("start", "done"), ("lost", "2 lines"), ("stop", "done")]
 
 
 def test_a_name_of_a_peers_choice_is_one_line_and_short(path):

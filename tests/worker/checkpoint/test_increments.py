@@ -20,8 +20,9 @@ from embershard.proto.snapshot.manifest import MANIFEST, Parent, pack_manifest, 
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import list_snapshots, open_snapshot
 from embershard.ps import snapshot as shard_side
+from embershard.worker.checkpoint import folder as folder_module
 from embershard.worker.checkpoint import snapshots as module
-from embershard.worker.checkpoint.checkpoint import SNAPSHOT
+from embershard.worker.checkpoint.checkpoint import SNAPSHOT, checkpoint_at, checkpoint_names
 from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointNotWritten
 from embershard.worker.checkpoint.snapshots import MOST_INCREMENTS, begin_snapshot, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
@@ -236,6 +237,15 @@ def test_keep_counts_a_full_one_and_its_increments_once(job, monkeypatch):
     assert sorted(Storage(job.url).sizes("")) == ["LATEST", *held[6]]
     for name in held[6]:
         assert len(read(open_snapshot(job.url, name))) == 2 * NUM_IDS
+
+
+def test_keep_removes_no_parent_of_the_newest_where_the_clock_was_set_back(job, monkeypatch):
+    for name, now in (("a", 2000.0), ("b", 1000.0), ("c", 1001.0)):
+        monkeypatch.setattr(module.time, "time", lambda now=now: now)
+        job.push(range(NUM_IDS) if name == "b" else [5])
+        job.take(name, keep=1)
+    assert list_snapshots(job.url) == ["b", "c"]
+    job.restored()
 
 
 def test_an_increment_whose_parent_is_gone_or_another_one_is_refused_and_the_next_is_full(job):
@@ -476,3 +486,12 @@ def test_a_checkpoint_that_failed_leaves_its_changes_to_the_next(monkeypatch):
     assert run.save(num_ids=10)
     assert run.steps() == [1, 3]
     assert read(open_snapshot(run.storage.at("step-000000003"), SNAPSHOT)) == run.job.contents()
+
+
+def test_the_latest_checkpoint_is_the_last_one_where_the_clock_was_set_back(monkeypatch):
+    run = Run(in_memory(), keep=2)
+    for now in (2000.0, 1000.0, 1001.0, 1002.0):
+        monkeypatch.setattr(folder_module.time, "time", lambda now=now: now)
+        run.save()
+    assert run.storage.at("step-000000004") == checkpoint_at(run.storage.url).url
+    assert checkpoint_names(run.storage)[-2:] == ["step-000000003", "step-000000004"]
