@@ -232,7 +232,7 @@ class StreamTransport:
         self._unstarted: deque[StreamCall] = deque()  # calls that the loop has still to start
         self._connection: StreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._was_lost = False  # and no Hello was sent since
+        self._was_answered = self._was_lost = False  # a request; the connection then, and no Hello was sent since
         self._waiting: list[StreamCall] = []
         self._numbers = count(1)
         self.closed = False
@@ -405,4 +405,5 @@ class StreamTransport:
     def lost(self, connection: StreamConnection) -> None:
         """A connection has ended; the next call makes another."""
         if self._connection is connection:
-            self._connection, self._was_lost = None, True
+            self._connection = None
+            self._was_lost = self._was_answered = self._was_answered or connection.was_answered

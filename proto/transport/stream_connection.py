@@ -150,6 +150,11 @@ class StreamConnection(SocketProtocol):
         return self._shared is not None
 
     @property
+    def was_answered(self) -> bool:
+        """Whether a request was: whoever made it knows whose shard this is."""
+        return self._answered > 0
+
+    @property
     def is_idle(self) -> bool:
         """Whether no call is under way."""
         return not self._calls
