@@ -100,7 +100,7 @@ class ShardLog:
     def status(self) -> tuple[str, int, int, float]:
         """The mode; bytes of the records that a recovery replays, and of those not written; seconds that it takes."""
         tail = self.bases.tail_bytes
-        return self._mode, tail, self.journal.waiting_bytes, self._rate.seconds(tail + self.bases.base_bytes)
+        return self._mode, tail, self.journal.waiting_bytes, self._rate.seconds(tail, self.bases.base_bytes)
 
 
 def recover(
@@ -121,8 +121,7 @@ def recover(
     """
     clock = shard.system
     progress, rate = progress or RecoveryProgress(clock), rate or RecoveryRate()
-    found, num_bytes = replay(shard.core, folder, progress)
-    rate.add(progress.done_bytes, progress.elapsed)
+    found, num_bytes = replay(shard.core, folder, progress, rate)
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
     own = Bases(folder, journal, found, num_bytes, on_fatal=on_fatal, clock=clock, **bases)
     log = ShardLog(journal, mode, own, rate=rate, on_fatal=on_fatal, clock=clock)
@@ -141,12 +140,14 @@ def recover(
     return log
 
 
-def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = None) -> tuple[list[ShardBase], int]:
+def replay(
+    core: Core, folder: LogFolder, progress: RecoveryProgress | None = None, rate: RecoveryRate | None = None
+) -> tuple[list[ShardBase], int]:
     """Give a new core the state of a log: its bases, and the events behind it, applied; the bytes of their records.
 
-    LogDamaged, LogDiverged; LogMismatch, OtherOptimizer.
+    `rate` is told what both took. LogDamaged, LogDiverged; LogMismatch, OtherOptimizer.
     """
-    progress = progress or RecoveryProgress()
+    progress, rate = progress or RecoveryProgress(), rate or RecoveryRate()
     progress.total_bytes = folder.num_bytes
     budget, decode, num_bytes = core.budget, EventReader(), 0
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
@@ -157,6 +158,8 @@ def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = No
         base_bytes = sum(one.num_bytes for one in bases)
         progress.total_bytes += base_bytes
         progress.done_bytes = base_bytes
+        base_seconds = progress.elapsed
+        rate.add_bases(base_bytes, base_seconds)
         pending = set() if base is None else set(base.control["clock"]["pending"])
         for record in folder.records():
             progress.done_bytes += record.header.num_bytes
@@ -173,6 +176,7 @@ def replay(core: Core, folder: LogFolder, progress: RecoveryProgress | None = No
                 )  # fmt: skip
     finally:
         budget.limit = limit
+    rate.add(num_bytes, progress.elapsed - base_seconds)
     return bases, num_bytes
 
 

@@ -46,3 +46,14 @@ def test_a_recovery_takes_the_start_of_the_process_and_what_its_events_took():
     rate.add(10 * MIB, 1.0)
     rate.add(30 * MIB, 1.0)
     assert rate.seconds(80 * MIB) == pytest.approx(4.5)
+
+
+def test_later_events_count_for_more_and_bases_load_at_a_rate_of_their_own():
+    rate = RecoveryRate()
+    for seconds in (1.0, 0.1):
+        for _ in range(40):
+            rate.add(100 * MIB, seconds)
+    assert rate.seconds(1000 * MIB) == pytest.approx(1.0, rel=0.02)
+    assert rate.seconds(0, 2 * 10**9) == pytest.approx(2.0)
+    rate.add_bases(10**9, 0.5)
+    assert rate.seconds(1000 * MIB, 2 * 10**9) == pytest.approx(2.0, rel=0.02)
