@@ -34,7 +34,8 @@ class RecoveryRate:
 
     def add_bases(self, num_bytes: int, seconds: float) -> None:
         """Bases of so many bytes were loaded in so many seconds."""
-        self._base_bytes, self._base_seconds = num_bytes, seconds
+        if num_bytes:  # bases without a row, or none, say nothing of others
+            self._base_bytes, self._base_seconds = num_bytes, seconds
 
     def seconds(self, num_bytes: int, base_bytes: int = 0) -> float:
         """Estimated seconds of a recovery that applies so many bytes of events, and loads so many of bases."""

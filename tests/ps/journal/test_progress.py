@@ -54,6 +54,7 @@ def test_later_events_count_for_more_and_bases_load_at_a_rate_of_their_own():
         for _ in range(40):
             rate.add(100 * MIB, seconds)
     assert rate.seconds(1000 * MIB) == pytest.approx(1.0, rel=0.02)
+    rate.add_bases(0, 3.0)
     assert rate.seconds(0, 2 * 10**9) == pytest.approx(2.0)
     rate.add_bases(10**9, 0.5)
     assert rate.seconds(1000 * MIB, 2 * 10**9) == pytest.approx(2.0, rel=0.02)
