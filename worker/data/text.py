@@ -114,7 +114,7 @@ def read_tables(
 
 def _not_text(error: UnicodeDecodeError) -> str:
     name = "UTF-8" if error.encoding == "utf-8" else error.encoding
-    hint = "; if it is of a Windows program, give encoding: cp1252" if name == "UTF-8" else ""
+    hint = "; of a Windows program, take data.reader tabular with encoding: cp1252" if name == "UTF-8" else ""
     return f"not {name} text ({error.reason} at byte {error.start}){hint}"
 
 
