@@ -107,7 +107,6 @@ def _service(
     access: PurePosixPath | None,
 ) -> str:
     own = f"embershard/{deployment.name}/{shard}"
-    folders = [url.removeprefix("file://") for url in deployment.snapshots]
     words = list(map(_escaped, [executable, *deployment.shard_words(shard=str(shard), listen=listen)]))
     credentials = []
     if deployment.durability != "memory":
@@ -134,7 +133,7 @@ def _service(
         "TimeoutStartSec=infinity",
         f"ExecStart={' '.join(words)}",
         *credentials,
-        *(f"ReadWritePaths={_quoted(folder)}" for folder in folders if folder.startswith("/")),
+        *(f"ReadWritePaths={_quoted(folder)}" for folder in _folders(deployment.snapshots)),
         f"Environment=PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=%C/{own}",
         f"StateDirectory={own}",
         # not one for all shards, whose users differ: systemd would give all of it to the one that it starts last
@@ -163,6 +162,11 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _folders(urls: tuple[str, ...]) -> list[str]:
+    """Those of URLs that are folders of this machine."""
+    return [path for url in urls if (path := url.removeprefix("file://")).startswith("/")]
 
 
 def _escaped(word: str) -> str:

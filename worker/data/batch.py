@@ -183,7 +183,7 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """What its mean loss is a mean over: the number of samples, or the sum of their weights."""
+        """Return the number of samples, or the sum of their weights: how much its loss counts beside other batches."""
         return len(self) if self.weights is None else float(self.weights.double().sum())
 
 

@@ -87,7 +87,7 @@ class Numbering:
             self._first |= {column.name: column.first for column in inputs.lists}
 
     def state_dict(self) -> Mapping[str, object]:
-        """Return the first ids."""
+        """Return the first id of each column, which a checkpoint keeps."""
         return self._first
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -164,7 +164,7 @@ class TableSource(BlockSource, Protocol):
         """The first rows of every file, and where each of them stands."""
 
 
-_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _NO_COLUMNS = Columns()  # of readers without a features section
 
 
@@ -243,7 +243,7 @@ class _ParquetTables(ParquetSource):
 def _partition_keys(path: File) -> dict[str, str | None]:
     """Columns that the names of a file's folders give, as Spark and Hive write them: day=2026-01-31/part-0.parquet."""
     folders = [name.partition("=") for name in str(path).split("/")[:-1]]
-    return {key: None if value == _NO_VALUE else unquote(value) for key, sign, value in folders if key and sign}
+    return {key: None if value == _NULL_PARTITION else unquote(value) for key, sign, value in folders if key and sign}
 
 
 def read_vocabulary(path: File, table: str) -> list[int]:
