@@ -112,6 +112,11 @@ class Dispatch:
         return status
 
     @property
+    def instance(self) -> str:
+        """The name of the shard's process, new at each start."""
+        return self._shard.greeting.instance
+
+    @property
     def keeps_arrays(self) -> bool:
         """Whether the shard may need arrays of a request after its reply."""
         return self._shard.keeps_arrays

@@ -19,7 +19,7 @@ import grpc
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
-from embershard.proto.messages import METHODS, SERVICE, Reply, Request
+from embershard.proto.messages import METHODS, SERVICE, GetStatus, Greeting, Hello, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.security.client_token import ClientToken
 from embershard.proto.transport.transport import TransportClosed, Unreachable
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS
 
 ERROR_KEY = "embershard-error-bin"
+INSTANCE_KEY = "embershard-instance"
 _OPTIONS = [
     # the limit is the messages' own; gRPC must not refuse one that the shard would take
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + 2**20),
@@ -50,6 +51,7 @@ _GRACE_SECONDS = 1.0  # gRPC ends a call at its deadline; this much later we sto
 _PREFACE = re.compile(r"failed to connect to all addresses; last error: \w+: \S+: |errors resolving .*?lookup error:")
 _SILENCE = "timed out before receiving settings frame"
 _FOREIGN_SIGNS = ("http1.x", "failed parsing http/2", "http2 header with status", "content-type", "invalid content")
+_Metadata = list[tuple[str, str]]
 
 
 class _Call(Protocol):
@@ -63,6 +65,8 @@ class GrpcTransport:
     """One channel to `address` ("host:port" or "unix:/path"); connects at the first call and again when it must.
 
     With `tls` it is encrypted, and made anew when the certificates change. `token` says what to show with every call.
+    A channel connects again by itself, so every call names the process that answered the latest Hello: another one at
+    the same address refuses it, which is Unreachable.
     """
 
     def __init__(self, address: str, *, tls: ClientTLS | None = None, token: ClientToken | None = None) -> None:
@@ -78,6 +82,7 @@ class GrpcTransport:
         self._used: Credentials | None = None
         self._retired: grpc.Channel | None = None  # of the certificates of before: its calls go on
         self._closed = self._is_checked = False
+        self._instance = ""  # of the process that answered the latest Hello
         self._lock = threading.Lock()
         self._open()
 
@@ -90,7 +95,7 @@ class GrpcTransport:
             credentials = grpc.ssl_channel_credentials(self._used.authorities, **pair)
             name = [("grpc.ssl_target_name_override", self.tls.server_name)]
             self._channel = grpc.secure_channel(self.address, credentials, options=_OPTIONS + name)
-        self._methods: dict[type[Request], Callable[[bytes, float, str | None], _Call]] = {
+        self._methods: dict[type[Request], Callable[[bytes, float, _Metadata], _Call]] = {
             kind: self._method(name) for kind, (name, _) in METHODS.items()
         }
 
@@ -108,15 +113,20 @@ class GrpcTransport:
                 raise error
             self._is_checked = True
 
-    def _method(self, name: str) -> Callable[[bytes, float, str | None], _Call]:
+    def _method(self, name: str) -> Callable[[bytes, float, _Metadata], _Call]:
         method = self._channel.unary_unary(f"/{SERVICE}/{name}")
 
-        def start(data: bytes, seconds: float, token: str | None) -> _Call:
-            metadata = None if token is None else (("authorization", f"Bearer {token}"),)
+        def start(data: bytes, seconds: float, metadata: _Metadata) -> _Call:
             call: _Call = method.future(data, timeout=seconds, metadata=metadata)
             return call
 
         return start
+
+    def _metadata(self, kind: type[Request], token: str | None) -> _Metadata:
+        shown = [] if token is None else [("authorization", f"Bearer {token}")]
+        if self._instance and kind not in (Hello, GetStatus):  # whoever asks these is told who answers
+            shown.append((INSTANCE_KEY, self._instance))
+        return shown
 
     def token(self) -> str | None:
         """Return the token for this shard, or None. BadToken where its file cannot be read."""
@@ -134,10 +144,14 @@ class GrpcTransport:
             self._follow_certificates(self.tls)
         token = self.token()
         try:
-            call = self._methods[type(request)](data, seconds, token)
+            call = self._methods[type(request)](data, seconds, self._metadata(type(request), token))
         except ValueError:  # gRPC's word for a channel that was closed
             raise TransportClosed from None
         return _Answer(self, call, METHODS[type(request)][1], seconds, len(data), token)
+
+    def greeted(self, greeting: Greeting) -> None:
+        """A Hello was answered: the calls from now on are for that process."""
+        self._instance = greeting.instance
 
     def check_version(self) -> None:
         """WrongVersion where a shard of an earlier version of the contract answers, which does not know ours."""
@@ -191,9 +205,12 @@ class _Answer:
         self._transport.received_bytes += len(data)
         self.num_bytes += len(data)
         try:
-            return loads(self._kind, data)
+            reply = loads(self._kind, data)
         except InvalidRequest as error:
             raise NotAShard(address=self._transport.address, reason=str(error)) from None
+        if isinstance(reply, Greeting):
+            self._transport.greeted(reply)
+        return reply
 
 
 def _loopback_addresses(address: str) -> list[tuple[str, int]]:

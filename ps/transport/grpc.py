@@ -18,6 +18,7 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import EmbershardError, NotAllowed, UntrustedCertificate, WrongVersion
 from embershard.proto.messages import METHODS, OTHER_SERVICES, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
+from embershard.proto.transport.grpc import ERROR_KEY, INSTANCE_KEY
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.security.access import Principal
@@ -26,7 +27,6 @@ from embershard.ps.security.peers import Peer
 if TYPE_CHECKING:
     from embershard.proto.security.credentials import CertificateFolder, Credentials
 
-ERROR_KEY = "embershard-error-bin"
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + 2**20),  # the shard refuses a pull that is too large itself
@@ -79,6 +79,8 @@ class ShardService:
         async def method(data: bytes, context: _Context) -> bytes:
             remaining, arrived = context.time_remaining(), time.monotonic()
             counters.received_bytes += len(data)
+            if self._is_for_another(context):
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "another process of the shard answers now")
             deadline = arrived + (_NO_DEADLINE if remaining is None else remaining)
             try:
                 identity = self._peer_identity(context)
@@ -106,6 +108,11 @@ class ShardService:
             return reply
 
         return method
+
+    def _is_for_another(self, context: _Context) -> bool:
+        """Whether the caller means another process of the shard, whose rows this one may not have."""
+        instance = self._dispatch.instance
+        return any(key == INSTANCE_KEY and value != instance for key, value in context.invocation_metadata() or ())
 
     def _peer_identity(self, context: _Context) -> str:
         """Whom the caller's certificate names; nobody without TLS. UntrustedCertificate where it was revoked."""

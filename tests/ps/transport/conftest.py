@@ -72,6 +72,10 @@ class GrpcShard:
         await server.start()
         return server
 
+    @property
+    def is_running(self):
+        return not self._loop.is_closed()
+
     def stop(self):
         self.apply.close()
         self._run(self._server.stop(0))
@@ -91,4 +95,5 @@ def serve_grpc():
 
     yield start
     for server in servers:
-        server.stop()
+        if server.is_running:
+            server.stop()

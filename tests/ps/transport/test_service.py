@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -42,11 +42,11 @@ from embershard.proto.messages import (
 )
 from embershard.proto.messages import TableIds as Ids
 from embershard.proto.protobuf import dumps
-from embershard.proto.transport.grpc import GrpcTransport
+from embershard.proto.transport.grpc import ERROR_KEY, GrpcTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import MAX_BUFFERS, OLDEST_VERSION, VERSION
 from embershard.ps.monitoring.log_lines import PER_MINUTE
-from embershard.ps.transport.grpc import ERROR_KEY, ShardService
+from embershard.ps.transport.grpc import ShardService
 from harness.eventually import eventually
 from harness.hostile_peers import push
 from harness.raises import raises
@@ -104,6 +104,27 @@ def test_every_method_answers_with_its_reply_and_is_counted(here):
     assert here.ask(PULL).tables[0].tolist() == [-1, -1, 7, 7]
     status = here.ask(GetStatus())
     assert (status.tables[0].rows, status.requests) == (3, 7)  # with the first declaration
+
+
+def test_a_request_for_an_earlier_process_waits_for_a_hello(serve_grpc):
+    first = serve_grpc()
+    with closing(GrpcTransport(first.address)) as transport:
+        greeted = transport.submit(Hello(), PATIENCE).result()
+        assert transport.submit(PULL, PATIENCE).result().tables[0].size == 4
+        first.stop()
+        later = serve_grpc(first.address)
+        assert eventually(lambda: _instance(transport) == later.shard.greeting.instance != greeted.instance)
+        with pytest.raises(Unreachable, match="another process of the shard"):
+            transport.submit(PULL, PATIENCE).result()
+        transport.submit(Hello(), PATIENCE).result()
+        assert transport.submit(PULL, PATIENCE).result().tables[0].size == 4
+
+
+def _instance(transport):
+    try:
+        return transport.submit(GetStatus(), PATIENCE).result().instance
+    except Unreachable:  # gRPC connects again after a pause
+        return ""
 
 
 def test_an_error_arrives_with_its_type_and_fields_whatever_its_length(here):
