@@ -2,7 +2,7 @@
 
 For each size of state and dim, one shard process with `--durability log`: rows with Adagrad are pushed until the tables
 have that many bytes, then random rows, until the log that a recovery replays is as long as it gets: until a base has
-cut it and it has grown to 95 % of what it was before that, or, where none comes, by half of the state. The shard is
+cut it and it has grown to 95 % of what it was before that, or, where none comes, by as much as the state. The shard is
 killed, the files of its log leave the page cache (fdatasync, POSIX_FADV_DONTNEED), and the same command is started: the
 time from there to its line that says that it serves. Some rows must be as before. What has nothing to recover is a
 shard that was killed after one push, the median of three before each point.
@@ -107,7 +107,7 @@ class Filler:
             now = self.log_bytes
             was_cut |= now < longest
             longest = max(longest, now)
-            if (was_cut and now > 0.95 * longest) or (not was_cut and now - first > state_bytes // 2 + 2**28):
+            if (was_cut and now > 0.95 * longest) or (not was_cut and now - first > state_bytes + 2**28):
                 return was_cut
 
     @property

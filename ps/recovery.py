@@ -121,9 +121,9 @@ def recover(
     """
     clock = shard.system
     progress, rate = progress or RecoveryProgress(clock), rate or RecoveryRate()
-    found, num_bytes = replay(shard.core, folder, progress, rate)
+    found, tail = replay(shard.core, folder, progress, rate)
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
-    own = Bases(folder, journal, found, num_bytes, on_fatal=on_fatal, clock=clock, **bases)
+    own = Bases(folder, journal, found, tail, on_fatal=on_fatal, clock=clock, **bases)
     log = ShardLog(journal, mode, own, rate=rate, on_fatal=on_fatal, clock=clock)
     shard.log_to(log, journal.term)
     shard.bases_to(log.bases)
@@ -135,21 +135,22 @@ def recover(
     if journal.term > 1:
         _log.info(
             "recovered %d events in %.1f s from %s (term %d): a base of LSN %d, and %d bytes of events",
-            shard.core.lsn - 1, progress.elapsed, folder.folder, journal.term, log.bases.lsn, num_bytes,
+            shard.core.lsn - 1, progress.elapsed, folder.folder, journal.term, log.bases.lsn, tail[0],
         )  # fmt: skip
     return log
 
 
 def replay(
     core: Core, folder: LogFolder, progress: RecoveryProgress | None = None, rate: RecoveryRate | None = None
-) -> tuple[list[ShardBase], int]:
-    """Give a new core the state of a log: its bases, and the events behind it, applied; the bytes of their records.
+) -> tuple[list[ShardBase], tuple[int, int]]:
+    """Give a new core the state of a log: its bases, and the events behind it, applied.
 
-    `rate` is told what both took. LogDamaged, LogDiverged; LogMismatch, OtherOptimizer.
+    Returns the bases, and of those events the bytes of their records and the rows that they update. `rate` is told what
+    both took. LogDamaged, LogDiverged; LogMismatch, OtherOptimizer.
     """
     progress, rate = progress or RecoveryProgress(), rate or RecoveryRate()
     progress.total_bytes = folder.num_bytes
-    budget, decode, num_bytes = core.budget, EventReader(), 0
+    budget, decode, num_bytes, num_rows = core.budget, EventReader(), 0, 0
     limit, budget.limit = budget.limit, 2**62  # there was room for each of them, or it is not in the log
     reported = 0.0
     try:
@@ -168,6 +169,7 @@ def replay(
                 continue
             _apply_again(core, record, decode)
             num_bytes += record.header.num_bytes
+            num_rows += record.header.applied
             if progress.elapsed - reported > _REPORT_SECONDS:
                 reported = progress.elapsed
                 _log.info(
@@ -177,7 +179,7 @@ def replay(
     finally:
         budget.limit = limit
     rate.add(num_bytes, progress.elapsed - base_seconds)
-    return bases, num_bytes
+    return bases, (num_bytes, num_rows)
 
 
 def _load_bases(core: Core, folder: LogFolder) -> list[ShardBase]:

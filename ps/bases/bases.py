@@ -25,10 +25,14 @@ from embershard.ps.journal.segments import NUM_SPARES, SyncFailed
 from embershard.ps.table.frozen import FrozenTable
 from embershard.ps.table.table import Table
 
-TAIL_BYTES = 64 * 2**20  # of records behind a base, below which none is taken
-TAIL_SHARE = 0.5  # of the state: bases write at most twice the log
+# What a replay of the tail, the records behind a base, costs is counted in bytes that it reads, of .4 ns each. A row
+# that it updates takes as long as so many bytes (`make bar-recovery`), also where its gradient was compressed to a few.
+ROW_COST = 300
+LEAST_COST = 384 * 2**20  # .15 s: below it no base is taken
+COST_SHARE = 1.6  # of the bytes of the state: .65 s for each GB
+BYTES_SHARE = 0.75  # of the state at most, for the disk's sake
 MOST_TAIL = 1.25  # times the tail with which a base is taken: pushes that are faster than the base are slowed down then
-SLOWED_BYTES = 16 * 2**20  # a second that pass nevertheless, or a hundredth of that tail: where a base takes minutes,
+SLOWED_BYTES = 16 * 2**20  # a second that pass nevertheless, or a hundredth of the tail: where a base takes minutes,
 # pushes of many workers must pass within their timeouts
 SMALL_BYTES = 2**16  # events that are never slowed down: heartbeats, joins
 MOST_INCREMENTS = 8  # of an image, and of at most half of its bytes in all: then another image is taken
@@ -42,9 +46,9 @@ _log = logging.getLogger(__name__)
 class Bases:
     """Takes bases of the shard whose log this is; all but `write` and `publish` belong to the apply thread.
 
-    tail_bytes: of the records behind the last of `bases`, with which the log begins; the next base is taken once they
-    are more than `smallest_tail_bytes` and than `tail_share` of the state. limit_bytes: of the folder. `start` runs the
-    work of a base, by default in a thread; `on_fatal` ends the process.
+    tail: the bytes of the records behind the last of `bases`, with which the log begins, and the rows that they update.
+    The next base is taken once their replay costs more than `least_cost` and than `cost_share` of the state's bytes.
+    limit_bytes: of the folder. `start` runs the work of a base, by default in a thread; `on_fatal` ends the process.
     """
 
     def __init__(
@@ -52,12 +56,13 @@ class Bases:
         folder: LogFolder,
         journal: Journal,
         bases: Sequence[ShardBase],
-        tail_bytes: int,
+        tail: tuple[int, int],
         *,
         on_fatal: Callable[[BaseException], None],
         limit_bytes: int | None = None,
-        smallest_tail_bytes: int = TAIL_BYTES,
-        tail_share: float = TAIL_SHARE,
+        least_cost: int = LEAST_COST,
+        cost_share: float = COST_SHARE,
+        row_cost: int = ROW_COST,
         start: Callable[[Callable[[], None]], ClockThread | None] | None = None,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
@@ -66,15 +71,16 @@ class Bases:
         self.redo_lsn = bases[-1].redo_lsn if bases else 0  # of the first event that it needs
         self.taken = 0  # by this process
         self._sizes = [base.num_bytes for base in bases]  # of the image, and of its increments
-        self._before_bytes = tail_bytes  # of the tail that this process has not appended; less what a base has freed
+        # of the tail what this process has not appended; less what a base has freed
+        self._before_bytes, self._before_rows = tail
         self._limit_bytes = limit_bytes
-        self._smallest_tail_bytes, self._tail_share = smallest_tail_bytes, tail_share
+        self._least_cost, self._cost_share, self._row_cost = least_cost, cost_share, row_cost
         self._start = start or (lambda work: clock.spawn("base", work))
         self._on_fatal, self._clock = on_fatal, clock
         self._writer: BaseWriter | None = None
         self._thread: ClockThread | None = None
         self._retry_at = 0.0
-        self._most_tail_bytes = 2**62
+        self._most_cost = 2**62
         self._next_large_at = 0.0  # when the next large event may come, while the tail is too long
         self._limit_segments()
 
@@ -89,34 +95,42 @@ class Bases:
         return self._before_bytes + self._journal.appended_bytes
 
     @property
+    def replay_cost(self) -> int:
+        """What their replay takes, as bytes to be read: `row_cost` more for each row that they update."""
+        return self.tail_bytes + self._row_cost * (self._before_rows + self._journal.appended_rows)
+
+    @property
     def writing(self) -> bool:
         """Whether one is being taken."""
         return self._writer is not None
 
     def due(self, now: float, state_bytes: int) -> bool:
-        """Whether one is to be taken: the tail is half of the state, or the folder is at its limit."""
+        """Whether one is to be taken: a replay would take long for this state, or the folder is at its limit."""
         tail = self.tail_bytes
         if tail <= 0 or self._writer is not None or now < self._retry_at:
             return False
         segments = self._journal.segments
-        enough = max(self._smallest_tail_bytes, int(self._tail_share * state_bytes))
+        cost, enough = self.replay_cost, max(self._least_cost, int(self._cost_share * state_bytes))
+        room = max(self._least_cost, int(BYTES_SHARE * state_bytes))
         if segments.limit_bytes is not None:  # before pushes have to wait for it
-            enough = min(enough, segments.limit_bytes // 2)
-        self._most_tail_bytes = int(MOST_TAIL * enough)
-        return tail > enough or segments.at_limit
+            room = min(room, segments.limit_bytes // 2)
+        if tail * enough > cost * room:  # its bytes are the first to be too many
+            enough = cost * room // tail
+        self._most_cost = int(MOST_TAIL * enough)
+        return cost > enough or segments.at_limit
 
     def check_tail(self, num_bytes: int, now: float) -> None:
         """Slow large events down while a base is written and a recovery would read too much: LogTooLong.
 
         Databases do the same while a checkpoint is late (InnoDB's sync flush, RocksDB's delayed writes).
         """
-        tail = self.tail_bytes
-        if self._writer is None or num_bytes < SMALL_BYTES or tail + num_bytes <= self._most_tail_bytes:
+        if self._writer is None or num_bytes < SMALL_BYTES or self.replay_cost + num_bytes <= self._most_cost:
             return
+        tail = self.tail_bytes
         if now < self._next_large_at:
             wait_ms = math.ceil(1000 * (self._next_large_at - now))
             raise LogTooLong(tail_bytes=tail, retry_after_ms=wait_ms)
-        self._next_large_at = now + num_bytes / max(SLOWED_BYTES, self._most_tail_bytes // 100)
+        self._next_large_at = now + num_bytes / max(SLOWED_BYTES, tail // 100)
 
     def take(self, now: float, tables: Sequence[Table], control: dict[str, Any]) -> None:
         """Freeze these tables, and have their image written; `control` is the rest of the state, of this moment."""
@@ -148,12 +162,12 @@ class Bases:
         if thread is not None:
             thread.join(timeout)
 
-    def _ended(self, base: ShardBase | None, before_bytes: int) -> None:
-        """The base is the log's now, with `before_bytes` appended before its moment; or there is none."""
+    def _ended(self, base: ShardBase | None, before: tuple[int, int]) -> None:
+        """The base is the log's now, with these bytes and rows appended before its moment; or there is none."""
         if base is not None:
             self.lsn, self.redo_lsn = base.lsn, base.redo_lsn
             self._sizes = [*(self._sizes if base.parent else ()), base.num_bytes]
-            self._before_bytes = -before_bytes
+            self._before_bytes, self._before_rows = -before[0], -before[1]
             self.taken += 1
             self._limit_segments()
             self._retry_at = 0.0
@@ -193,14 +207,14 @@ class BaseWriter:
         tables: Sequence[FrozenTable],
         control: dict[str, Any],
         on_fatal: Callable[[BaseException], None],
-        ended: Callable[[ShardBase | None, int], None],
+        ended: Callable[[ShardBase | None, tuple[int, int]], None],
         parent: str,
         room: int,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self._folder, self._journal, self._tables, self._control = folder, journal, tables, control
         self._on_fatal, self._tell = on_fatal, ended
-        self._before_bytes = journal.appended_bytes
+        self._before = journal.appended_bytes, journal.appended_rows
         self._lsn, _ = range_of(control)
         self._path, self._parent, self._room = path, parent, room
         self._clock, self._cancelled = clock, clock.event()
@@ -228,7 +242,7 @@ class BaseWriter:
         finally:
             for table, rows, _ in self._tables:
                 table.thaw(rows)
-            self._tell(base, self._before_bytes)
+            self._tell(base, self._before)
 
     def write(self) -> ShardBase:
         """Write its files; they are on the disk then. OSError, with nothing left."""

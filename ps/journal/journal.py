@@ -62,6 +62,7 @@ class Journal:
         self._queue = clock.queue()
         self._group: list[_Waiting] = []  # taken, and not written yet
         self._appended_bytes = self._written_bytes = 0  # each is changed by one thread
+        self.appended_rows = 0  # that the appended records update
         self._written_lsn = self.last_lsn
         self._unsynced = 0  # records of the group that is written, and not synced
         self._sync_at = 0.0  # when it has to be
@@ -96,6 +97,7 @@ class Journal:
         self.last_lsn += 1
         num_bytes = record.num_bytes
         self._appended_bytes += num_bytes
+        self.appended_rows += record.applied
         self._queue.put(_Waiting(self.last_lsn, self.term, num_bytes, record))
         return self.last_lsn
 

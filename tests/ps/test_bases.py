@@ -22,7 +22,7 @@ from embershard.proto.snapshot.storage import Storage
 from embershard.proto.spec import SGD, Adam
 from embershard.ps.bases import base as module
 from embershard.ps.bases.base import BASE, check_bases, read_bases
-from embershard.ps.bases.bases import MOST_INCREMENTS
+from embershard.ps.bases.bases import COST_SHARE, MOST_INCREMENTS, ROW_COST
 from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import MANIFEST, read_manifest, write_manifest
 from embershard.ps.journal.segments import SegmentName
@@ -39,7 +39,7 @@ from harness.simulated_disk import SimulatedDisk
 
 SEGMENT_BYTES = 2**14
 GOLDEN = Path(__file__).parents[1] / "golden" / "log-2"
-ALWAYS = {"smallest_tail_bytes": 0, "tail_share": 0.0}
+ALWAYS = {"least_cost": 0, "cost_share": 0.0}
 
 
 class LoggedShard:
@@ -49,7 +49,7 @@ class LoggedShard:
         self.disk, self.works, self.fatal = disk, [], []
         self.shard = Shard(0, Placement.even(of), OptimizerRegistry())
         self.folder = folder or open_log(disk, num_shards=of)
-        options = {"smallest_tail_bytes": 2**62, "start": self.works.append, "on_fatal": self.fatal.append, **options}
+        options = {"least_cost": 2**62, "start": self.works.append, "on_fatal": self.fatal.append, **options}
         self.log = recover(self.shard, self.folder, mode, segment_bytes=segment_bytes, **options)
         self.bases = self.log.bases
 
@@ -174,8 +174,8 @@ def test_a_crash_at_every_step_of_a_base_leaves_a_log_with_the_same_bits(mode, s
 
 
 def test_a_base_ends_what_a_recovery_replays_and_frees_segments_and_the_base_before():
-    one = LoggedShard(SimulatedDisk(), smallest_tail_bytes=3 * SEGMENT_BYTES, tail_share=0.0).begun()
-    bases = []
+    one = LoggedShard(SimulatedDisk(), least_cost=3 * SEGMENT_BYTES, cost_share=0.0, row_cost=0).begun()
+    lsns = []
     for _ in range(12):
         one.push(20, num_ids=50)
         one.write()
@@ -188,25 +188,31 @@ def test_a_base_ends_what_a_recovery_replays_and_frees_segments_and_the_base_bef
             assert one.bases.tail_bytes < 2 * SEGMENT_BYTES
             assert len(segments_of(one.disk)) < before
             assert len(bases_of(one.disk)) == len(read_manifest(one.disk, FOLDER).bases)
-            bases.append(one.shard.status().base_lsn)
-    assert len(bases) >= 3
-    assert bases == sorted(set(bases))
-    assert one.bases.taken == len(bases)
+            lsns.append(one.shard.status().base_lsn)
+    assert len(lsns) >= 3
+    assert lsns == sorted(set(lsns))
+    assert one.bases.taken == len(lsns)
     want = state_of(one.shard.core)
     got, again = recovered(one.disk)
     assert got["rows"] == want["rows"]
-    assert again.shard.status().base_lsn == bases[-1]
-    assert read_manifest(one.disk, FOLDER).first_lsn == bases[-1]
+    assert again.shard.status().base_lsn == lsns[-1]
+    assert read_manifest(one.disk, FOLDER).first_lsn == lsns[-1]
 
 
-def test_a_base_is_due_once_the_tail_is_half_of_the_state():
-    one = LoggedShard(SimulatedDisk(), smallest_tail_bytes=1000).begun()
-    one.push(10)
-    tail = one.bases.tail_bytes
-    assert one.bases.due(0.0, 2 * tail - 2)
-    assert not one.bases.due(0.0, 2 * tail + 2)
-    one.bases._smallest_tail_bytes = tail
+def test_a_base_is_due_once_a_replay_of_the_tail_takes_long_for_the_state():
+    one = LoggedShard(SimulatedDisk(), least_cost=1000).begun()
+    one.push(10, num_ids=20)
+    cost = one.bases.replay_cost
+    assert cost == one.bases.tail_bytes + ROW_COST * 200
+    state = int(cost / COST_SHARE)
+    assert one.bases.due(0.0, state - 2)
+    assert not one.bases.due(0.0, state + 2)
+    one.bases._least_cost = cost
     assert not one.bases.due(0.0, 0)
+    # as many bytes of a few rows: the disk has room for three quarters of the state
+    one.log.journal.appended_rows, one.bases._least_cost = 0, 1000
+    assert one.bases.due(0.0, int(1.3 * one.bases.tail_bytes))
+    assert not one.bases.due(0.0, int(1.4 * one.bases.tail_bytes))
 
 
 def test_a_base_is_an_increment_of_the_one_before_while_increments_are_few_and_small():
@@ -527,7 +533,7 @@ def test_a_base_of_many_small_files_is_read_ahead_from_a_real_disk(tmp_path, mon
 
 
 def test_large_pushes_are_slowed_down_while_a_base_is_late_and_small_ones_are_not():
-    one = LoggedShard(SimulatedDisk(), segment_bytes=2**20, smallest_tail_bytes=10**6, tail_share=0.0).begun()
+    one = LoggedShard(SimulatedDisk(), segment_bytes=2**20, least_cost=10**6, cost_share=0.0, row_cost=0).begun()
     large = gradients(np.arange(10_000), np.ones((10_000, 3), np.float32))  # 200,000 bytes
     small = gradients(np.arange(10), np.ones((10, 3), np.float32))
 
@@ -553,7 +559,7 @@ def test_large_pushes_are_slowed_down_while_a_base_is_late_and_small_ones_are_no
 
 
 def test_a_base_that_takes_minutes_lets_16_mib_pass_a_second():
-    one = LoggedShard(SimulatedDisk(), segment_bytes=2**20, smallest_tail_bytes=0, tail_share=0.0).begun()
+    one = LoggedShard(SimulatedDisk(), segment_bytes=2**20, least_cost=0, cost_share=0.0).begun()
     one.push()
     one.push()
     assert one.works
@@ -643,7 +649,7 @@ def test_bases_are_taken_by_their_thread_while_pushes_are_applied_and_written_by
     def start():
         shard = Shard(0, Placement.even(1), OptimizerRegistry())
         folder = open_log(None, tmp_path)
-        small = {"smallest_tail_bytes": 2**16, "tail_share": 0.0}
+        small = {"least_cost": 2**16, "cost_share": 0.0}
         return folder, shard, recover(shard, folder, mode, segment_bytes=2**16, on_fatal=pytest.fail, **small)
 
     folder, shard, log = start()

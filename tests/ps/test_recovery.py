@@ -67,7 +67,7 @@ class CrashingJob(RandomJob):
         self.events, self.outcomes_of_events = [], []
         self.unanswered, self.acknowledged, self.crashes, self.lost = [], set(), 0, 0
         self.works, self.bases, self.gathered = [], 0, 0  # of bases
-        small = {"smallest_tail_bytes": 2**12, "tail_share": 0.0, "start": self.works.append}
+        small = {"least_cost": 2**12, "cost_share": 0.0, "start": self.works.append}
         self.start = lambda: start(self.disk, mode, small)
         super().__init__(seed, staleness, optimizer, aware=bool(seed % 2))
 

@@ -288,8 +288,9 @@ class ShardMachine:
             segment_bytes=scenario.segment_bytes,
             progress=progress,
             on_fatal=lambda error: self._fatal(process, error),
-            smallest_tail_bytes=2**60 if scenario.base_tail is None else scenario.base_tail,
-            tail_share=0.0,
+            least_cost=2**60 if scenario.base_tail is None else scenario.base_tail,
+            cost_share=0.0,
+            row_cost=0,
             limit_bytes=limit,
         )
 
