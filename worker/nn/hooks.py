@@ -1,10 +1,10 @@
-"""What torch calls around a wrapped model: its weights are brought up to date, and no state_dict is loaded into it."""
+"""What torch calls around a wrapped model: its weights are brought up to date before each forward."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -29,14 +29,13 @@ def install(
 ) -> None:
     """Bring the weights of a wrapped model up to date before each forward.
 
-    Where the shards hold its dense weights too (`dense`), load_state_dict is refused, and new parameters are warned of.
+    Where the shards hold its dense weights too (`dense`), new parameters are warned of.
     """
     wrapped = WrappedModel(model, tables)
     session.registry.models.append(wrapped)
     newcomers = None if dense is None else _Newcomers(model)
-    if dense is not None:
-        for module in model.modules():
-            module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if newcomers is not None:
@@ -101,10 +100,11 @@ class _Hook:
         )
 
 
-def _refuse(module: nn.Module, *_: object) -> None:
-    if any(isinstance(parameter, RemoteParameter | RemoteWeight) for parameter in module.parameters()):  # in no copy
+def _refuse_assign(module: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
+    remote = (isinstance(parameter, RemoteParameter | RemoteWeight) for parameter in module.parameters())  # in no copy
+    if metadata.get("assign_to_params_buffers") and any(remote):
         raise RuntimeError(
-            "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
+            "load_state_dict(assign=True) would take the weights of a wrapped model off the shards; leave assign out"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Route
 from embershard.worker.nn.rows_gradient import RowsGradient, TableTooLarge, changed_tensor
-from embershard.worker.session.dense import METADATA, ParameterChanged, have_same_values, untraced
+from embershard.worker.session.dense import METADATA, ParameterChanged, check_no_graph, have_same_values, untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.tables import RemoteTable
 
@@ -39,7 +39,8 @@ class RemoteWeight(nn.Parameter):
     has looked up. Gradients of both kinds are pushed by the next `Session.step()`. With a whole read, all rows are
     pushed, as torch's optimizers change all rows of a dense weight.
 
-    `grad` is that of the rows read since the last step. Changing values in place is an error (ParameterChanged).
+    `grad` is that of the rows read since the last step. `copy_`, which load_state_dict calls, assigns the whole table
+    on the shards. Changing values in place otherwise is an error (ParameterChanged).
     """
 
     table: RemoteTable
@@ -188,6 +189,29 @@ class RemoteWeight(nn.Parameter):
         if self._whole.requires_grad != self.requires_grad:  # frozen, or unfrozen, since it was read
             self._whole.requires_grad_(self.requires_grad)
         return self._whole
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> Self:
+        """Assign the whole table on the shards, past the optimizer, whose state stays; all workers read it then.
+
+        ValueError for values that are NaN since a step, and for fewer that stand for a table beyond the limit.
+        """
+        check_no_graph(self)
+        name, whole = self.table.spec.name, self._whole
+        values = torch.broadcast_to(other, self.shape).detach()
+        if other.numel() < self.numel() and 4 * self.numel() > self.limit:
+            raise ValueError(
+                f"table {name!r} has {self.shape[0]} rows, too many to be assigned from {other.numel()} values"
+            )
+        if values.isnan().all():
+            raise ValueError(
+                f"table {name!r}: all values are NaN, as those of a state_dict are after the next step; keep "
+                "copy.deepcopy(model.state_dict())"
+            )
+        self.table.assign(values)
+        if whole is not None and values.data_ptr() != whole.data_ptr():
+            with torch.no_grad():
+                whole.fill_(torch.nan)  # so that a graph with the old values has no backward, as in torch
+        return self
 
     @property
     def grad(self) -> RowsGradient | None:

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, Self, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -117,6 +117,7 @@ class DenseWeights:
         self._erased = False  # and have lost their old values
         self._watched: dict[int, torch.Tensor] = {}  # parameter's place -> its values when `data` was asked for
         self._pull: Callable[[DenseWeights], None] | None = None
+        self._assign: Callable[[str, Route, Floats], None] | None = None
         self._copied: torch.cuda.Event | None = None
         for place in self._slices:
             place.parameter.__class__ = RemoteParameter
@@ -183,9 +184,12 @@ class DenseWeights:
         self._clock = None
         self._mark_stale(self._slices)
 
-    def pull_with(self, pull: Callable[[DenseWeights], None]) -> None:
-        """Have `pull` bring the parameters up to date when somebody reads one that is not, as now; `values` stay."""
-        self._pull = pull
+    def keep_at(self, pull: Callable[[DenseWeights], None], assign: Callable[[str, Route, Floats], None]) -> None:
+        """Have `pull` bring the parameters up to date when somebody reads one that is not, as now; `values` stay.
+
+        `assign` changes blocks ((U, BLOCK), in route order) of the table where they are kept.
+        """
+        self._pull, self._assign = pull, assign
         self._clock, self._expired = None, True
         for place in self._slices:
             place.parameter.__class__ = StaleParameter
@@ -194,6 +198,21 @@ class DenseWeights:
         """Bring the parameters up to date, for somebody who reads one of them."""
         assert self._pull is not None
         self._pull(self)
+
+    def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Give a parameter other values on the shards, past the optimizer, whose state stays."""
+        assert self._assign is not None
+        self._check_unchanged()
+        first = self._blocks.data_ptr()
+        if self._expired and first <= values.data_ptr() < first + self._blocks.nbytes:
+            self.read()  # a state_dict that was not copied has the current values, as in torch
+        place = next(its for its in self._slices if its.parameter is parameter)
+        flat = torch.zeros((place.stop - place.start) * BLOCK)
+        flat[: parameter.numel()] = torch.broadcast_to(values.detach(), parameter.shape).reshape(-1)
+        part = self._select(tuple(its is place for its in self._slices))
+        rows = flat.view(-1, BLOCK).numpy()
+        self._assign(self.spec.name, part.route, rows if part.order is None else rows[part.order])
+        self._mark_stale([place])
 
     def reads(self) -> Route:
         """The blocks to pull: all of them at first, later those of the parameters that are, or just were, trained."""
@@ -319,27 +338,47 @@ class DenseWeights:
     def _part(self, wanted: tuple[bool, ...]) -> _Part:
         part = self._parts.get(wanted)
         if part is None:
-            keep = np.zeros(self.num_blocks, bool)
-            for place, want in zip(self._slices, wanted, strict=True):
-                keep[place.start : place.stop] = want
-            route = self._all if all(wanted) else self._all.select(keep[self._blocks_of(self._all)])
-            order = None if self._in_order else self._blocks_of(route).argsort().argsort()
-            part = self._parts[wanted] = _Part(route, order)
+            part = self._parts[wanted] = self._select(wanted)
         return part
+
+    def _select(self, wanted: tuple[bool, ...]) -> _Part:
+        keep = np.zeros(self.num_blocks, bool)
+        for place, want in zip(self._slices, wanted, strict=True):
+            keep[place.start : place.stop] = want
+        route = self._all if all(wanted) else self._all.select(keep[self._blocks_of(self._all)])
+        return _Part(route, None if self._in_order else self._blocks_of(route).argsort().argsort())
 
     def _blocks_of(self, route: Route) -> Ids:
         """The number of each block of a route."""
         return self._by_id[np.searchsorted(self.ids, route.ids, sorter=self._by_id)]
 
 
+def check_no_graph(parameter: nn.Parameter) -> None:
+    """RuntimeError where torch would not change a parameter in place."""
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation: use torch.no_grad()"
+        )
+
+
 class RemoteParameter(nn.Parameter):
     """A dense parameter that the shards hold and this process reads.
 
-    What is written into it would be lost: the next pull takes its place. DenseWeights finds it by its version, which
-    torch raises at each change in place, and where `data` was asked for, which changes without that, by its values.
+    `copy_`, which load_state_dict calls, assigns its values on the shards. What is written into it otherwise would be
+    lost: the next pull takes its place. DenseWeights finds it by its version, which torch raises at each change in
+    place, and where `data` was asked for, which changes without that, by its values.
     """
 
     weights: DenseWeights
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> Self:
+        """Assign these values on the shards, past the optimizer, whose state stays; where torch could, not in a graph.
+
+        All workers read them then.
+        """
+        check_no_graph(self)
+        self.weights.assign(self, other)
+        return self
 
     @property
     def data(self) -> torch.Tensor:

@@ -209,7 +209,7 @@ class Session:
         try:
             self.table(weights.spec, lambda: [(weights.ids, weights.values())])  # one that only reads refuses
             self.client.compressor.lay_out(weights.spec.name, weights.layout)
-            weights.pull_with(self.read_dense)
+            weights.keep_at(self.read_dense, self.assign)
         except BaseException:
             self.registry.dense.remove(weights)
             raise
@@ -264,9 +264,23 @@ class Session:
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows, after all earlier pushes; rows of the table that were pulled in advance are invalidated."""
-        self.settle()
         if keep_state and self._lost_leases not in (None, self.client.lost_leases):
             return  # what was read before is changed here, and will not be pushed either
+        self._load(table, route, rows, keep_state=keep_state)
+
+    def assign(self, table: str, route: Route, rows: Floats) -> None:
+        """Assign rows whatever was read before, as load_state_dict does; their optimizer's state stays.
+
+        What compression has held back of their gradients is dropped.
+        """
+        lost_leases = None
+        while lost_leases != self.client.lost_leases:  # such a change of a member that has lost its lease is dropped
+            lost_leases = self.client.lost_leases
+            self._load(table, route, rows, keep_state=self.local_steps is None)  # their optimizer is the copies' own
+        self.client.compressor.forget(table, route)
+
+    def _load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
+        self.settle()
         with self._waiting():
             (self._cache or self._source).load(table, route, rows, keep_state=keep_state)
         self._prefetched.forget(table)

@@ -26,6 +26,7 @@ from embershard.worker.session.reads import Lookup, LookupResult, LookupResults,
 B = TypeVar("B")
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]  # the first rows of a table, in portions
 
+_PORTION = 2**16  # rows that are assigned at once
 _LAST_TRY = timedelta(seconds=0.1)  # for a shard that is asked once more, to say which worker loads
 
 
@@ -73,6 +74,10 @@ class TableSession(Protocol):
         """Assign rows on the shards, past the optimizer."""
         ...
 
+    def assign(self, table: str, route: Route, rows: Floats) -> None:
+        """Assign rows on the shards, whatever was read before; their optimizer's state stays."""
+        ...
+
     def collect(self, gradients: RowGradients) -> None:
         """Keep gradients until the next step."""
         ...
@@ -112,6 +117,14 @@ class RemoteTable:
     def load(self, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows ((U, dim) float32, in route order); their optimizer's state starts anew, unless it is kept."""
         self.session.load(self.spec.name, route, rows, keep_state=keep_state)
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Assign rows 0 to N - 1 ((N, dim)) on the shards; their optimizer's state stays."""
+        for first in range(0, len(values), _PORTION):
+            rows = values[first : first + _PORTION].detach().to("cpu", torch.float32).numpy()
+            ids = np.arange(first, first + len(rows))
+            route = make_route(ids, self.spec.space_key, self.session.placement)
+            self.session.assign(self.spec.name, route, rows[_order(route)])
 
     def route(self, ids: torch.Tensor) -> Route:
         """The route of a tensor of ids. RuntimeError unless they are int32 or int64."""
@@ -160,13 +173,18 @@ class TableRegistry:
         return any(spec is weights.spec for weights in self.dense)
 
 
+def _order(route: Route) -> Ids:
+    """(U,) the place of each id of a route, all of them different, among those that it was made of."""
+    order = np.empty(len(route.ids), np.int64)
+    order[route.index] = np.arange(len(order))
+    return order
+
+
 def _load_first(client: Client, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
     """Load portions of (ids, rows) into a table that `declare` created on these shards, and end its loading."""
     for ids, rows in values:
         route = make_route(ids, spec.space_key, client.placement)
-        order = np.empty(len(route.ids), np.int64)
-        order[route.index] = np.arange(len(ids))
-        client.load(spec.name, route, rows[order], shards=shards, last=False)
+        client.load(spec.name, route, rows[_order(route)], shards=shards, last=False)
     nothing = make_route(np.empty(0, np.int64), spec.space_key, client.placement)
     client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=shards)
 

@@ -450,6 +450,17 @@ def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_pair):
         assert max(pulled(lost, [1, 2, 3])) == want
 
 
+def test_rows_that_a_user_assigns_are_assigned_after_a_lost_lease_too(make_pair):
+    job, lost, other = make_pair()
+    table = lost.table(SPEC)
+    lose_lease(job, other)
+    for _ in range(2):
+        step(other, [1, 2, 3])
+    table.assign(torch.full((4, 2), 5.0))
+    assert lost.stats.lost_leases == 1
+    assert torch.equal(table.pull(torch.arange(5)), torch.tensor([[5.0, 5.0]] * 4 + [[0.0, 0.0]]))
+
+
 def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_pair):
     job, lost, other = make_pair()
     specs = [es.TableSpec(name=name, dim=2, optimizer=es.SGD(lr=1.0)) for name in ("a", "b")]

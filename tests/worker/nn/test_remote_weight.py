@@ -488,7 +488,8 @@ REFUSED = {
     "pickle": (pickle.dumps, TypeError),
     "torch.save": (lambda m: torch.save(m, io.BytesIO()), TypeError),
     "half": (lambda m: m.half(), TypeError),
-    "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict()), RuntimeError),
+    "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict(), assign=True), RuntimeError),
+    "copy_ in a graph": (lambda m: m.items.weight.copy_(torch.ones(12, 4)), RuntimeError),
     "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
     "vmap over ids": (lambda m: torch.func.vmap(m.items)(IDS), NotImplementedError),
     "trace": (lambda m: torch.jit.trace(m.items.eval().requires_grad_(False), IDS), NotImplementedError),
@@ -503,7 +504,7 @@ REFUSED = {
 def test_what_cannot_be_is_refused_in_our_words(make_session, name):
     _, _, model, _ = torch_and_ours(make_session)
     action, error = REFUSED[name]
-    with pytest.raises(error, match=r"shard|wrap|session|table"):
+    with pytest.raises(error, match=r"shard|wrap|session|table|no_grad"):
         action(model)
 
 

@@ -294,12 +294,6 @@ def test_a_model_with_other_dense_shapes_is_refused(make_session):
         es.wrap(nn.Linear(2, 3), other, optimizer=es.SGD(lr=0.1))
 
 
-def test_loading_a_state_dict_into_a_wrapped_model_is_refused(make_session):
-    net = es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
-    with pytest.raises(RuntimeError, match="load a state_dict before wrap"):
-        net.load_state_dict(net.state_dict())
-
-
 def test_what_held_a_tables_weight_before_wrap_reads_the_shards(make_session):
     net = Net()
     held = [net.users.weight]
