@@ -23,7 +23,7 @@ from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.hooks import MARK, install
 from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
-from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
+from embershard.worker.session.dense import BLOCK, DenseWeights, RemoteParameter, layout_seed
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 
@@ -109,6 +109,7 @@ def wrap(
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
+    _refuse_wrapped(model)
     if id_space is None:
         id_space = getattr(model, "embedding_id_spaces", {})
     if dense not in ("ps", "ddp", "fsdp"):
@@ -127,6 +128,16 @@ def wrap(
         session.membership.may_rejoin = session.membership.terms.staleness is None
     install(moved.model, session, moved.tables, weights)
     return moved.model
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """ValueError for a parameter that the wrap of another model has moved: two tables would hold it."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, RemoteParameter | RemoteWeight):
+            raise ValueError(
+                f"parameter {name!r} is on the shards already, since a model that has it was wrapped: wrap once, one "
+                "module that holds all models that share it"
+            )
 
 
 def _rules(given: T | Mapping[str, T]) -> Mapping[str, T]:

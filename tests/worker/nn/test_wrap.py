@@ -286,6 +286,17 @@ def test_wrapping_twice_and_unknown_id_spaces_are_refused(make_session):
         es.wrap(net, session, optimizer=es.SGD(lr=0.1))
 
 
+@pytest.mark.parametrize("part", ["users", "tower"])
+def test_a_model_with_a_part_of_a_wrapped_one_is_refused(make_session, part):
+    first, second = Net(), Net()
+    setattr(second, part, getattr(first, part))
+    es.wrap(first, make_session(1), optimizer=es.SGD(lr=0.1))
+    session = make_session(1)
+    with pytest.raises(ValueError, match=rf"parameter '{part}\..*' is on the shards already"):
+        es.wrap(second, session, optimizer=es.SGD(lr=0.1))
+    assert not session.client.status()[0].tables
+
+
 def test_a_model_with_other_dense_shapes_is_refused(make_session):
     session = make_session(2)
     es.wrap(nn.Linear(3, 2), session, optimizer=es.SGD(lr=0.1))
