@@ -187,6 +187,14 @@ class _RemoteRows(nn.Module):
             raise ParameterChanged(parameter=self.table.spec.name)
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":  # as parametrizations do, to put what they compute in its place
+            raise NotImplementedError(
+                f"table {self.table.spec.name!r}: rows on the shards are read past what takes the place of the weight, "
+                "as a parametrization does: compute with emb(ids) or emb.weight in the model's forward"
+            )
+        super().__delattr__(name)
+
     def _whole(self) -> torch.Tensor | None:
         """All rows, where this step reads them anyway, or where another tensor takes the weight's place."""
         weight = self._weight

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import embershard as es
@@ -494,6 +495,7 @@ REFUSED = {
     "trace": (lambda m: torch.jit.trace(m.items.eval().requires_grad_(False), IDS), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
+    "parametrization": (lambda m: register_parametrization(m.items, "weight", nn.Tanh()), NotImplementedError),
     "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),
 }
 
