@@ -256,6 +256,9 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids `input` (any shape, int32 or int64), `(*input.shape, dim)`."""
+        if input.layout == torch.jagged:
+            rows = self.forward(input.values())
+            return torch.nested.nested_tensor_from_jagged(rows, input.offsets(), input.lengths())  # type: ignore[attr-defined]
         if (whole := self._whole()) is not None:
             return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
         read = self.table.session.read(self.table.spec, input, self.device)
