@@ -187,6 +187,14 @@ class _RemoteRows(nn.Module):
             raise ParameterChanged(parameter=self.table.spec.name)
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":  # as parametrizations do, to put what they compute in its place
+            raise NotImplementedError(
+                f"table {self.table.spec.name!r}: rows on the shards are read past what takes the place of the weight, "
+                "as a parametrization does: compute with emb(ids) or emb.weight in the model's forward"
+            )
+        super().__delattr__(name)
+
     def _whole(self) -> torch.Tensor | None:
         """All rows, where this step reads them anyway, or where another tensor takes the weight's place."""
         weight = self._weight
@@ -248,6 +256,9 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids `input` (any shape, int32 or int64), `(*input.shape, dim)`."""
+        if input.layout == torch.jagged:
+            rows = self.forward(input.values())
+            return torch.nested.nested_tensor_from_jagged(rows, input.offsets(), input.lengths())  # type: ignore[attr-defined]
         if (whole := self._whole()) is not None:
             return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
         read = self.table.session.read(self.table.spec, input, self.device)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -35,7 +36,8 @@ def install(
     session.registry.models.append(wrapped)
     newcomers = None if dense is None else _Newcomers(model)
     for module in model.modules():
-        module.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
+            module.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if newcomers is not None:

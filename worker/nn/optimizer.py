@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embershard.proto.errors import BadLearningRate
 from embershard.proto.spec import Optimizer as RowOptimizer
+from embershard.worker.session.dense import METADATA
 from embershard.worker.session.session import Session
 
 # what the optimizers of torch take from a group beside lr, and those of the shards have from the start
@@ -52,7 +53,12 @@ class ShardOptimizer(torch.optim.Optimizer):
             if table.spec.name not in dense:
                 embeddings.setdefault(table.spec.optimizer, []).append(table.spec.name)
         groups: list[dict[str, Any]] = [
-            {"params": _GradientStandIns(session, names), "lr": optimizer.lr, "name": "embedding", "tables": names}
+            {
+                "params": [_StandIn.of(session, name) for name in names],
+                "lr": optimizer.lr,
+                "name": "embedding",
+                "tables": names,
+            }
             for optimizer, names in embeddings.items()
         ]
         for name, weights in dense.items():
@@ -157,34 +163,63 @@ class ShardOptimizer(torch.optim.Optimizer):
         return scales
 
 
-class _GradientStandIns(Sequence[Tensor]):
-    """One stand-in, without memory, for the rows of each table that have a gradient now."""
+class _StandIn(Tensor):
+    """What stands for the rows of a table among an optimizer's parameters: it has their gradient, and no values."""
 
-    def __init__(self, session: Session, tables: Sequence[str]) -> None:
-        self._session, self._tables = session, tables
+    session: Session
+    table: str
 
-    def _now(self) -> list[Tensor]:
-        found = {part.spec.name: part.gradients for part in self._session.gradients()}
-        rows = []
-        for gradient in (found[table] for table in self._tables if table in found):
-            rows.append(gradient.new_zeros(1, 1).expand(gradient.shape).requires_grad_())
-            rows[-1].grad = gradient
+    @staticmethod
+    def of(session: Session, table: str) -> _StandIn:
+        """Return that of a table."""
+        rows = Tensor._make_subclass(_StandIn, torch.zeros(1, device="cpu"), True)
+        rows.session, rows.table = session, table
         return rows
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._now())
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the rows read since the last step, which may be changed in place."""
+        part = self.session.gradient_of(self.table)
+        return None if part is None else part.gradients
 
-    def __len__(self) -> int:
-        return len(self._now())
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            self.session.drop_gradients(self.table)
+        elif value is not self.grad:  # which an operator such as *= assigns
+            raise ValueError(
+                f"table {self.table!r}: the gradient of rows on the shards cannot be replaced; change it in place, as "
+                "parameter.grad.mul_(...)"
+            )
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"_StandIn({self.table!r})"
 
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Refuse what asks for values, which would be zeros, or changes what the rows do not follow."""
+        if func in METADATA - _CHANGES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise NotImplementedError(
+            "the parameters of a ShardOptimizer that stand for rows have gradients and no values: regularise and "
+            "freeze by model.parameters(), and leave what changes weights (weight decay, SAM, Lookahead) to the "
+            "optimizers that wrap is given"
+        )
 
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        return self._now()[index]
+
+_CHANGES = {
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+}
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -116,7 +116,7 @@ class RowsGradient(Tensor):
                 return func(*args, **kwargs)
         if func is Tensor.detach_:  # as loops write before zero_(): it is apart already, and torch refuses for views
             return args[0]
-        if name in _OF_ROWS and _is_by_number(name, args, kwargs):
+        if name in _OF_ROWS and _is_by_number(name, args, kwargs) and _keeps_zeros(func, name, args, kwargs):
             result = func(*_unwrapped(args), **_unwrapped(kwargs))
             return args[0] if name.endswith("_") else result
         if (changed := changed_tensor(func, args, kwargs, RowsGradient)) is not None:
@@ -175,6 +175,15 @@ def _is_by_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return False
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
     return kwargs.get("dim") is None and all(value.dim() == 0 for value in others)
+
+
+def _keeps_zeros(func: Callable[..., object], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether rows that nobody read keep a gradient of zero: not by a clamp whose bounds leave zero out."""
+    if "clamp" not in name:
+        return True
+    zeros = torch.zeros(len(args[0]) if isinstance(args[0], list | tuple) else 1, 1, device="cpu")
+    func(list(zeros) if name.startswith("_foreach") else zeros, *args[1:], **kwargs)
+    return not zeros.any()
 
 
 def _unwrapped(value: Any) -> Any:

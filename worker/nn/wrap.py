@@ -23,7 +23,7 @@ from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.hooks import MARK, install
 from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
-from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
+from embershard.worker.session.dense import BLOCK, DenseWeights, RemoteParameter, layout_seed
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 
@@ -109,6 +109,7 @@ def wrap(
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
+    _refuse_wrapped(model)
     if id_space is None:
         id_space = getattr(model, "embedding_id_spaces", {})
     if dense not in ("ps", "ddp", "fsdp"):
@@ -127,6 +128,16 @@ def wrap(
         session.membership.may_rejoin = session.membership.terms.staleness is None
     install(moved.model, session, moved.tables, weights)
     return moved.model
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """ValueError for a parameter that the wrap of another model has moved: two tables would hold it."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, RemoteParameter | RemoteWeight):
+            raise ValueError(
+                f"parameter {name!r} is on the shards already, since a model that has it was wrapped: wrap once, one "
+                "module that holds all models that share it"
+            )
 
 
 def _rules(given: T | Mapping[str, T]) -> Mapping[str, T]:
@@ -291,15 +302,24 @@ def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str
 def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
     """ValueError for a tensor in the memory of a parameter that moves: it would keep the first values."""
     for name, module in model.named_modules():
-        if module._forward_pre_hooks:  # as of torch.nn.utils.spectral_norm, which computes its tensor anew
-            continue
-        for key, kept in (vars(module) | module._buffers).items():
-            for value in kept if isinstance(kept, list | tuple) else [kept]:
-                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and _memory(value) in moved:
+        # of torch.nn.utils.spectral_norm, for instance, which computes its tensor anew
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for key, kept in {**dict(module.named_buffers(recurse=False)), **vars(module)}.items():
+            for value in _tensors(kept):
+                if key not in computed and not isinstance(value, nn.Parameter) and _memory(value) in moved:
                     raise ValueError(
                         f"{f'{name}.{key}'.lstrip('.')} shares memory with parameter {moved[_memory(value)]!r}, which "
                         "moves to the shards, and would keep its first values: use the parameter instead, or clone it"
                     )
+
+
+def _tensors(kept: object, depth: int = 2) -> Iterator[torch.Tensor]:
+    """The tensors that an attribute has, itself or in lists and dicts."""
+    if isinstance(kept, torch.Tensor):
+        yield kept
+    elif depth and isinstance(kept, list | tuple | Mapping):
+        for value in kept.values() if isinstance(kept, Mapping) else kept:
+            yield from _tensors(value, depth - 1)
 
 
 def _refuse_overlaps(model: nn.Module, moving: Mapping[str, nn.Parameter]) -> None:

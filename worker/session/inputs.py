@@ -108,9 +108,10 @@ def _lookups(
         if name not in embeddings:
             known = ", ".join(embeddings) or "none"
             raise ValueError(f"{source} names {name!r}, which is no embedding (known: {known})")
+    flat = {name: ids.values() if ids.layout == torch.jagged else ids for name, ids in inputs.items()}
     return [
         Lookup((it := embeddings[name]).spec, ids, it.device or ids.device, it.how(ids), it)
-        for name, ids in inputs.items()
+        for name, ids in flat.items()
     ]
 
 

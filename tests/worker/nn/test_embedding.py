@@ -77,6 +77,34 @@ def test_embedding_takes_ids_of_any_shape(shape, dtype):
     compare(nn.Embedding(ROWS, DIM), [((torch.randint(ROWS, shape, dtype=dtype),), None)])
 
 
+class Sequences(nn.Module):
+    """Histories of any length, and how they are averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = nn.Embedding(ROWS, DIM, padding_idx=2)
+
+    def forward(self, ids):
+        rows = self.items(ids)
+        return ((rows * ids.float().unsqueeze(-1)).values() * rows.values().sin()).sum()
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_embedding_takes_jagged_ids(is_announced):
+    theirs = Sequences()
+    ids = torch.nested.nested_tensor_from_jagged(torch.randint(ROWS, (9,)), torch.tensor([0, 4, 4, 9]))
+    with es.local(shards=3) as session:
+        ours = copy.deepcopy(theirs)
+        if is_announced:
+            ours.embedding_inputs = lambda ids: {"items": ids}
+        es.wrap(ours, session, optimizer=es.SGD(lr=1.0))
+        for side in (ours, theirs):
+            side(ids).backward()
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        check_equal(remote_rows(ours.items), theirs.items.weight.detach())
+
+
 BAG_CASES = [
     dict(zip(("mode", "padding_idx", "include_last_offset"), values, strict=True))
     for values in itertools.product(["sum", "mean", "max"], [None, 2, -1], [False, True])

@@ -240,6 +240,46 @@ def test_gradients_are_one_per_table_with_equal_ids_summed(make_session):
     assert gradients(optimizer) == []
 
 
+def test_parameters_that_stand_for_rows_are_the_same_at_every_step_and_lose_a_gradient_as_torchs_do(make_session):
+    plain, wrapped, session = twins(make_session)
+    optimizer = es.ShardOptimizer(session)
+    users, items = optimizer.param_groups[0]["params"]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in BATCHES[:3]:
+        assert users.grad is None
+        for model, own in ((plain, plain.items.weight), (wrapped, items)):
+            loss_of(model, batch).backward()
+            own.grad *= 0.5
+        plain.users.weight.grad, users.grad = None, None
+        theirs.step()
+        theirs.zero_grad()
+        optimizer.step()
+    assert_equal_weights(plain, wrapped, session)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows: rows.square().sum(),
+        lambda rows: rows.data.clamp_(-1, 1),
+        lambda rows: rows.detach().clone(),
+        lambda rows: rows.grad.add_(rows, alpha=0.1),
+        lambda rows: torch._foreach_lerp_([rows], [torch.ones(1)], 0.5),
+        lambda rows: rows.requires_grad_(False),
+        lambda rows: setattr(rows, "requires_grad", False),
+        lambda rows: rows.register_hook(print),
+    ],
+)
+def test_parameters_that_stand_for_rows_have_no_values(make_session, use):
+    _, wrapped, session = twins(make_session)
+    loss_of(wrapped, BATCHES[0]).backward()
+    rows = es.ShardOptimizer(session).param_groups[0]["params"][0]
+    with pytest.raises(NotImplementedError, match="stand for rows have gradients and no values"):
+        use(rows)
+    with pytest.raises(ValueError, match="the gradient of rows on the shards cannot be replaced"):
+        rows.grad = rows.grad * 0.5
+
+
 def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(make_session):
     _, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)

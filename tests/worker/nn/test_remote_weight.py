@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import embershard as es
@@ -296,6 +297,23 @@ def test_a_changed_part_of_a_gradient_would_be_lost_and_is_an_error(make_session
     assert torch.equal(before.mul_(2), model.items.weight.grad * 2)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gradient: gradient.clamp_(min=0.01),
+        lambda gradient: gradient.clamp_max_(torch.tensor(-0.01)),
+        lambda gradient: torch._foreach_clamp_min_([gradient, gradient], 0.01),
+    ],
+)
+def test_a_clamp_that_changes_the_zeros_of_unread_rows_is_an_error(make_session, change):
+    _, _, model, _ = torch_and_ours(make_session)
+    LOSSES["index"](model).backward()
+    before = model.items.weight.grad.clone()
+    with pytest.raises(NotImplementedError, match="would change gradients of rows that nobody read"):
+        change(model.items.weight.grad)
+    assert torch.equal(model.items.weight.grad, before)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("use", ["three lookups", "index", "norm"])
 def test_a_penalty_on_gradients_trains_to_the_bits_of_torch(make_session, use):
@@ -495,6 +513,7 @@ REFUSED = {
     "trace": (lambda m: torch.jit.trace(m.items.eval().requires_grad_(False), IDS), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
+    "parametrization": (lambda m: register_parametrization(m.items, "weight", nn.Tanh()), NotImplementedError),
     "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),
 }
 

@@ -286,6 +286,29 @@ def test_wrapping_twice_and_unknown_id_spaces_are_refused(make_session):
         es.wrap(net, session, optimizer=es.SGD(lr=0.1))
 
 
+@pytest.mark.parametrize("part", ["users", "tower"])
+def test_a_model_with_a_part_of_a_wrapped_one_is_refused(make_session, part):
+    first, second = Net(), Net()
+    setattr(second, part, getattr(first, part))
+    es.wrap(first, make_session(1), optimizer=es.SGD(lr=0.1))
+    session = make_session(1)
+    with pytest.raises(ValueError, match=rf"parameter '{part}\..*' is on the shards already"):
+        es.wrap(second, session, optimizer=es.SGD(lr=0.1))
+    assert not session.client.status()[0].tables
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("script", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 12))])
+def test_a_scripted_part_trains_to_the_loss_curve_of_torch(make_session, script):
+    plain = Net()
+    net, session = copy.deepcopy(plain), make_session(2)
+    net.tower = script(net.tower)
+    es.wrap(net, session, optimizer=es.SGD(lr=0.05))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    theirs = losses(plain, lambda: (optimizer.step(), optimizer.zero_grad()))
+    assert losses(net, session.step) == pytest.approx(theirs, rel=1e-5)
+
+
 def test_a_model_with_other_dense_shapes_is_refused(make_session):
     session = make_session(2)
     es.wrap(nn.Linear(3, 2), session, optimizer=es.SGD(lr=0.1))
@@ -447,13 +470,22 @@ def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_se
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")
 
 
-@pytest.mark.parametrize("kept", [lambda w: w.data, lambda w: [w.detach()[1:]], lambda w: nn.Buffer(w.data.view(-1))])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda w: w.data,
+        lambda w: [w.detach()[1:]],
+        lambda w: {"first": (w.detach(),)},
+        lambda w: nn.Buffer(w.data.view(-1)),
+    ],
+)
 @pytest.mark.parametrize("of", ["table", "linear"])
 def test_a_tensor_in_the_memory_of_a_parameter_would_keep_its_first_values(make_session, kept, of):
     def build(keep):
         net = nn.Module()
         net.table, net.linear = nn.Embedding(10, 4), nn.Linear(4, 4)
         net.kept = keep(getattr(net, of).weight)
+        net.register_forward_pre_hook(lambda *_: None)  # which does not compute it anew
         return net
 
     with pytest.raises(ValueError, match=f"kept shares memory with parameter '{of}.weight'"):
