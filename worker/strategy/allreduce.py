@@ -115,5 +115,21 @@ def all_reduced(model: nn.Module, *, views: bool, group: dist.ProcessGroup | Non
         )
 
 
+def check_reduced(module: nn.Module) -> None:
+    """JobError where backward gave a parameter no gradient that DistributedDataParallel is to sum: all would hang."""
+    if not isinstance(module, DistributedDataParallel):
+        return
+    try:
+        module._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        trained = [(name, parameter) for name, parameter in module.module.named_parameters() if parameter.requires_grad]
+        without = ", ".join(name for name, parameter in trained if parameter.grad is None) or "a parameter"
+        reason = (
+            f"a batch left {without} without a gradient, for which the other workers wait: use every parameter in each "
+            "forward, freeze those that are never used, or use strategy ps and dense.mode ps"
+        )
+        raise JobError(where="model", reason=reason) from None
+
+
 def _of_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or re.search("gloo|nccl|connection|peer", str(error), re.I) is not None

@@ -60,10 +60,9 @@ class Evaluator:
 
     def _evaluate(self) -> dict[str, Figures]:
         self._strategy.refresh()
-        # running statistics of batch norm are each worker's own: score with the first one's everywhere
-        self._group.broadcast(self._model.buffers())
         figures: dict[str, Figures] = {}
-        with _evaluating(self._model), self._strategy.exact(), self._averaged(self._group.broadcast), torch.no_grad():
+        averaged = self._averaged(self._group.broadcast)
+        with torch.no_grad(), self._shared_buffers(), _evaluating(self._model), self._strategy.exact(), averaged:
             for split in self._dataset.splits:
                 collectors = self._score(split)
                 for collector in collectors:
@@ -72,6 +71,17 @@ class Evaluator:
                     figures[split] = self._metrics.compute(collectors, split)
                     self.curves = {**self.curves, **(_curves(split, collectors) if self._with_curves else {})}
         return self._group.broadcast_json(figures)
+
+    @contextmanager
+    def _shared_buffers(self) -> Iterator[None]:
+        """Score with the first worker's buffers everywhere; afterwards each worker has its own again, to train with."""
+        own = None if self._group.is_first else [buffer.clone() for buffer in self._model.buffers()]
+        try:
+            self._group.broadcast(self._model.buffers())
+            yield
+        finally:
+            for buffer, value in zip(self._model.buffers(), own or (), strict=False):
+                buffer.copy_(value)
 
     def _score(self, split: str) -> Sequence[Collector]:
         if self._dataset.evaluation == "ranking":

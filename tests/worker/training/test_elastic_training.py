@@ -14,6 +14,7 @@ from embershard.local_shards import InProcessShards
 from embershard.proto.errors import StaleWorker
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.snapshot.stored import open_snapshot
+from embershard.worker.checkpoint.checkpoint import checkpoint_at
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup
@@ -193,3 +194,14 @@ def test_the_shards_hold_the_best_weights_at_the_end_whoever_dies(tmp_path, stal
         ids, rows = (torch.from_numpy(np.concatenate(part)) for part in list(zip(*parts, strict=True))[:2])
         assert torch.equal(module.table.pull(ids), rows)
     assert {result.best_weights for result, _ in runs if result} == {result.best_weights}
+
+
+def test_every_worker_has_its_own_running_statistics_after_an_evaluation(tmp_path):
+    model = {"hidden": [4], "batch_norm": True}
+    cluster = Cluster(0, None, name="deepfm", model=model, checkpoint={"folder": str(tmp_path), "best": False})
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(cluster.run, range(WORKERS)))
+    saved = checkpoint_at(str(tmp_path))
+    buffers = [saved.worker(rank)["buffers"] for rank in range(WORKERS)]
+    (mean,) = (name for name in buffers[0] if name.endswith("running_mean"))
+    assert len({tuple(own[mean].tolist()) for own in buffers}) == WORKERS

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import embershard as es
@@ -21,6 +22,7 @@ from embershard.worker.models.loss import bce
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
+from embershard.worker.strategy.allreduce import all_reduced
 from embershard.worker.strategy.protocol import StepBatch, step_batches
 from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep
 
@@ -180,6 +182,21 @@ def test_workers_that_agree_on_a_norm_clip_by_the_largest(make):
     assert norms == [pytest.approx(float(nn.utils.clip_grad_norm_(run.plain.parameters(), 1e9)))]
     run.train_plainly(parts, clip=0.005)
     run.check(rtol=1e-3)
+
+
+def test_a_parameter_without_a_gradient_that_workers_would_sum_ends_the_run_at_once():
+    class HalfUsed(nn.Linear):
+        def forward(self, batch):
+            return nn.functional.linear(batch.dense, self.weight)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = all_reduced(HalfUsed(D, 1), views=True)
+        step = TrainStep(module, lambda module, batch: module(batch).mean(), SimpleNamespace(optimizers=[]))
+        with pytest.raises(JobError, match="a batch left bias without a gradient, for which the other workers wait"):
+            step(turn(batches(4)[0]))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_bf16_runs_the_layers_in_it_and_trains(make):
