@@ -1,4 +1,4 @@
-"""A map of msgpack in an envelope with its format, version and sha256.
+"""A map of msgpack in an envelope with its format, version and sha256; and a map of JSON with its sha256.
 
 So a reader knows damage, other people's files and newer versions before it looks inside.
 """
@@ -6,7 +6,8 @@ So a reader knows damage, other people's files and newer versions before it look
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -15,6 +16,25 @@ import msgpack
 from embershard.proto.errors import EmbershardError
 
 T = TypeVar("T")
+
+_SHA256 = "sha256"
+
+
+def seal_json(values: Mapping[str, object]) -> bytes:
+    """The bytes of a file of JSON, in which `sha256` is that of all other values."""
+    plain = json.loads(json.dumps(values))  # as a reader has them
+    return json.dumps({**plain, _SHA256: _digest(plain)}, indent=1).encode()
+
+
+def check_json(values: Mapping[str, object]) -> None:
+    """ValueError where a file of JSON is not as it was written; one without `sha256` is older, and taken as it is."""
+    if _SHA256 in values and values[_SHA256] != _digest(values):
+        raise ValueError(f"its {_SHA256} is not that of its other values")
+
+
+def _digest(values: Mapping[str, object]) -> str:
+    others = {name: value for name, value in values.items() if name != _SHA256}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from embershard.proto.errors import BadExport, EmbershardError, Status
+from embershard.proto.snapshot.sealed import check_json, seal_json
 from embershard.proto.spec import Initializer
 from embershard.worker.data.batch import Field, IdTable, Schema
 
@@ -183,7 +184,7 @@ def write_facts(out: Path, facts: ExportFacts) -> None:
         "tables": {name: asdict(table) for name, table in facts.tables.items()},
         "files": {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()},
     }
-    write_bytes(out / FACTS, json.dumps(told, indent=1).encode())
+    write_bytes(out / FACTS, seal_json(told))
 
 
 def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
@@ -208,6 +209,7 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
         reason = f"its version is {told.get('version')!r}, this program reads {VERSION}: export the model again"
         raise BadExport(path=str(path), reason=reason)
     try:
+        check_json(told)
         facts = ExportFacts(
             job=dict(told["job"]),
             schema=_schema(told["schema"]),

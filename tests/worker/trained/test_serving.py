@@ -380,6 +380,7 @@ def test_the_dense_part_may_be_of_int8(make_export):  # that of ONNX: test_expor
 def change(folder, **values):
     path = folder / "export.json"
     told = json.loads(path.read_text())
+    del told["sha256"]
     path.write_text(json.dumps({**told, **values}))
 
 
@@ -401,6 +402,12 @@ def flipped(folder):
     data = bytearray((folder / TABLES).read_bytes())
     data[-1] ^= 1
     (folder / TABLES).write_bytes(data)
+
+
+def other_digit(folder):
+    path = folder / "export.json"
+    text, row_seed = path.read_text(), json.loads(path.read_text())["tables"]["embedding"]["row_seed"]
+    path.write_text(text.replace(row_seed, f"{row_seed[:-1]}{'1' if row_seed[-1] == '0' else '0'}"))
 
 
 def other_model(folder):
@@ -428,6 +435,7 @@ def other_tables(folder):
         (lambda folder: change(folder, tables={"embedding": {}}), "export.json", "TypeError"),
         (lambda folder: change(folder, job={}), "export.json", "job"),
         (lambda folder: change(folder, inputs={"kind": "other"}), "export.json", "inputs"),
+        (other_digit, "export.json", "sha256"),
         (without_model, "model.safetensors", "no such file"),
         (shorter, TABLES, "bytes"),
         (flipped, TABLES, "sha256"),
