@@ -19,6 +19,7 @@ from embershard.worker.checkpoint.checkpoint import OtherJob
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.export import CannotExport
+from embershard.worker.trained.import_weights import CannotImport
 from embershard.worker.trained.onnx import ExportNotInstalled
 from embershard.worker.training.trainer import Trainer
 
@@ -92,6 +93,31 @@ def test_a_checkpoint_is_exported_whole_and_imported(monkeypatch):
     assert "table embedding: 20 rows" in embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700")
     (table,) = (table for table in fresh.tables if table.spec.name == "embedding")
     assert torch.equal(table.pull(torch.arange(20)), weights["embedding.weight"])
+
+
+def test_an_export_that_is_not_whole_or_of_other_values_is_not_imported(monkeypatch):
+    feature = "data={reader: tabular, train: clicks.csv, label: label}", "features={user: {}, item: {min_count: 1}}"
+    job = [word for setting in feature for word in ("--set", setting)]
+    with local(1) as session:
+        train(*feature, session=session)
+    export(*job)
+    fresh = local(1)
+    monkeypatch.setattr(import_command, "connect", lambda addresses, tls: fresh)
+    load = "import", "job.yaml", "out", "--ps", "127.0.0.1:7700", *job
+    lines = Path("clicks.csv").read_text()
+    Path("clicks.csv").write_text(lines.replace(",1", ",2"))  # as many items, and none of those before
+    with pytest.raises(CannotImport, match="its ids of item are of other values"):
+        embershard(*load)
+    Path("clicks.csv").write_text(lines)
+    data = bytearray(Path("out/tables.safetensors").read_bytes())
+    data[-1] ^= 1
+    Path("out/tables.safetensors").write_bytes(data)
+    with pytest.raises(CannotImport, match=r"out/tables\.safetensors: its sha256"):
+        embershard(*load)
+    Path("out/export.json").unlink()
+    with pytest.raises(CannotImport, match="one that did not end"):
+        embershard(*load)
+    assert not fresh.tables
 
 
 def test_a_plain_export_of_a_checkpoint_reads_no_table_into_memory(monkeypatch):
