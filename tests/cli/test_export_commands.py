@@ -13,6 +13,7 @@ from embershard.cli import export as export_command
 from embershard.cli import import_ as import_command
 from embershard.cli import source as source_command
 from embershard.cli.app import app
+from embershard.cli.folders import FolderTaken, kept_from_others
 from embershard.local_shards import local
 from embershard.proto.errors import SnapshotNotFound
 from embershard.worker.checkpoint.checkpoint import OtherJob
@@ -142,6 +143,14 @@ def test_a_run_without_shards_is_exported_and_a_plain_export_leaves_no_dense_par
     Path("out/dense.onnx").mkdir()
     with pytest.raises(CannotExport, match=r"out/dense\.onnx: "):
         export(*LOCAL)
+
+
+def test_two_exports_do_not_write_to_one_folder_at_once():
+    train("strategy=local")
+    with kept_from_others({"OUT": "out"}), pytest.raises(FolderTaken):
+        export(*LOCAL)
+    assert in_out() == set()
+    export(*LOCAL)
 
 
 def test_sources_that_are_none_are_named():

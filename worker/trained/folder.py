@@ -84,6 +84,7 @@ class ExportFacts:
     schema: Schema
     inputs: Mapping[str, Any] | None  # what is done with columns; None where the reader does not tell
     tables: Mapping[str, TableFacts]  # of hashed or numbered ids on shards, by module
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # bytes and sha256; of an export that is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +216,11 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
             schema=_schema(told["schema"]),
             inputs=told["inputs"],
             tables={name: TableFacts(**table) for name, table in told["tables"].items()},
+            files={name: (int(file["bytes"]), str(file["sha256"])) for name, file in told["files"].items()},
         )
-        files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in told["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadExport(path=str(path), reason=f"{type(error).__name__}: {error}") from None
-    for name, (size, sha256) in files.items():
+    for name, (size, sha256) in facts.files.items():
         file = folder / Path(name).name
         if not file.is_file():
             raise BadExport(path=str(file), reason="no such file, which export.json names")
