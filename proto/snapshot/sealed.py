@@ -6,7 +6,6 @@ So a reader knows damage, other people's files and newer versions before it look
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -17,24 +16,19 @@ from embershard.proto.errors import EmbershardError
 
 T = TypeVar("T")
 
-_SHA256 = "sha256"
+_SEAL = b',\n "sha256": "%s"\n}'
 
 
-def seal_json(values: Mapping[str, object]) -> bytes:
-    """The bytes of a file of JSON, in which `sha256` is that of all other values."""
-    plain = json.loads(json.dumps(values))  # as a reader has them
-    return json.dumps({**plain, _SHA256: _digest(plain)}, indent=1).encode()
+def seal_json(text: bytes) -> bytes:
+    """An object of JSON, indented by 1, with `sha256` as its last field: that of all bytes before it."""
+    head = text.removesuffix(b"\n}")
+    return head + _SEAL % hashlib.sha256(head).hexdigest().encode()
 
 
-def check_json(values: Mapping[str, object]) -> None:
-    """ValueError where a file of JSON is not as it was written; one without `sha256` is older, and taken as it is."""
-    if _SHA256 in values and values[_SHA256] != _digest(values):
-        raise ValueError(f"its {_SHA256} is not that of its other values")
-
-
-def _digest(values: Mapping[str, object]) -> str:
-    others = {name: value for name, value in values.items() if name != _SHA256}
-    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+def check_json(data: bytes, values: Mapping[str, object]) -> None:
+    """ValueError where a file, in which `values` are, is not as it was written; one without `sha256` is older."""
+    if "sha256" in values and data != seal_json(data[: -len(_SEAL % bytes(64))] + b"\n}"):
+        raise ValueError("its sha256 is not that of its other values")
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class Checkpoint:
                 reason = f"it has version {version}, and this program reads {_VERSION}; upgrade it"
                 raise BadCheckpoint(path=url, reason=reason)
             manifest = CheckpointManifest.model_validate(values)
-            check_json(values)
+            check_json(text, values)
             return cls(storage, manifest)
         except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
             what = f"field {_first_field(error)}" if isinstance(error, ValidationError) else str(error)

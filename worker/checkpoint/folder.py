@@ -170,7 +170,9 @@ class CheckpointFolder:
                 if snapshot is not None:
                     snapshot.finish()
                 self._owner.check()
-                self._storage.replace(f"{name}/{MANIFEST}", seal_json(manifest.model_dump(mode="json")))
+                self._storage.replace(
+                    f"{name}/{MANIFEST}", seal_json(manifest.model_dump_json(indent=1, exclude={"sha256"}).encode())
+                )
                 self._mark(best)
             self._prune([*before, name], best)
             return url

@@ -185,7 +185,7 @@ def write_facts(out: Path, facts: ExportFacts) -> None:
         "tables": {name: asdict(table) for name, table in facts.tables.items()},
         "files": {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()},
     }
-    write_bytes(out / FACTS, seal_json(told))
+    write_bytes(out / FACTS, seal_json(json.dumps(told, indent=1).encode()))
 
 
 def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
@@ -195,7 +195,8 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
     """
     path = folder / FACTS
     try:
-        told = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        told = json.loads(data)
     except FileNotFoundError:
         reason = "no such file: this is no export, or one that did not end" if folder.is_dir() else "no such folder"
         raise BadExport(path=str(path if folder.is_dir() else folder), reason=reason) from None
@@ -210,7 +211,7 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
         reason = f"its version is {told.get('version')!r}, this program reads {VERSION}: export the model again"
         raise BadExport(path=str(path), reason=reason)
     try:
-        check_json(told)
+        check_json(data, told)
         facts = ExportFacts(
             job=dict(told["job"]),
             schema=_schema(told["schema"]),
