@@ -1,4 +1,4 @@
-"""A map of msgpack in an envelope with its format, version and sha256.
+"""A map of msgpack in an envelope with its format, version and sha256; and a map of JSON with its sha256.
 
 So a reader knows damage, other people's files and newer versions before it looks inside.
 """
@@ -6,7 +6,7 @@ So a reader knows damage, other people's files and newer versions before it look
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -15,6 +15,20 @@ import msgpack
 from embershard.proto.errors import EmbershardError
 
 T = TypeVar("T")
+
+_SEAL = b',\n "sha256": "%s"\n}'
+
+
+def seal_json(text: bytes) -> bytes:
+    """An object of JSON, indented by 1, with `sha256` as its last field: that of all bytes before it."""
+    head = text.removesuffix(b"\n}")
+    return head + _SEAL % hashlib.sha256(head).hexdigest().encode()
+
+
+def check_json(data: bytes, values: Mapping[str, object]) -> None:
+    """ValueError where a file, in which `values` are, is not as it was written; one without `sha256` is older."""
+    if "sha256" in values and data != seal_json(data[: -len(_SEAL % bytes(64))] + b"\n}"):
+        raise ValueError("its sha256 is not that of its other values")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import os
 import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import has_magic
 from typing import BinaryIO, cast
 
 from embershard.proto.errors import BadSnapshotName, EmbershardError, SnapshotNotWritten, SnapshotUnreadable
@@ -101,8 +102,18 @@ class Storage:
 
     def remove(self, path: str) -> None:
         """A file, or a folder with all that is in it; it may be gone already."""
+        full = self._full(path)
         with self._writing(path), suppress(FileNotFoundError):
-            self._files.rm(self._full(path), recursive=True)
+            if self._local or not has_magic(full):
+                self._files.rm(full, recursive=True)
+                return
+            # fsspec would take the name for a pattern, and remove what others have
+            for one, about in sorted(self._files.find(full, withdirs=True, detail=True).items(), reverse=True):
+                if about.get("type") == "directory":
+                    self.remove_if_empty(one.removeprefix(self._root).strip("/"))
+                else:
+                    self._files.rm_file(one)
+            self.remove_if_empty(path)
 
     def remove_if_empty(self, path: str) -> None:
         """A folder without anything in it."""

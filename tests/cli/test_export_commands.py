@@ -13,12 +13,14 @@ from embershard.cli import export as export_command
 from embershard.cli import import_ as import_command
 from embershard.cli import source as source_command
 from embershard.cli.app import app
+from embershard.cli.folders import FolderTaken, kept_from_others
 from embershard.local_shards import local
 from embershard.proto.errors import SnapshotNotFound
 from embershard.worker.checkpoint.checkpoint import OtherJob
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.export import CannotExport
+from embershard.worker.trained.import_weights import CannotImport
 from embershard.worker.trained.onnx import ExportNotInstalled
 from embershard.worker.training.trainer import Trainer
 
@@ -94,6 +96,31 @@ def test_a_checkpoint_is_exported_whole_and_imported(monkeypatch):
     assert torch.equal(table.pull(torch.arange(20)), weights["embedding.weight"])
 
 
+def test_an_export_that_is_not_whole_or_of_other_values_is_not_imported(monkeypatch):
+    feature = "data={reader: tabular, train: clicks.csv, label: label}", "features={user: {}, item: {min_count: 1}}"
+    job = [word for setting in feature for word in ("--set", setting)]
+    with local(1) as session:
+        train(*feature, session=session)
+    export(*job)
+    fresh = local(1)
+    monkeypatch.setattr(import_command, "connect", lambda addresses, tls: fresh)
+    load = "import", "job.yaml", "out", "--ps", "127.0.0.1:7700", *job
+    lines = Path("clicks.csv").read_text()
+    Path("clicks.csv").write_text(lines.replace(",1", ",2"))  # as many items, and none of those before
+    with pytest.raises(CannotImport, match="its ids of item are of other values"):
+        embershard(*load)
+    Path("clicks.csv").write_text(lines)
+    data = bytearray(Path("out/tables.safetensors").read_bytes())
+    data[-1] ^= 1
+    Path("out/tables.safetensors").write_bytes(data)
+    with pytest.raises(CannotImport, match=r"out/tables\.safetensors: its sha256"):
+        embershard(*load)
+    Path("out/export.json").unlink()
+    with pytest.raises(CannotImport, match="one that did not end"):
+        embershard(*load)
+    assert not fresh.tables
+
+
 def test_a_plain_export_of_a_checkpoint_reads_no_table_into_memory(monkeypatch):
     with local(2) as session:
         train(session=session)
@@ -116,6 +143,14 @@ def test_a_run_without_shards_is_exported_and_a_plain_export_leaves_no_dense_par
     Path("out/dense.onnx").mkdir()
     with pytest.raises(CannotExport, match=r"out/dense\.onnx: "):
         export(*LOCAL)
+
+
+def test_two_exports_do_not_write_to_one_folder_at_once():
+    train("strategy=local")
+    with kept_from_others({"OUT": "out"}), pytest.raises(FolderTaken):
+        export(*LOCAL)
+    assert in_out() == set()
+    export(*LOCAL)
 
 
 def test_sources_that_are_none_are_named():

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from embershard.proto.errors import EmbershardError, JobError, SnapshotUnreadable, Status
+from embershard.proto.snapshot.sealed import check_json
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import read_manifest
 from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, NAME
@@ -83,6 +84,7 @@ class CheckpointManifest(BaseModel):
     snapshot: bool  # whether there is one of shards
     output: str | None = None  # the run's folder of logs
     time: float  # seconds since 1970
+    sha256: str | None = None  # of all other fields
 
 
 class Checkpoint:
@@ -119,7 +121,9 @@ class Checkpoint:
             if isinstance(version, int) and version > _VERSION:
                 reason = f"it has version {version}, and this program reads {_VERSION}; upgrade it"
                 raise BadCheckpoint(path=url, reason=reason)
-            return cls(storage, CheckpointManifest.model_validate(values))
+            manifest = CheckpointManifest.model_validate(values)
+            check_json(text, values)
+            return cls(storage, manifest)
         except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
             what = f"field {_first_field(error)}" if isinstance(error, ValidationError) else str(error)
             reason = f"{MANIFEST} is damaged, or not ours ({what}); take the checkpoint before it"

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from embershard.proto.errors import EmbershardError, SnapshotNotWritten, SnapshotUnreadable, Status
+from embershard.proto.snapshot.sealed import seal_json
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import open_snapshot
 from embershard.worker.checkpoint.checkpoint import (
@@ -169,7 +170,9 @@ class CheckpointFolder:
                 if snapshot is not None:
                     snapshot.finish()
                 self._owner.check()
-                self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+                self._storage.replace(
+                    f"{name}/{MANIFEST}", seal_json(manifest.model_dump_json(indent=1, exclude={"sha256"}).encode())
+                )
                 self._mark(best)
             self._prune([*before, name], best)
             return url

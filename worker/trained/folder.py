@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from embershard.proto.errors import BadExport, EmbershardError, Status
+from embershard.proto.snapshot.sealed import check_json, seal_json
 from embershard.proto.spec import Initializer
 from embershard.worker.data.batch import Field, IdTable, Schema
 
@@ -83,6 +84,7 @@ class ExportFacts:
     schema: Schema
     inputs: Mapping[str, Any] | None  # what is done with columns; None where the reader does not tell
     tables: Mapping[str, TableFacts]  # of hashed or numbered ids on shards, by module
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # bytes and sha256; of an export that is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def write_facts(out: Path, facts: ExportFacts) -> None:
         "tables": {name: asdict(table) for name, table in facts.tables.items()},
         "files": {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()},
     }
-    write_bytes(out / FACTS, json.dumps(told, indent=1).encode())
+    write_bytes(out / FACTS, seal_json(json.dumps(told, indent=1).encode()))
 
 
 def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
@@ -193,7 +195,8 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
     """
     path = folder / FACTS
     try:
-        told = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        told = json.loads(data)
     except FileNotFoundError:
         reason = "no such file: this is no export, or one that did not end" if folder.is_dir() else "no such folder"
         raise BadExport(path=str(path if folder.is_dir() else folder), reason=reason) from None
@@ -208,16 +211,17 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
         reason = f"its version is {told.get('version')!r}, this program reads {VERSION}: export the model again"
         raise BadExport(path=str(path), reason=reason)
     try:
+        check_json(data, told)
         facts = ExportFacts(
             job=dict(told["job"]),
             schema=_schema(told["schema"]),
             inputs=told["inputs"],
             tables={name: TableFacts(**table) for name, table in told["tables"].items()},
+            files={name: (int(file["bytes"]), str(file["sha256"])) for name, file in told["files"].items()},
         )
-        files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in told["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadExport(path=str(path), reason=f"{type(error).__name__}: {error}") from None
-    for name, (size, sha256) in files.items():
+    for name, (size, sha256) in facts.files.items():
         file = folder / Path(name).name
         if not file.is_file():
             raise BadExport(path=str(file), reason="no such file, which export.json names")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.errors import BadExport, EmbershardError, Status
 from embershard.proto.routing import make_route
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
-from embershard.worker.trained.folder import MODEL, TABLES
+from embershard.worker.trained.folder import MODEL, TABLES, read_facts
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
 from embershard.worker.training.build import choose_strategy, job_model
 
@@ -74,6 +74,31 @@ class StateFile:
         if stop is None:
             return self._files[name].get_tensor(name)
         return self._files[name].get_slice(name)[start:stop]
+
+
+def check_export(folder: Path, inputs: Mapping[str, Any] | None) -> None:
+    """CannotImport where a folder is no whole export, or where its ids are of other values than those of a job.
+
+    `inputs` are the job's (`inputs_of`).
+    """
+    try:
+        theirs, ours = _values(read_facts(folder, verify=True).inputs), _values(inputs)
+    except BadExport as error:
+        raise CannotImport(path=str(error.fields["path"]), reason=str(error.fields["reason"])) from None
+    if names := sorted(name for name in theirs.keys() & ours.keys() if theirs[name] != ours[name]):
+        reason = (
+            f"its ids of {', '.join(names)} are of other values than those of the job's files, which have changed "
+            "since the export: each value would get the row of another one. Name the files of that time"
+        )
+        raise CannotImport(path=str(folder), reason=reason)
+
+
+def _values(inputs: Mapping[str, Any] | None) -> dict[str, object]:
+    """Table or column -> what decides which value has which of its ids, where the files of a job do."""
+    inputs = inputs or {}
+    columns = [*inputs.get("categorical", ()), *inputs.get("lists", ())]
+    firsts = {column["name"]: (column["first"], list(column.get("values", ()))) for column in columns}
+    return {**inputs.get("fitted", {}).get("vocabularies", {}), **firsts}
 
 
 def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict[str, int]:

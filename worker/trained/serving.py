@@ -54,7 +54,11 @@ def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = 
     path = Path(folder)
     if dense not in get_args(Dense):
         raise ValueError(f"dense must be torch, onnx or int8, got {dense!r}")
-    return ExportedModel(path, read_facts(path, verify=verify), dense)
+    facts = read_facts(path, verify=verify)
+    model = ExportedModel(path, facts, dense)
+    if read_facts(path).files != facts.files:
+        raise BadExport(path=str(path), reason="another export replaced its files while they were read: load it again")
+    return model
 
 
 class ExportedModel:

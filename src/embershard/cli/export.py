@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.folders import kept_from_others
 from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
@@ -83,6 +84,7 @@ def export(
             typer.echo(f"from {found.checkpoint.url}, of step {found.checkpoint.manifest.step}")
         strategy = trained(settings, dataset, found.session, found.checkpoint)
         averaged = average_of(settings, strategy, found.session, found.checkpoint)
+        stack.enter_context(kept_from_others({"OUT": folder}))
         with averaged():
             facts = export_weights(strategy.model, folder, found.read_table, strategy.table_rows())
             num_dense = len(dense_state(strategy.model))

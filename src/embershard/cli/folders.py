@@ -21,11 +21,11 @@ def folder(text: str) -> Path:
 
 
 class FolderTaken(EmbershardError):
-    """Another `embershard train` writes to the same folder."""
+    """Another command writes to the same folder."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "another `embershard train` that runs now writes to {folder}: choose another folder for this one with "
+        "another `embershard` command that runs now writes to {folder}: choose another folder for this one with "
         "{setting}, or wait for the end of that one"
     )
 

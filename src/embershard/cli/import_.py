@@ -15,7 +15,8 @@ from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
 from embershard.worker.session.connect import connect
-from embershard.worker.trained.import_weights import import_state
+from embershard.worker.trained.import_weights import check_export, import_state
+from embershard.worker.trained.served_inputs import inputs_of
 
 
 def import_(
@@ -34,7 +35,9 @@ def import_(
         mode = settings.strategy if settings.strategy != "ps" else f"dense.mode {settings.dense_mode}"
         raise JobError(where=str(job), reason=f"{mode} keeps weights in the workers; import with --set strategy=ps")
     settings = with_preprocessing(settings, job.parent)
-    schema = settings.data.open(job.parent, settings.train.seed).schema
+    dataset = settings.data.open(job.parent, settings.train.seed)
+    if state.is_dir():
+        check_export(state, inputs_of(settings, dataset))
     with connect(find_shards(ps), tls=tls_of(tls, tls_server_name)) as session:
-        for table, rows in import_state(state, settings, schema, session).items():
+        for table, rows in import_state(state, settings, dataset.schema, session).items():
             typer.echo(f"table {table}: {rows:,} rows")

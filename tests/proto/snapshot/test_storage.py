@@ -40,6 +40,23 @@ def test_a_folder_goes_with_all_that_is_in_it(storage):
     assert storage.sizes("x") == {"g": 1}
 
 
+@pytest.mark.parametrize("name", ["dims=[1]", "run*", "run?"])
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_what_is_removed_is_never_that_of_a_folder_that_its_name_would_match_as_a_pattern(tmp_path, kind, name):
+    above = str(tmp_path) if kind == "disk" else f"memory://{secrets.token_hex(8)}"
+    own, *others = [Storage(f"{above}/{one}") for one in (name, "dims=1", "run1")]
+    for storage in (own, *others):
+        storage.make_folder("x/y")
+        for path in ("f", "x/y/f", "x/g"):
+            storage.replace(path, b"1")
+    own.remove("f")
+    own.remove("x")
+    assert own.sizes("") == {}
+    own.remove("x")
+    assert [storage.sizes("x/y") for storage in others] == [{"f": 1}, {"f": 1}]
+    assert [storage.sizes("") for storage in others] == [{"f": 1, "x": None}] * 2
+
+
 def test_a_file_is_named_as_people_name_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Storage("snaps/").at("one/f") == str(tmp_path / "snaps/one/f")

@@ -343,9 +343,21 @@ def test_a_manifest_that_is_not_ours_is_refused(path, text):
         Checkpoint.open(str(path))
 
 
+def test_a_digit_of_a_manifest_that_was_changed_is_found(path):
+    text = (path / MANIFEST).read_text()
+    for name in ("step", "time", "lr", "seed"):
+        start = text.index(f'"{name}": ') + len(name) + 4
+        (path / MANIFEST).write_text(f"{text[:start]}{'2' if text[start] == '1' else '1'}{text[start + 1 :]}")
+        with pytest.raises(BadCheckpoint, match="its sha256 is not that of its other values"):
+            Checkpoint.open(str(path))
+    (path / MANIFEST).write_text(text)
+    assert Checkpoint.open(str(path)).first_worker().keys() == {"b"}
+
+
 def test_names_in_a_manifest_lead_nowhere_else(path):
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"]["worker-../../../etc/passwd.safetensors"] = "0" * 64
+    del manifest["sha256"]
     (path / MANIFEST).write_text(json.dumps(manifest))
     assert Checkpoint.open(str(path)).first_worker().keys() == {"b"}
 

@@ -1,5 +1,6 @@
 """Snapshots as a client takes, finds and restores them."""
 
+import copy
 import hashlib
 import secrets
 import threading
@@ -104,6 +105,33 @@ def test_no_residual_of_before_is_sent_to_what_was_restored(tmp_path):
     assert session.client.compressor.residual_rows()
     restore_snapshot(session.client, str(tmp_path), replace_tables=True)
     assert not session.client.compressor.residual_rows()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_new_session_restores_before_it_wraps_a_model(tmp_path, shards):
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1))
+
+    def train(session, model):
+        model(torch.arange(9)).sum().backward()
+        session.step()
+
+    before = local(2)
+    model = wrap(copy.deepcopy(net), before, optimizer=spec.SGD(lr=0.1))
+    train(before, model)
+    take_snapshot(before.client, str(tmp_path))
+    train(before, model)
+
+    session = local(shards)
+    restore_snapshot(session.client, str(tmp_path))
+    resumed = wrap(copy.deepcopy(net), session, optimizer=spec.SGD(lr=0.1))
+    train(session, resumed)
+    assert torch.equal(resumed(torch.arange(9)), model(torch.arange(9)))
+
+    late = local(shards)
+    wrapped = wrap(copy.deepcopy(net), late, optimizer=spec.SGD(lr=0.1))
+    restore_snapshot(late.client, str(tmp_path), replace_tables=True)
+    with pytest.raises(errors.MemoryLost):  # as docs/snapshots.md says
+        train(late, wrapped)
 
 
 def test_a_snapshot_begun_is_of_that_moment_while_training_goes_on(tmp_path):

@@ -23,6 +23,7 @@ from embershard.worker.checkpoint.snapshots import take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.inputs.rows import ListInput, RowInputs
 from embershard.worker.models.retrieval.two_tower import TwoTower
+from embershard.worker.trained import serving
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import INT8, TABLES, ExportFacts, write_facts, write_tensors
 from embershard.worker.trained.quantise import int8_tensors, quantise
@@ -377,9 +378,25 @@ def test_the_dense_part_may_be_of_int8(make_export):  # that of ONNX: test_expor
         es.load_exported(export.folder, dense="int4")
 
 
+def test_files_that_another_export_replaces_while_they_are_read_are_not_mixed(export, monkeypatch):
+    def replaced(path, read=serving._tensors):
+        if path.name == TABLES:
+            pairs = load_file(path)
+            write_tensors(path, {**pairs, "embedding.rows": pairs["embedding.rows"] + 1})
+            write_facts(export.folder, export.facts)
+        return read(path)
+
+    monkeypatch.setattr(serving, "_tensors", replaced)
+    with pytest.raises(BadExport, match="another export replaced its files while they were read"):
+        es.load_exported(export.folder)
+    monkeypatch.undo()
+    es.load_exported(export.folder, verify=True)
+
+
 def change(folder, **values):
     path = folder / "export.json"
     told = json.loads(path.read_text())
+    told.pop("sha256", None)
     path.write_text(json.dumps({**told, **values}))
 
 
@@ -401,6 +418,12 @@ def flipped(folder):
     data = bytearray((folder / TABLES).read_bytes())
     data[-1] ^= 1
     (folder / TABLES).write_bytes(data)
+
+
+def other_digit(folder):
+    path = folder / "export.json"
+    text, row_seed = path.read_text(), json.loads(path.read_text())["tables"]["embedding"]["row_seed"]
+    path.write_text(text.replace(row_seed, f"{row_seed[:-1]}{'1' if row_seed[-1] == '0' else '0'}"))
 
 
 def other_model(folder):
@@ -428,6 +451,7 @@ def other_tables(folder):
         (lambda folder: change(folder, tables={"embedding": {}}), "export.json", "TypeError"),
         (lambda folder: change(folder, job={}), "export.json", "job"),
         (lambda folder: change(folder, inputs={"kind": "other"}), "export.json", "inputs"),
+        (other_digit, "export.json", "sha256"),
         (without_model, "model.safetensors", "no such file"),
         (shorter, TABLES, "bytes"),
         (flipped, TABLES, "sha256"),
