@@ -20,7 +20,7 @@ from embershard.worker.data.inputs.feature_ids import is_category
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
-from embershard.worker.data.values import is_list
+from embershard.worker.data.values import is_list, without_views
 
 LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
@@ -160,7 +160,9 @@ class ParquetSource:
                 for number, part in enumerate(parts):
                     if number == 0 or part.num_rows == rows:  # a short last part has whole dictionaries all the same
                         self._as_text.update(name for name in texts.values() if not _repeats(part.column(name)))
-                    yield pa.Table.from_batches([part])
+                    table = pa.Table.from_batches([part])
+                    types = [(field.name, without_views(field.type)) for field in part.schema]
+                    yield table.cast(pa.schema(types)) if types != [(f.name, f.type) for f in part.schema] else table
         except (pa.ArrowException, OSError) as error:
             where = f"{path}: row group {group}"
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None

@@ -372,3 +372,21 @@ def test_a_type_that_is_no_category_is_refused_with_what_to_write(tmp_path, valu
     section = section_of(tmp_path, {"odd": values}, f"{{odd: {{type: {kind}}}}}")
     with pytest.raises(JobError, match=remedy):
         samples(section, tmp_path)
+
+
+@pytest.mark.parametrize("split", [None, {"by": "random", "valid": 0.5}])
+def test_views_of_texts_are_texts(tmp_path, split):
+    views, rows = pa.string_view(), 40
+    texts, numbers = [f"u{row % 7}" for row in range(rows)], [f" {row}.5" if row % 3 else "" for row in range(rows)]
+    columns = {"user": texts, "price": numbers, "tags": [[text] * (row % 3) for row, text in enumerate(texts)]}
+    features = "{user: {}, price: {type: number}, tags: {type: list}}"
+    found = []
+    for kind in (pa.string(), views):
+        typed = {name: pa.array(own, kind) for name, own in columns.items() if name != "tags"}
+        typed["tags"] = pa.array(columns["tags"], pa.list_(kind))
+        section = section_of(tmp_path, typed, features, **({} if split is None else {"split": split}))
+        batches = list(section.open(tmp_path, 0).evaluate("train", 0, 1, 64))
+        found.append([(batch.ids.tolist(), batch.dense.tolist()) for batch in batches])
+    assert found[0] == found[1]
+    served = FeatureInputs(inputs_of(load_job(tmp_path / "job.yaml"), None))
+    assert served(pa.table(typed))[1].tolist() == served(columns)[1].tolist()
