@@ -390,3 +390,10 @@ def test_views_of_texts_are_texts(tmp_path, split):
     assert found[0] == found[1]
     served = FeatureInputs(inputs_of(load_job(tmp_path / "job.yaml"), None))
     assert served(pa.table(typed))[1].tolist() == served(columns)[1].tolist()
+
+
+def test_a_row_group_with_fewer_rows_than_its_footer_said_is_refused(tmp_path):
+    dataset = section_of(tmp_path, {"user": list(range(40))}, "{user: {}}").open(tmp_path, 0)
+    pq.write_table(pa.table({"label": [0, 1], "user": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(JobError, match=r"row group 0: cannot be read \(it has 2 rows, and by its footer 40\)"):
+        list(dataset.evaluate("train", 0, 1, 64))
