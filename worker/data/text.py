@@ -36,6 +36,7 @@ from embershard.worker.data.values import BadValue
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
+BOM = b"\xef\xbb\xbf"
 THOUSANDS = re.compile(r"\s*[-+]?\d{1,3}(,\d{3})+(\.\d*)?\s*")  # 1,234.5; but 1,234 may be a decimal comma's
 _OPEN_QUOTE = (
     'a field begins with a quote (") that its line does not close; '
@@ -138,11 +139,14 @@ def parse(path: File, block: Block, layout: Layout) -> pa.Table:
     )
     if layout.label_values:
         types |= dict.fromkeys(layout.names("label"), pa.string())
+    text = block.text
+    if block.first_line > 1 and text.startswith(BOM):  # of its first field: Arrow takes one away from any block
+        text = BOM + text
     try:
         table = pa_csv.read_csv(
-            pa.py_buffer(block.text),
+            pa.py_buffer(text),
             read_options=pa_csv.ReadOptions(
-                column_names=list(layout.columns), use_threads=False, block_size=len(block.text) + 1
+                column_names=list(layout.columns), use_threads=False, block_size=len(text) + 1
             ),
             parse_options=pa_csv.ParseOptions(delimiter=layout.delimiter),
             convert_options=pa_csv.ConvertOptions(

@@ -4,12 +4,14 @@ import gzip
 import json
 import re
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from embershard.proto.errors import BadRows, JobError
 from embershard.worker.data.files import expand
+from embershard.worker.data.hashing import hash_ids
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
 
@@ -397,3 +399,15 @@ def test_a_row_group_with_fewer_rows_than_its_footer_said_is_refused(tmp_path):
     pq.write_table(pa.table({"label": [0, 1], "user": [0, 1]}), tmp_path / "a.parquet")
     with pytest.raises(JobError, match=r"row group 0: cannot be read \(it has 2 rows, and by its footer 40\)"):
         list(dataset.evaluate("train", 0, 1, 64))
+
+
+def test_a_text_that_begins_with_a_byte_order_mark_is_the_same_value_in_each_block(tmp_path):
+    (tmp_path / "a.csv").write_text("user,label\n" + "".join(f"\ufeffu{row},{row % 2}\n" for row in range(40)))
+    (tmp_path / "job.yaml").write_text(
+        f"data: {{reader: tabular, train: a.csv}}\nfeatures: {{user: {{}}}}\nmodel: {{name: fm}}\n{REST}"
+    )
+    dataset = load_job(tmp_path / "job.yaml").data.open(tmp_path, 0)
+    expected = hash_ids("user", [f"\ufeffu{row}" for row in range(40)])
+    for workers in (1, 3):
+        found = [batch.ids[:, 0] for rank in range(workers) for batch in dataset.evaluate("train", rank, workers, 64)]
+        assert sorted(np.concatenate(found)) == sorted(expected)
