@@ -411,3 +411,15 @@ def test_a_text_that_begins_with_a_byte_order_mark_is_the_same_value_in_each_blo
     for workers in (1, 3):
         found = [batch.ids[:, 0] for rank in range(workers) for batch in dataset.evaluate("train", rank, workers, 64)]
         assert sorted(np.concatenate(found)) == sorted(expected)
+
+
+def test_the_items_of_negatives_are_sorted_once_for_each_doubling(tmp_path, monkeypatch):
+    rows, sorted_rows = 6000, []
+    columns = {"user": list(range(rows)), "item": [row // 2 for row in range(rows)]}
+    data = {"label": [], "negatives": {"count": 1, "features": ["item"]}}
+    section = section_of(tmp_path, columns, "{user: {}, item: {}}", **data)
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=10)
+    unique = np.unique
+    monkeypatch.setattr(np, "unique", lambda a, **kwargs: sorted_rows.append(len(a)) or unique(a, **kwargs))
+    section.open(tmp_path, 0)
+    assert sum(sorted_rows) < 4 * rows
