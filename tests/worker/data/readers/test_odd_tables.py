@@ -423,3 +423,15 @@ def test_the_items_of_negatives_are_sorted_once_for_each_doubling(tmp_path, monk
     monkeypatch.setattr(np, "unique", lambda a, **kwargs: sorted_rows.append(len(a)) or unique(a, **kwargs))
     section.open(tmp_path, 0)
     assert sum(sorted_rows) < 4 * rows
+
+
+def test_a_decimal_is_the_number_of_a_request(tmp_path):
+    texts = [f"{cents / 100:.2f}" for cents in range(25, 60, 5)] * 40
+    decimals = pa.array(texts).cast(pa.decimal128(9, 2))
+    features = "{price: {type: number, bucketise: 10}, cost: {type: number, column: price}}"
+    section = section_of(tmp_path, {"price": decimals}, features).fit(tmp_path, 0)
+    (batch,) = section.open(tmp_path, 0).evaluate("train", 0, 1, 400)
+    served = FeatureInputs({"kind": "features", **section.preprocessor().to_dict()})
+    ids, dense = served({"price": [float(text) for text in texts]})
+    assert ids.tolist() == batch.ids.tolist()
+    assert dense.tolist() == batch.dense.tolist()
