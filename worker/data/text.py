@@ -6,7 +6,7 @@ import csv
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
@@ -329,6 +329,11 @@ class TextSource:
         if not has_lines:
             raise JobError(where=self.where, reason="no line of data in the file")
 
+    @cached_property
+    def _sizes(self) -> dict[Path, int]:
+        """Bytes of each file when parts of it were first shared out."""
+        return {}
+
     def num_rows(self) -> int | None:
         """The number of rows, which reading alone tells."""
         return self.rows
@@ -357,6 +362,10 @@ class TextSource:
         Each has a line of data: else a share could be empty in some epochs, as the order falls out.
         """
         sizes = [_size(path) for path in paths]
+        for path, size in zip(paths, sizes, strict=True) if world_size > 1 else ():
+            if (before := self._sizes.setdefault(path, size)) != size:  # parts of other ranges: rows twice, or never
+                reason = f"has {size} bytes, and had {before} when others began to read their parts of it"
+                raise JobError(where=str(path), reason=f"{reason}; write new lines into another file, and train anew")
         step = max(1, min(self.block_bytes, sum(sizes) // (32 * world_size)))
         whole = step == self.block_bytes  # which no line is longer than: look for none among a large file's ranges
         ranges = []
