@@ -326,7 +326,7 @@ class FullRanking:
         num_items = scores.shape[1]
         relevant = np.sort(users.relevant_user * num_items + users.relevant_item)
         keys = top + np.arange(len(top))[:, None] * num_items
-        hits = np.isin(keys, relevant) & ~np.isnan(values)  # (B, k)
+        hits = np.isin(keys, relevant) & (values > -math.inf)  # (B, k); none of NaN, nor of seen items
         counts = np.bincount(users.relevant_user, minlength=len(top))
         gains = 1.0 / np.log2(np.arange(2, hits.shape[1] + 2))
         ideal = np.r_[0.0, np.cumsum(gains)][np.minimum(counts, hits.shape[1])]

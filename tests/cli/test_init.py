@@ -404,3 +404,18 @@ def test_a_job_file_that_is_there_stays_unless_it_may_be_replaced():
     assert Path("job.yaml").read_text() == "mine"
     run("a.csv", "--replace", "--label", "label", "-o", "job.yaml")
     assert load_job(Path("job.yaml")).features
+
+
+def test_a_column_named_label_of_two_texts_is_the_label_beside_one_of_zeros_and_ones():
+    columns = {"is_new": [row % 2 for row in range(50)], "label": ["no", "yes"] * 25, "user": list(range(50))}
+    assert features_of(columns)["data"]["label"] == "label"
+
+
+@pytest.mark.parametrize(("days", "by"), [(1, "random"), (4, "random"), (30, "time")])
+def test_rows_of_too_few_times_are_not_split_by_them(days, by):
+    rows = [{"label": row % 2, "user": row % 77, "day": date(2026, 1, 1 + row % days)} for row in range(300)]
+    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
+    run("a.parquet")
+    job = load_job(Path("job.yaml"))
+    assert job.data.split.by == by
+    assert min(job.data.fit(Path(), 0).fitted["samples"].values()) > 0

@@ -157,6 +157,10 @@ def test_full_ranking_with_fewer_items_than_k():
     perfect = dict.fromkeys(("recall@20", "ndcg@20", "map@20", "users"), 1.0)
     assert figures.compute() == {**perfect, "coverage@20": 2 / 3}  # the seen item is shown to nobody
     assert math.isnan(FullRanking().compute()["recall@20"])
+    again = Users(torch.arange(1), np.array([0]), np.array([0]), np.array([0, 0]), np.array([0, 1]))
+    figures = FullRanking(k=20)
+    figures.update(torch.tensor([[9.0, 2.0, 1.0]]), again)
+    assert figures.compute()["recall@20"] == 0.5  # the seen item is no hit, though there is nothing better to show
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(-2, 2)), max_size=40))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,15 @@ class NegativeSampling:
     features: tuple[str, ...]
 
 
+class _Items(NamedTuple):
+    """Items, each with a key of its ids, how often it was taken, its ids and its numbers."""
+
+    keys: Ids
+    counts: Ids
+    ids: Ids
+    dense: Floats
+
+
 class ItemPool:
     """The items of the training data: what their features are, and how often each was taken."""
 
@@ -40,12 +49,12 @@ class ItemPool:
         weights = [np.arange(f.weights, f.weights + f.width) for f in own if f.weights is not None]
         plain = np.array([numbers.index(name) for name in sampling.features if name in numbers], np.int64)
         self._dense_columns = np.concatenate([plain, *weights]).astype(np.int64)
-        self._keys, self._counts = np.empty(0, np.int64), np.empty(0, np.int64)
-        self._ids: Ids = np.empty((0, len(self._columns)), np.int64)
-        self._dense: Floats = np.empty((0, len(self._dense_columns)), np.float32)
+        empty, ids = np.empty(0, np.int64), np.empty((0, len(self._columns)), np.int64)
+        dense = np.empty((0, len(self._dense_columns)), np.float32)
+        self._parts = [_Items(empty, empty, ids, dense)]  # those of all blocks but a few are in the first one
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._items.keys)
 
     def observe(self, rows: Samples) -> None:
         """Add the items of these training rows, with their counts, to those that negatives are drawn from."""
@@ -54,10 +63,15 @@ class ItemPool:
         keys = np.zeros(len(rows), np.int64)
         for column in ids.T:
             keys = (keys ^ column) * _PRIME
-        keys, counts = np.concatenate([self._keys, keys]), np.concatenate([self._counts, np.ones(len(rows), np.int64)])
-        self._keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        self._counts = np.bincount(inverse, counts).astype(np.int64)
-        self._ids, self._dense = np.concatenate([self._ids, ids])[first], np.concatenate([self._dense, dense])[first]
+        self._parts.append(_distinct([_Items(keys, np.ones(len(rows), np.int64), ids, dense)]))
+        if sum(len(part.keys) for part in self._parts[1:]) > len(self._parts[0].keys):  # else each block would sort all
+            self._parts = [_distinct(self._parts)]
+
+    @property
+    def _items(self) -> _Items:
+        if len(self._parts) > 1:
+            self._parts = [_distinct(self._parts)]
+        return self._parts[0]
 
     def beside(self, rows: Samples, random: np.random.Generator) -> Samples:
         """Each sample, then as many of other items, whose labels are 0."""
@@ -65,17 +79,24 @@ class ItemPool:
         out = rows.take(np.repeat(np.arange(len(rows)), each))
         drawn = np.flatnonzero(np.arange(len(out)) % each)
         picks = self._draw(len(drawn), random)
-        out.ids[np.ix_(drawn, self._columns)] = self._ids[picks]
+        out.ids[np.ix_(drawn, self._columns)] = self._items.ids[picks]
         if out.dense is not None and len(self._dense_columns):
-            out.dense[np.ix_(drawn, self._dense_columns)] = self._dense[picks]
+            out.dense[np.ix_(drawn, self._dense_columns)] = self._items.dense[picks]
         out.labels[drawn] = 0
         return out
 
     def _draw(self, count: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
         if self.sampling.by == "uniform":
             return random.integers(len(self), size=count)
-        ends = np.cumsum(self._counts)
+        ends = np.cumsum(self._items.counts)
         return np.searchsorted(ends, random.integers(ends[-1], size=count), side="right")
+
+
+def _distinct(parts: Sequence[_Items]) -> _Items:
+    """The items of all parts, each once, as it was first, ordered by key."""
+    keys, counts, ids, dense = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return _Items(keys, np.bincount(inverse, counts).astype(np.int64), ids[first], dense[first])
 
 
 class InteractionStream(StreamDataset):

@@ -6,7 +6,7 @@ import csv
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,7 @@ from embershard.worker.data.values import BadValue
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
+BOM = b"\xef\xbb\xbf"
 THOUSANDS = re.compile(r"\s*[-+]?\d{1,3}(,\d{3})+(\.\d*)?\s*")  # 1,234.5; but 1,234 may be a decimal comma's
 _OPEN_QUOTE = (
     'a field begins with a quote (") that its line does not close; '
@@ -138,11 +139,14 @@ def parse(path: File, block: Block, layout: Layout) -> pa.Table:
     )
     if layout.label_values:
         types |= dict.fromkeys(layout.names("label"), pa.string())
+    text = block.text
+    if block.first_line > 1 and text.startswith(BOM):  # of its first field: Arrow takes one away from any block
+        text = BOM + text
     try:
         table = pa_csv.read_csv(
-            pa.py_buffer(block.text),
+            pa.py_buffer(text),
             read_options=pa_csv.ReadOptions(
-                column_names=list(layout.columns), use_threads=False, block_size=len(block.text) + 1
+                column_names=list(layout.columns), use_threads=False, block_size=len(text) + 1
             ),
             parse_options=pa_csv.ParseOptions(delimiter=layout.delimiter),
             convert_options=pa_csv.ConvertOptions(
@@ -325,6 +329,11 @@ class TextSource:
         if not has_lines:
             raise JobError(where=self.where, reason="no line of data in the file")
 
+    @cached_property
+    def _sizes(self) -> dict[Path, int]:
+        """Bytes of each file when parts of it were first shared out."""
+        return {}
+
     def num_rows(self) -> int | None:
         """The number of rows, which reading alone tells."""
         return self.rows
@@ -353,6 +362,10 @@ class TextSource:
         Each has a line of data: else a share could be empty in some epochs, as the order falls out.
         """
         sizes = [_size(path) for path in paths]
+        for path, size in zip(paths, sizes, strict=True) if world_size > 1 else ():
+            if (before := self._sizes.setdefault(path, size)) != size:  # parts of other ranges: rows twice, or never
+                reason = f"has {size} bytes, and had {before} when others began to read their parts of it"
+                raise JobError(where=str(path), reason=f"{reason}; write new lines into another file, and train anew")
         step = max(1, min(self.block_bytes, sum(sizes) // (32 * world_size)))
         whole = step == self.block_bytes  # which no line is longer than: look for none among a large file's ranges
         ranges = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from uuid import UUID
 
 import typer
@@ -254,7 +254,10 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     split = "{by: random"
     if times := [name for name in times if None not in look.columns[name]]:
         finest = max(times, key=lambda name: len(set(look.columns[name])))  # of an event, and no date of birth
-        split = f"{{by: time, column: {_name(finest)}"
+        files = _files(data)
+        is_whole = len(files) == 1 and rows < ROWS and files[0].stat().st_size < _BYTES
+        if not is_whole or _parts_by_time(look.columns[finest]):
+            split = f"{{by: time, column: {_name(finest)}"
     path = os.path.relpath(data.absolute(), folder)
     lines = [
         f"# Written by `embershard init {data.name}` from its first {rows:,} rows. Check what each column is.",
@@ -284,6 +287,13 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _parts_by_time(times: Sequence[Any]) -> bool:
+    """Whether the latest tenth of all rows, and the tenth before it, are parts of their own: not where few days are."""
+    ordered = sorted(times)
+    valid, test = (ordered[math.ceil(share * (len(ordered) - 1))] for share in (0.8, 0.9))
+    return bool(ordered[0] < valid < test)
+
+
 def _label(data: Path, look: Look, label: str | None) -> str:
     known = ", ".join(look.columns)
     if label is not None:
@@ -291,18 +301,15 @@ def _label(data: Path, look: Look, label: str | None) -> str:
             raise CannotInit(path=str(data), reason=f"no column {label!r} (there are: {known})")
         return label
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
-    named = [name for name in binary if name.lower() in _LABELS]
+    two = [name for name, values in look.columns.items() if _label_values(values)]
+    named = [name for name in (*binary, *two) if name.lower() in _LABELS]
     if len(binary) > 1 and not named:
         reason = f"{len(binary)} columns of zeros and ones: {', '.join(binary)}; name the label by --label"
         raise CannotInit(path=str(data), reason=reason)
-    if binary:
-        return (named or binary)[0]
-    two = [name for name, values in look.columns.items() if _label_values(values)]
-    named = [name for name in two if name.lower() in _LABELS]
-    if not named and len(two) != 1:
+    if not named and not binary and len(two) != 1:
         reason = "no column of zeros and ones" + (f", and {len(two)} of two texts: {', '.join(two)}" if two else "")
         raise CannotInit(path=str(data), reason=f"{reason}; name the label by --label (there are: {known})")
-    return (named or two)[0]
+    return (named or binary or two)[0]
 
 
 def _label_values(values: Sequence[object]) -> list[str]:

@@ -20,7 +20,7 @@ from embershard.worker.data.inputs.feature_ids import is_category
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
-from embershard.worker.data.values import is_list
+from embershard.worker.data.values import is_list, without_views
 
 LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
@@ -132,6 +132,10 @@ class ParquetSource:
             raise JobError(where=self.where, reason="no rows in the file")
         return groups
 
+    @cached_property
+    def _sizes(self) -> dict[tuple[File, int], int]:
+        return {(path, group): rows for path, group, rows in self._groups}
+
     @property
     def _names(self) -> list[str]:
         return [name for name, kind in self.layout.columns.items() if kind != "skip"]
@@ -157,10 +161,16 @@ class ParquetSource:
         try:
             with reading(path):
                 parts = file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False)
+                found = 0
                 for number, part in enumerate(parts):
+                    found += part.num_rows
                     if number == 0 or part.num_rows == rows:  # a short last part has whole dictionaries all the same
                         self._as_text.update(name for name in texts.values() if not _repeats(part.column(name)))
-                    yield pa.Table.from_batches([part])
+                    table = pa.Table.from_batches([part])
+                    types = [(field.name, without_views(field.type)) for field in part.schema]
+                    yield table.cast(pa.schema(types)) if types != [(f.name, f.type) for f in part.schema] else table
+                if found != self._sizes[path, group]:  # Arrow says nothing of a column that has fewer values
+                    raise pa.ArrowInvalid(f"it has {found} rows, and by its footer {self._sizes[path, group]}")
         except (pa.ArrowException, OSError) as error:
             where = f"{path}: row group {group}"
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None

@@ -4,12 +4,14 @@ import gzip
 import json
 import re
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from embershard.proto.errors import BadRows, JobError
 from embershard.worker.data.files import expand
+from embershard.worker.data.hashing import hash_ids
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
 
@@ -372,3 +374,64 @@ def test_a_type_that_is_no_category_is_refused_with_what_to_write(tmp_path, valu
     section = section_of(tmp_path, {"odd": values}, f"{{odd: {{type: {kind}}}}}")
     with pytest.raises(JobError, match=remedy):
         samples(section, tmp_path)
+
+
+@pytest.mark.parametrize("split", [None, {"by": "random", "valid": 0.5}])
+def test_views_of_texts_are_texts(tmp_path, split):
+    views, rows = pa.string_view(), 40
+    texts, numbers = [f"u{row % 7}" for row in range(rows)], [f" {row}.5" if row % 3 else "" for row in range(rows)]
+    columns = {"user": texts, "price": numbers, "tags": [[text] * (row % 3) for row, text in enumerate(texts)]}
+    features = "{user: {}, price: {type: number}, tags: {type: list}}"
+    found = []
+    for kind in (pa.string(), views):
+        typed = {name: pa.array(own, kind) for name, own in columns.items() if name != "tags"}
+        typed["tags"] = pa.array(columns["tags"], pa.list_(kind))
+        section = section_of(tmp_path, typed, features, **({} if split is None else {"split": split}))
+        batches = list(section.open(tmp_path, 0).evaluate("train", 0, 1, 64))
+        found.append([(batch.ids.tolist(), batch.dense.tolist()) for batch in batches])
+    assert found[0] == found[1]
+    served = FeatureInputs(inputs_of(load_job(tmp_path / "job.yaml"), None))
+    assert served(pa.table(typed))[1].tolist() == served(columns)[1].tolist()
+
+
+def test_a_row_group_with_fewer_rows_than_its_footer_said_is_refused(tmp_path):
+    dataset = section_of(tmp_path, {"user": list(range(40))}, "{user: {}}").open(tmp_path, 0)
+    pq.write_table(pa.table({"label": [0, 1], "user": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(JobError, match=r"row group 0: cannot be read \(it has 2 rows, and by its footer 40\)"):
+        list(dataset.evaluate("train", 0, 1, 64))
+
+
+def test_a_text_that_begins_with_a_byte_order_mark_is_the_same_value_in_each_block(tmp_path):
+    (tmp_path / "a.csv").write_text("user,label\n" + "".join(f"\ufeffu{row},{row % 2}\n" for row in range(40)))
+    (tmp_path / "job.yaml").write_text(
+        f"data: {{reader: tabular, train: a.csv}}\nfeatures: {{user: {{}}}}\nmodel: {{name: fm}}\n{REST}"
+    )
+    dataset = load_job(tmp_path / "job.yaml").data.open(tmp_path, 0)
+    expected = hash_ids("user", [f"\ufeffu{row}" for row in range(40)])
+    for workers in (1, 3):
+        found = [batch.ids[:, 0] for rank in range(workers) for batch in dataset.evaluate("train", rank, workers, 64)]
+        assert sorted(np.concatenate(found)) == sorted(expected)
+
+
+def test_the_items_of_negatives_are_sorted_once_for_each_doubling(tmp_path, monkeypatch):
+    rows, sorted_rows = 6000, []
+    columns = {"user": list(range(rows)), "item": [row // 2 for row in range(rows)]}
+    data = {"label": [], "negatives": {"count": 1, "features": ["item"]}}
+    section = section_of(tmp_path, columns, "{user: {}, item: {}}", **data)
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=10)
+    unique = np.unique
+    monkeypatch.setattr(np, "unique", lambda a, **kwargs: sorted_rows.append(len(a)) or unique(a, **kwargs))
+    section.open(tmp_path, 0)
+    assert sum(sorted_rows) < 4 * rows
+
+
+def test_a_decimal_is_the_number_of_a_request(tmp_path):
+    texts = [f"{cents / 100:.2f}" for cents in range(25, 60, 5)] * 40
+    decimals = pa.array(texts).cast(pa.decimal128(9, 2))
+    features = "{price: {type: number, bucketise: 10}, cost: {type: number, column: price}}"
+    section = section_of(tmp_path, {"price": decimals}, features).fit(tmp_path, 0)
+    (batch,) = section.open(tmp_path, 0).evaluate("train", 0, 1, 400)
+    served = FeatureInputs({"kind": "features", **section.preprocessor().to_dict()})
+    ids, dense = served({"price": [float(text) for text in texts]})
+    assert ids.tolist() == batch.ids.tolist()
+    assert dense.tolist() == batch.dense.tolist()

@@ -281,3 +281,15 @@ def test_the_real_files(real_data):
     assert data.schema.num_ids == 102 + 8
     assert next(data.train(0, 0, 1, 128)).dense[0].tolist() == [39, 13, 2174, 0, 40]  # in file order, as PERSIA reads
     assert only(data, "test").labels.mean() == pytest.approx(0.2362, abs=1e-4)
+
+
+def test_a_file_that_grows_while_workers_share_it_is_refused(tmp_path):
+    lines = "label,user\n" + "".join(f"{row % 2},{row}\n" for row in range(400))
+    path = write(tmp_path / "a.csv", lines)
+    data = CtrCsvStream({"train": path})
+    assert sum(len(batch) for rank in range(4) for batch in data.evaluate("train", rank, 4, 64)) == 400
+    next(data.train(0, 0, 4, 64))
+    write(path, lines + "1,7\n" * 40)
+    with pytest.raises(JobError, match=r"a\.csv: has 2"):
+        next(data.train(0, 1, 4, 64))
+    assert sum(len(batch) for batch in data.train(1, 0, 1, 64)) == 440  # one worker reads what is there
