@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -157,6 +158,16 @@ class _Process:
                 self._forward(line.rstrip("\n"))
 
 
+def _unless_unread(say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say`, for as long as somebody reads it: what it is told from threads must not end them."""
+
+    def told(line: str) -> None:
+        with suppress(OSError):
+            say(line)
+
+    return told
+
+
 def _serving(line: str) -> dict[str, object] | None:
     """What a shard says as it starts to serve; None for another line."""
     try:
@@ -253,9 +264,9 @@ class LocalShards:
         self._engine = engine
         self._places = list(engine.shards(num_shards))
         self._start_timeout = start_timeout.total_seconds()
-        self._report = report
+        self._report = _unless_unread(report)
         self.ended_well = True  # no shard was killed, or dropped what it had accepted, at the end
-        self._forward = forward
+        self._forward = _unless_unread(forward)
         ports = [base_port + index if base_port else 0 for index in range(num_shards)]
         # once they serve, where they do: a shard of this machine that is started again has its port
         self._listen = [f"{place.host or '127.0.0.1'}:{port}" for place, port in zip(self._places, ports, strict=True)]
@@ -409,8 +420,13 @@ class LocalShards:
             if self._stopping.is_set():
                 return False
             self._restarts[index] += 1
-            self._places[index] = self._engine.again(self._places[index])
-            process = self._processes[index] = self._spawn(index)
+            try:
+                self._places[index] = self._engine.again(self._places[index])
+                process = self._processes[index] = self._spawn(index)
+            except OSError as error:  # too many processes or open files, no memory
+                what = f"shard {index} at {self._listen[index]} ended, and cannot be restarted: {error.strerror}"
+                self._give_up(what, self._processes[index])
+                return False
         if process.wait_until_serving(self._start_timeout):
             self._report(f"shard {index} serves again at {process.address} (pid {process.popen.pid})")
         return True

@@ -125,6 +125,8 @@ def recover(
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
     own = Bases(folder, journal, found, tail, on_fatal=on_fatal, clock=clock, **bases)
     log = ShardLog(journal, mode, own, rate=rate, on_fatal=on_fatal, clock=clock)
+    for table in shard.core.tables.all():  # what the replay has applied, the processes of before have counted
+        table.pushed_rows = table.skipped_rows = 0
     shard.log_to(log, journal.term)
     shard.bases_to(log.bases)
     try:

@@ -21,6 +21,10 @@ _OF_STATUS = {
     metric.name: metric.status_field for metric in SHARD_METRICS if metric.status_field and metric.type != "histogram"
 }
 _OF_TABLES = {metric.name: metric.table_field for metric in SHARD_METRICS if metric.table_field}
+# a replay counts these up again, which would look like new ones after a start at 0
+_REPLAYED = {f"{_PREFIX}expired_leases_total", f"{_PREFIX}staleness_updates"} | {
+    metric.name for metric in SHARD_METRICS if metric.table_field and metric.type == "counter"
+}
 
 
 class MonitoredShard:
@@ -40,8 +44,13 @@ class MonitoredShard:
         self._certificates = certificates
 
     def samples(self) -> Iterator[Sample]:
-        """Every metric of the shard."""
+        """Every metric of the shard; while it recovers, none that its replay counts."""
         status = self._status()
+        for sample in self._samples(status):
+            if not (status.recovering and sample.metric in _REPLAYED):
+                yield sample
+
+    def _samples(self, status: ShardStatus) -> Iterator[Sample]:
         for name, field in _OF_STATUS.items():
             yield Sample(name, getattr(status, field))
         for name, field in _OF_TABLES.items():

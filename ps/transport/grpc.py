@@ -159,9 +159,8 @@ class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """A handler of any method of such a version's service."""
         other = re.match(OTHER_SERVICES, details.method)
-        if other is None:
+        if other is None or (theirs := int(other[1])) == VERSION:  # a method that this version has not
             return None
-        theirs = int(other[1])
         error = WrongVersion(lowest=OLDEST_VERSION, highest=VERSION, own_lowest=theirs, own_highest=theirs)
 
         async def refuse(data: bytes, context: _Context) -> bytes:

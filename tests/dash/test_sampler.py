@@ -191,6 +191,26 @@ def test_a_worker_that_is_no_member_waits_for_the_shard_that_does_not_answer():
         assert (row.state, row.waits_for_shards, round(row.seconds)) == ("waits", [1], age)
 
 
+def test_what_a_recovering_shard_replays_is_no_event_and_no_rate(monkeypatch):
+    serving = {"instance": "b", "skipped_rows": 7, "pushed_rows": 900, "expired_leases": 3}
+    answers = iter(
+        [
+            status((0, 5), **{**serving, "instance": "a"}),
+            status(instance="b", recovering=True),
+            status(instance="b", recovering=True, skipped_rows=5, pushed_rows=600, expired_leases=1),
+            status((0, 5), **serving),
+            status((0, 5), **serving),
+        ]
+    )
+    monkeypatch.setattr(ShardWatch, "_ask", lambda self: next(answers))
+    one = Sampler(["127.0.0.1:1"])
+    samples = [one.sample() for _ in range(5)]
+    texts = [event.text.split(", ")[0] for sample in samples for event in sample.events]
+    assert texts == ["shard 0 was started again", "shard 0 has recovered its rows"]
+    assert [sample.series["pushed_rows"] for sample in samples] == [None, None, None, None, 0.0]
+    one.close()
+
+
 def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():
     watch = WorkersWatch()
     assert watch.events([status((0, 1))], True) == []

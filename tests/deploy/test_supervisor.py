@@ -110,6 +110,27 @@ def test_a_shard_that_died_is_reported_and_restarted_at_its_address_and_none_is_
     assert alive(pids) == []
 
 
+def test_a_shard_is_restarted_where_nobody_reads_what_is_reported():
+    def unread(line):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with LocalShards(1, restart=RestartPolicy(), report=unread, forward=unread) as shards:
+        (victim,) = shards.pids
+        os.kill(victim, signal.SIGKILL)
+        assert eventually(lambda: shards.pids[0] != victim and shards.pids[0] in alive(shards.pids))
+
+
+def test_a_shard_that_cannot_be_restarted_is_a_failure(monkeypatch):
+    def none_left(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with LocalShards(1, restart=RestartPolicy()) as shards:
+        monkeypatch.setattr(supervisor.subprocess, "Popen", none_left)
+        os.kill(shards.pids[0], signal.SIGKILL)
+        assert eventually(lambda: shards.failure)
+    assert "cannot be restarted: Resource temporarily unavailable" in str(shards.failure)
+
+
 def test_a_shard_that_hangs_at_the_end_is_killed_and_that_is_no_good_end(monkeypatch):
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     reports = []

@@ -19,6 +19,7 @@ from embershard.ps.coordination.clock import TERM_VERSIONS
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.events import PushEvent, Term
 from embershard.ps.journal.progress import RecoveryProgress
+from embershard.ps.monitoring.export import MonitoredShard
 from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
@@ -376,3 +377,27 @@ def test_a_status_during_a_recovery_has_the_shards_own_memory_budget(monkeypatch
     monkeypatch.setattr(fresh.core, "apply", lambda event: seen.append(dispatch.status()) or apply(event))
     recover(fresh, open_log(disk), "log", segment_bytes=SEGMENT_BYTES)
     assert {(status.recovering, status.budget_bytes) for status in seen} == {(True, 2**30)}
+
+
+def test_counters_of_a_table_begin_with_the_process_and_a_replay_is_not_exported(monkeypatch):
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    broken = np.full((2, 3), [[1.0], [np.nan]], np.float32)
+    for seq in (1, 2):
+        shard.handle(push(gradients([1, 2], gradients=broken), seq=seq, first=seq))
+    write(log)
+    disk.kill()
+    fresh = Shard(0, Placement.even(1), OptimizerRegistry())
+    dispatch, apply, seen = Dispatch(fresh, ApplyThread(), RecoveryProgress()), fresh.core.apply, set()
+    shown = MonitoredShard(dispatch.status, dispatch.counters, dict)
+    names = "embershard_shard_table_pushed_rows_total", "embershard_shard_table_skipped_rows_total"
+
+    def counted():
+        return {(sample.metric, sample.value) for sample in shown.samples() if sample.metric in names}
+
+    monkeypatch.setattr(fresh.core, "apply", lambda event: (apply(event), seen.update(counted()))[0])
+    recover(fresh, open_log(disk), "log", segment_bytes=SEGMENT_BYTES)
+    assert seen == set()
+    dispatch.open()
+    assert counted() == {(name, 0) for name in names}

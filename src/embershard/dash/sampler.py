@@ -117,10 +117,11 @@ class Sampler:
         from_log, points = self._run.read() if self._run is not None else ([], {})
         state = None if self._run is None else self._run.state
         records = {} if self._run is None else self._run.workers()
-        events += self._workers.events(fresh, len(fresh) == len(self._shards.watches))
+        whole = [status for status in fresh if not status.recovering]  # a replay has only some of the workers so far
+        events += self._workers.events(whole, len(whole) == len(self._shards.watches))
         lost = shards_without_rows(fresh)
         rows = [watch.row(lost=watch.status in lost) for watch in self._shards.watches]
-        down = [row.shard for row in rows if row.stale and row.shard is not None]
+        down = [row.shard for row in rows if (row.stale or row.health == "recovering") and row.shard is not None]
         series = self._series(rows)
         events = sorted([*from_log, *events], key=lambda event: event.time)
         self.events.extend(events)
@@ -131,8 +132,8 @@ class Sampler:
             restarts=0 if self._run is None else self._run.restarts,
             run=state,
             shards=rows,
-            workers=self._workers.rows(fresh, down, records, state is not None and state.ended),
-            staleness=[sum(column) for column in zip_longest(*(s.staleness_seen for s in fresh), fillvalue=0)],
+            workers=self._workers.rows(whole, down, records, state is not None and state.ended),
+            staleness=[sum(column) for column in zip_longest(*(s.staleness_seen for s in whole), fillvalue=0)],
             bytes=_bytes_of(records),
             series=series,
             points=points,

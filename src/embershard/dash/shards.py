@@ -134,8 +134,8 @@ class ShardWatch:
         self.problem = new.failed_update
         before, was_down, self._down = self.status, self._down, False
         events = self._compare(before, new, now, was_down)
-        if before is not None and before.instance != new.instance:
-            self._answers.clear()
+        if before is not None and (before.instance != new.instance or before.recovering):
+            self._answers.clear()  # a replay counts again what was counted before
         self._answers.append((self._asked_at, new))
         while len(self._answers) > 2 and self._answers[1][0] < self._asked_at - _WINDOW_SECONDS:
             self._answers.popleft()
@@ -222,7 +222,7 @@ class ShardWatch:
             events.append(Event(now, Severity.WARNING, f"{name} finishes what it accepted, and ends"))
         if new.last_snapshot > old.last_snapshot:
             events.append(Event(new.last_snapshot, Severity.INFO, f"{name} wrote its part of a snapshot"))
-        if new.skipped_rows > old.skipped_rows:
+        if new.skipped_rows > old.skipped_rows and not old.recovering:
             skipped = new.skipped_rows - old.skipped_rows
             events.append(Event(now, Severity.WARNING, f"{name} left out {skipped:,} gradient rows with NaN or Inf"))
         for reason, count in new.rejected.items():

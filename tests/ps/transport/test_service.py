@@ -236,8 +236,9 @@ def test_a_client_of_another_version_gets_an_error_that_names_both(here, version
         raise error_from(dict(refused.trailing_metadata())[ERROR_KEY], "")
 
 
-def test_a_method_of_another_service_is_unimplemented(here):
-    assert here.refused("/embershard.v1.Other/Hello", b"").code() is grpc.StatusCode.UNIMPLEMENTED
+@pytest.mark.parametrize("method", ["/embershard.v1.Other/Hello", f"/{SERVICE}/AMethodThatThisVersionHasNot"])
+def test_a_method_that_there_is_not_is_unimplemented(here, method):
+    assert here.refused(method, b"").code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_call_that_came_by_no_pipe_of_the_shard_is_refused(serve_grpc, monkeypatch):
