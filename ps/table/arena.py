@@ -78,6 +78,7 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self._mapping = _Mapping(_pages(nbytes))
         self._huge = False
+        self._advise("MADV_NOHUGEPAGE")  # where the system gives them to all, an empty table would take several
 
     @property
     def nbytes(self) -> int:
@@ -99,9 +100,14 @@ class Arena:
 
     def use_huge_pages(self, used_bytes: int) -> None:
         """Advise huge pages once more than one is in use, so that small stays small."""
-        if not self._huge and used_bytes > _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            _libc.madvise(self._mapping.address, self.nbytes, mmap.MADV_HUGEPAGE)  # an advice may be refused
+        if not self._huge and used_bytes > _HUGE_PAGE:
+            self._advise("MADV_HUGEPAGE")
             self._huge = True
+
+    def _advise(self, name: str) -> None:
+        """Give the system an advice of the mmap module, if it knows it; it may be refused."""
+        if (advice := getattr(mmap, name, None)) is not None:
+            _libc.madvise(self._mapping.address, self.nbytes, advice)
 
     @contextmanager
     def populating(self, first: int, end: int, written: Callable[[], int]) -> Iterator[None]:

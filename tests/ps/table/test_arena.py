@@ -1,5 +1,6 @@
 """Reserved address space: costs nothing until it is written, and moves with its content."""
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,24 @@ def test_arrays_are_zero_and_begin_at_a_huge_page():
         assert not array.any()
         assert array.ctypes.data % (2 * MB) == 0
         assert array.flags.writeable
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_no_huge_pages_are_taken_before_they_are_asked_for_where_the_system_gives_them_to_all():
+    arena = Arena(64 * MB)
+    assert "nh" in flags_of(arena)
+    arena.grow(256 * MB)
+    assert "nh" in flags_of(arena)
+    arena.use_huge_pages(64 * MB)
+    assert "nh" not in flags_of(arena)
+
+
+def flags_of(arena):
+    """What the system was told of the memory of an arena: nh says that it gets no huge pages."""
+    first = f"{arena.array(np.uint8).ctypes.data:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(first))
+    return next(line for line in lines if line.startswith("VmFlags:")).split()[1:]
 
 
 @pytest.mark.parametrize("can_move", [True, False])
