@@ -21,7 +21,7 @@ def resident():
 def test_a_reservation_far_over_the_memory_takes_none_of_it():
     before = resident()
     arena = Arena(4 * physical_memory())
-    arena.use_huge_pages(4 * MB)
+    arena.use_huge_pages(32 * MB)
     array = arena.array(np.float32)
     array[:1000] = 1
     array[-1000:] = 1
@@ -56,11 +56,20 @@ def flags_of(arena):
     return next(line for line in lines if line.startswith("VmFlags:")).split()[1:]
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_an_arena_takes_an_eighth_more_than_is_in_use_of_it_at_most():
+    for used in (3 * MB, 9 * MB, 17 * MB, 33 * MB):
+        arena, before = Arena(64 * MB), resident()
+        arena.use_huge_pages(used)
+        arena.array(np.uint8)[:used] = 1
+        assert resident() - before < used * 9 / 8 + MB // 4
+
+
 @pytest.mark.parametrize("can_move", [True, False])
 def test_what_was_written_is_there_after_a_growth(monkeypatch, can_move):
     monkeypatch.setattr(module, "_can_move", can_move and module._can_move)
     arena = Arena(8 * MB)
-    arena.use_huge_pages(4 * MB)
+    arena.use_huge_pages(32 * MB)
     arena.array(np.int64)[:] = np.arange(MB)
     arena.grow(MB)
     assert arena.nbytes == 8 * MB
@@ -74,7 +83,7 @@ def test_what_was_written_is_there_after_a_growth(monkeypatch, can_move):
 @pytest.mark.skipif(not module._can_move, reason="arrays are copied here")
 def test_an_arena_that_grows_copies_nothing_and_stays_one_range_of_addresses_so_that_it_can_move_again():
     arena = Arena(8 * MB)
-    arena.use_huge_pages(4 * MB)
+    arena.use_huge_pages(32 * MB)
     for nbytes in (8 * MB, 32 * MB, 128 * MB):
         before = resident()
         arena.grow(nbytes)
