@@ -24,10 +24,19 @@ _has_ended = False
 
 
 def io_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process's I/O thread, started at the first call; a forked child starts its own."""
+    """The loop of this process's I/O thread, started at the first call; a forked child starts its own.
+
+    RuntimeError where gevent has replaced threads: the loop would keep all of them waiting for ever.
+    """
     global _loop, _thread
     with _lock:
         if _loop is None:
+            gevent = sys.modules.get("gevent.monkey")
+            if gevent is not None and gevent.is_module_patched("threading"):
+                raise RuntimeError(
+                    "a client of shards needs threads, which gevent.monkey has replaced by greenlets in this process; "
+                    "connect in a process without gevent.monkey.patch_all()"
+                )
             _loop = uvloop.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name="embershard-io", daemon=True)
             _thread.start()

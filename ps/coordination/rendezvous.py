@@ -31,10 +31,7 @@ class _Rendezvous:
     payloads: dict[int, Bytes] = field(default_factory=dict)
     result: RendezvousResult | None = None  # once it is complete
     answered: set[int] = field(default_factory=set)  # and who was told since
-
-    @property
-    def nbytes(self) -> int:
-        return sum(payload.nbytes for payload in self.payloads.values())
+    nbytes: int = 0  # of the payloads
 
 
 class RendezvousRegistry:
@@ -62,6 +59,7 @@ class RendezvousRegistry:
             known = rendezvous.payloads.get(member.worker)
             came = known is None or not np.array_equal(known, request.payload)
             if came:
+                rendezvous.nbytes += request.payload.nbytes - (0 if known is None else known.nbytes)
                 rendezvous.payloads[member.worker] = request.payload
             missing = list(self._missing(rendezvous, request))
             if missing or not self._clock.started:
@@ -96,7 +94,8 @@ class RendezvousRegistry:
         for name, payloads, is_complete, answered in control["open"]:
             found = {worker: np.frombuffer(payload, np.uint8) for worker, payload in payloads}
             result = _result(found) if is_complete else None
-            self._by_name[name] = _Rendezvous(found, result, set(answered))
+            nbytes = sum(map(len, found.values()))
+            self._by_name[name] = _Rendezvous(found, result, set(answered), nbytes)
 
     def _find(self, request: Rendezvous) -> _Rendezvous:
         """The rendezvous of a request, or a new one for its first."""

@@ -19,6 +19,7 @@ _REMAP_MAYMOVE, _REMAP_FIXED = 1, 2
 _POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2 << 20
+_FEW_HUGE_PAGES = 8  # the last one is taken whole, and the memory budget counts what is in use of it
 _FEW_BYTES = 1 << 26  # whose memory costs less than a thread
 _POPULATED_BYTES = 1 << 21  # at once
 
@@ -78,6 +79,7 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self._mapping = _Mapping(_pages(nbytes))
         self._huge = False
+        self._advise("MADV_NOHUGEPAGE")  # where the system gives them to all, an empty table would take several
 
     @property
     def nbytes(self) -> int:
@@ -98,10 +100,15 @@ class Arena:
             self._huge = self._huge and _can_move
 
     def use_huge_pages(self, used_bytes: int) -> None:
-        """Advise huge pages once more than one is in use, so that small stays small."""
-        if not self._huge and used_bytes > _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            _libc.madvise(self._mapping.address, self.nbytes, mmap.MADV_HUGEPAGE)  # an advice may be refused
+        """Advise huge pages once more than a few are in use, so that small stays small."""
+        if not self._huge and used_bytes > _FEW_HUGE_PAGES * _HUGE_PAGE:
+            self._advise("MADV_HUGEPAGE")
             self._huge = True
+
+    def _advise(self, name: str) -> None:
+        """Give the system an advice of the mmap module, if it knows it; it may be refused."""
+        if (advice := getattr(mmap, name, None)) is not None:
+            _libc.madvise(self._mapping.address, self.nbytes, advice)
 
     @contextmanager
     def populating(self, first: int, end: int, written: Callable[[], int]) -> Iterator[None]:

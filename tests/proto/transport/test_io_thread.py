@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
+
+from embershard.proto.transport import io_thread
 
 # C runs what __cxa_atexit is given behind the interpreter's end, as it does the destructors of torch
 ENDS_SLOWLY = """
@@ -47,3 +50,13 @@ def test_what_is_registered_behind_the_import_still_uses_the_thread_at_exit_and_
     sent, refused = done.stdout.splitlines()
     assert sent == "sent"
     assert "call atexit.register behind `import embershard`" in refused
+
+
+def test_threads_that_gevent_has_replaced_are_refused(monkeypatch):
+    """The loop would have run in the caller's own thread, for ever."""
+    monkeypatch.setattr(io_thread, "_loop", None)
+    patched = types.SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)
+    with pytest.raises(RuntimeError, match=r"without gevent\.monkey\.patch_all\(\)"):
+        io_thread.io_loop()
+    assert io_thread._loop is None

@@ -162,3 +162,34 @@ def test_what_is_remembered_and_what_waits_is_bounded(workers, monkeypatch):
     monkeypatch.setattr(module, "MAX_OPEN", 3)
     assert [workers.meet(0, "x"), workers.meet(0, "y", 1), workers.meet(0, "x")] == ["1, 2"] * 3  # again is not more
     assert [workers.meet(0, "z"), workers.meet(1, "x")] == [errors.ShardBusy] * 2
+
+
+def test_the_size_of_what_waits_is_looked_at_once_for_each_who_comes():
+    """Adding up what all others have put down took seconds for a thousand workers."""
+    looked = []
+
+    class Payload(np.ndarray):
+        @property
+        def nbytes(self):
+            looked.append(1)
+            return super().nbytes
+
+    workers = Workers(30)
+    for worker in range(30):
+        request = Rendezvous(worker, 1, "m", np.zeros(2, np.uint8).view(Payload))
+        try:
+            workers.shard.handle(request, 0.0)
+        except errors.ClockAhead:
+            assert worker < 29
+    assert len(looked) <= 5 * 30
+
+
+def test_a_payload_that_takes_the_place_of_another_is_counted_by_what_it_has_more(workers):
+    registry = workers.shard.core.rendezvous
+    for size in (5, 3, 9):
+        workers.meet(0, "m", size)
+        assert registry._nbytes == size
+    workers.meet(1, "m", 4)
+    again = module.RendezvousRegistry(workers.shard.core.clock, 1000)
+    again.restore(registry.control(payloads=True))
+    assert (registry._nbytes, again._nbytes) == (13, 13)

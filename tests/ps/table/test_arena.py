@@ -1,5 +1,6 @@
 """Reserved address space: costs nothing until it is written, and moves with its content."""
 
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ def resident():
 def test_a_reservation_far_over_the_memory_takes_none_of_it():
     before = resident()
     arena = Arena(4 * physical_memory())
-    arena.use_huge_pages(4 * MB)
+    arena.use_huge_pages(32 * MB)
     array = arena.array(np.float32)
     array[:1000] = 1
     array[-1000:] = 1
@@ -37,11 +38,38 @@ def test_arrays_are_zero_and_begin_at_a_huge_page():
         assert array.flags.writeable
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_no_huge_pages_are_taken_before_they_are_asked_for_where_the_system_gives_them_to_all():
+    arena = Arena(64 * MB)
+    assert "nh" in flags_of(arena)
+    arena.grow(256 * MB)
+    assert "nh" in flags_of(arena)
+    arena.use_huge_pages(64 * MB)
+    assert "nh" not in flags_of(arena)
+
+
+def flags_of(arena):
+    """What the system was told of the memory of an arena: nh says that it gets no huge pages."""
+    first = f"{arena.array(np.uint8).ctypes.data:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(first))
+    return next(line for line in lines if line.startswith("VmFlags:")).split()[1:]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_an_arena_takes_an_eighth_more_than_is_in_use_of_it_at_most():
+    for used in (3 * MB, 9 * MB, 17 * MB, 33 * MB):
+        arena, before = Arena(64 * MB), resident()
+        arena.use_huge_pages(used)
+        arena.array(np.uint8)[:used] = 1
+        assert resident() - before < used * 9 / 8 + MB // 4
+
+
 @pytest.mark.parametrize("can_move", [True, False])
 def test_what_was_written_is_there_after_a_growth(monkeypatch, can_move):
     monkeypatch.setattr(module, "_can_move", can_move and module._can_move)
     arena = Arena(8 * MB)
-    arena.use_huge_pages(4 * MB)
+    arena.use_huge_pages(32 * MB)
     arena.array(np.int64)[:] = np.arange(MB)
     arena.grow(MB)
     assert arena.nbytes == 8 * MB
@@ -55,7 +83,7 @@ def test_what_was_written_is_there_after_a_growth(monkeypatch, can_move):
 @pytest.mark.skipif(not module._can_move, reason="arrays are copied here")
 def test_an_arena_that_grows_copies_nothing_and_stays_one_range_of_addresses_so_that_it_can_move_again():
     arena = Arena(8 * MB)
-    arena.use_huge_pages(4 * MB)
+    arena.use_huge_pages(32 * MB)
     for nbytes in (8 * MB, 32 * MB, 128 * MB):
         before = resident()
         arena.grow(nbytes)
