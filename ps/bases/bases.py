@@ -29,8 +29,8 @@ from embershard.ps.table.table import Table
 # that it updates takes as long as so many bytes (`make bar-recovery`), also where its gradient was compressed to a few.
 ROW_COST = 300
 LEAST_COST = 384 * 2**20  # .15 s: below it no base is taken
-COST_SHARE = 1.6  # of the bytes of the state: .65 s for each GB
-BYTES_SHARE = 0.75  # of the state at most, for the disk's sake
+COST_SHARE = 1.25  # of the bytes of the state: .5 s for each GB
+BYTES_SHARE = 0.6  # of the state at most, for the disk's sake
 MOST_TAIL = 1.25  # times the tail with which a base is taken: pushes that are faster than the base are slowed down then
 SLOWED_BYTES = 16 * 2**20  # a second that pass nevertheless, or a hundredth of the tail: where a base takes minutes,
 # pushes of many workers must pass within their timeouts

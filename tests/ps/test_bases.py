@@ -209,10 +209,10 @@ def test_a_base_is_due_once_a_replay_of_the_tail_takes_long_for_the_state():
     assert not one.bases.due(0.0, state + 2)
     one.bases._least_cost = cost
     assert not one.bases.due(0.0, 0)
-    # as many bytes of a few rows: the disk has room for three quarters of the state
+    # as many bytes of a few rows: the disk has room for three fifths of the state
     one.log.journal.appended_rows, one.bases._least_cost = 0, 1000
-    assert one.bases.due(0.0, int(1.3 * one.bases.tail_bytes))
-    assert not one.bases.due(0.0, int(1.4 * one.bases.tail_bytes))
+    assert one.bases.due(0.0, int(1.6 * one.bases.tail_bytes))
+    assert not one.bases.due(0.0, int(1.7 * one.bases.tail_bytes))
 
 
 def test_a_base_is_an_increment_of_the_one_before_while_increments_are_few_and_small():
