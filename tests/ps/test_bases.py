@@ -200,9 +200,9 @@ def test_a_base_ends_what_a_recovery_replays_and_frees_segments_and_the_base_bef
 
 
 def test_a_base_is_due_once_a_replay_of_the_tail_takes_long_for_the_state():
-    one = LoggedShard(SimulatedDisk(), least_cost=1000).begun()
+    one = LoggedShard(SimulatedDisk()).begun()
     one.push(10, num_ids=20)
-    cost = one.bases.replay_cost
+    cost, one.bases._least_cost = one.bases.replay_cost, 1000
     assert cost == one.bases.tail_bytes + ROW_COST * 200
     state = int(cost / COST_SHARE)
     assert one.bases.due(0.0, state - 2)
