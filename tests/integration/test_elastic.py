@@ -61,7 +61,7 @@ def test_the_next_worker_reports_where_the_first_is_killed(start, tmp_path, stal
 def test_a_worker_that_is_started_again_joins_late(start, tmp_path):
     words = ("train.restart_workers=1", "--set", "train.epochs=6", "--set", "train.staleness=0")
     text = kill_after_the_first_epoch(start(JOB, *SPLITS, *words), 0)
-    assert "worker 0 ended (SIGKILL) and was started again" in text
+    assert "worker 0 ended (SIGKILL) and was restarted" in text
     assert "worker 1 reports from here on" in text
     assert "lost workers: 1 of 3" in text
     assert [r["epoch"] for r in records(tmp_path / "out", "eval")] == [1, 2, 3, 4, 5, 6]
