@@ -8,6 +8,7 @@ from torch import nn
 
 import embershard as es
 from embershard.worker.session.session import Session
+from harness.eventually import eventually
 
 BATCHES = [torch.randint(50, (16, 3), generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
 
@@ -73,6 +74,24 @@ def test_another_workers_forwards_have_the_values(make_session):
     other.refresh()
     for one in (model.eval(), theirs.eval()):
         torch.testing.assert_close(one(BATCHES[0]), wanted.eval()(BATCHES[0]))
+
+
+def test_frozen_layers_have_the_values_in_batches_that_were_pulled_before(make_session):
+    session = make_session(1)
+    model, wanted = Net(is_tied=False).eval(), Net(is_tied=False).eval()
+    for layer in (model.hidden, model.scores, model.back):
+        layer.requires_grad_(False)
+    model = es.wrap(model, session, optimizer=es.SGD(lr=1e-30))
+    for number, ids in enumerate(session.prefetch(BATCHES, staleness=3)):
+        if number == 1:
+            assert eventually(
+                lambda: len(session._prefetcher._ready) == 3
+            )  # pulled with all weights, before their first use
+            model.load_state_dict(wanted.state_dict())
+        if number > 4:
+            torch.testing.assert_close(model(ids), wanted(ids))
+        model(ids).backward()
+        session.step()
 
 
 def test_copies_of_rows_are_dropped(make_session):
