@@ -1,6 +1,7 @@
 import copy
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -468,6 +469,14 @@ def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_se
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")
     with pytest.raises(ValueError, match="dense must be ps, ddp or fsdp, got 'dpp'"):
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")
+
+
+def test_nothing_is_read_from_a_file_that_a_model_keeps_open(make_session, tmp_path):
+    np.savez(tmp_path / "features.npz", features=np.ones((3, 4), np.float32))
+    model = SumModel(10)
+    model.features = np.load(tmp_path / "features.npz")
+    model.features.close()
+    es.wrap(model, make_session(), optimizer=es.SGD(lr=0.1))
 
 
 @pytest.mark.parametrize(
