@@ -64,6 +64,18 @@ def test_a_training_that_goes_back_is_torchs_and_keeps_the_optimizers_state(how)
     torch.testing.assert_close(got, want, atol=5e-6, rtol=0)
 
 
+def test_local_steps_keep_no_copies_of_rows_that_this_worker_does_not_read():
+    with Session(es.local(1).client, local_steps=3) as session:
+        model, wanted = es.wrap(Net(is_tied=False), session, optimizer=es.SGD(lr=1e-30)), Net(is_tied=False)
+        model(BATCHES[0]).backward()
+        session.step()
+        model.load_state_dict(wanted.state_dict())
+        read = BATCHES[0].unique().tolist()
+        assert sorted(session.local_steps._copies["items"].index.ids.tolist()) == read
+        for ids in BATCHES[:2]:
+            torch.testing.assert_close(model.eval()(ids), wanted.eval()(ids))
+
+
 def test_another_workers_forwards_have_the_values(make_session):
     session = make_session(2)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
