@@ -146,6 +146,19 @@ def test_copy_assigns_values_that_torch_would_spread_and_convert(make_session):
         assert torch.equal(model.items(torch.arange(50)), torch.full((50, 8), 3.0))
 
 
+def test_a_load_that_would_replace_the_parameters_is_refused(make_session):
+    model = es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
+    with pytest.raises(RuntimeError, match="with assign=True would take the weights"):
+        model.load_state_dict(Net().state_dict(), assign=True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="set_swap_module_params_on_conversion"):
+            model.load_state_dict(Net().state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model.load_state_dict(Net().state_dict())
+
+
 def test_an_error_names_what_does_not_fit_as_torch_does(make_session):
     model = es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
     state = copy.deepcopy(model.state_dict())
