@@ -204,8 +204,9 @@ class DenseWeights:
         """Give a parameter other values on the shards, past the optimizer, whose state stays."""
         assert self._assign is not None
         self._check_unchanged()
-        first = self._blocks.data_ptr()
-        if self._expired and first <= values.data_ptr() < first + self._blocks.nbytes:
+        block = (values.data_ptr() - self._blocks.data_ptr()) // (4 * BLOCK)
+        source = next((its.parameter for its in self._slices if its.start <= block < its.stop), None)
+        if isinstance(source, StaleParameter):
             self.read()  # a state_dict that was not copied has the current values, as in torch
         place = next(its for its in self._slices if its.parameter is parameter)
         flat = torch.zeros((place.stop - place.start) * BLOCK)

@@ -132,6 +132,21 @@ def test_a_state_dict_that_was_not_copied_has_the_current_dense_weights_and_no_r
     torch.testing.assert_close(dict(model.state_dict()), now, atol=0, rtol=0)
 
 
+def test_a_state_dict_that_was_not_copied_is_pulled_once_for_all_dense_weights(make_session, monkeypatch):
+    session = make_session(1)
+    model = es.wrap(Net(is_tied=False), session, optimizer=es.SGD(lr=0.1))
+    held = {name: value for name, value in model.state_dict().items() if name not in ("items.weight", "users.weight")}
+    pulls, pull = [], session.client.pull
+    monkeypatch.setattr(session.client, "pull", lambda *args, **settings: pulls.append(1) or pull(*args, **settings))
+    model.load_state_dict(held, strict=False)
+    assert not pulls
+    model(BATCHES[0]).backward()
+    session.step()
+    pulls.clear()
+    model.load_state_dict(held, strict=False)
+    assert len(pulls) == 1
+
+
 def test_copy_assigns_values_that_torch_would_spread_and_convert(make_session):
     session = make_session(1)
     model = es.wrap(Net(is_tied=False), session, optimizer=es.SGD(lr=0.1), whole_limit=1599)
