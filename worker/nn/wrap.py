@@ -136,7 +136,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
         if isinstance(parameter, RemoteParameter | RemoteWeight):
             raise ValueError(
                 f"parameter {name!r} is on the shards already, since a model that has it was wrapped: wrap once, one "
-                "module that holds all models that share it"
+                "module that holds all models that share it; after a wrap that ended with an error, build the model "
+                "anew"
             )
 
 
