@@ -83,4 +83,4 @@ class WeightAverage:
         for parameter, value in zip(self._parameters, values, strict=True):
             # a change for a while: to parameters of shards a change that lasts is an error
             with torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
-                parameter.copy_(value)
+                parameter.detach().copy_(value)  # here alone: copy_ of a parameter on shards assigns there

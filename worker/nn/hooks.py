@@ -104,9 +104,11 @@ class _Hook:
 
 def _refuse_assign(module: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
     remote = (isinstance(parameter, RemoteParameter | RemoteWeight) for parameter in module.parameters())  # in no copy
-    if metadata.get("assign_to_params_buffers") and any(remote):
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    if (swaps or metadata.get("assign_to_params_buffers")) and any(remote):
+        how = "under torch.__future__.set_swap_module_params_on_conversion(True)" if swaps else "with assign=True"
         raise RuntimeError(
-            "load_state_dict(assign=True) would take the weights of a wrapped model off the shards; leave assign out"
+            f"load_state_dict {how} would take the weights of a wrapped model off the shards; leave that out"
         )
 
 

@@ -136,7 +136,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
         if isinstance(parameter, RemoteParameter | RemoteWeight):
             raise ValueError(
                 f"parameter {name!r} is on the shards already, since a model that has it was wrapped: wrap once, one "
-                "module that holds all models that share it"
+                "module that holds all models that share it; after a wrap that ended with an error, build the model "
+                "anew"
             )
 
 
@@ -305,7 +306,7 @@ def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
         # of torch.nn.utils.spectral_norm, for instance, which computes its tensor anew
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for key, kept in {**dict(module.named_buffers(recurse=False)), **vars(module)}.items():
-            for value in _tensors(kept):
+            for value in _tensors([kept]):
                 if key not in computed and not isinstance(value, nn.Parameter) and _memory(value) in moved:
                     raise ValueError(
                         f"{f'{name}.{key}'.lstrip('.')} shares memory with parameter {moved[_memory(value)]!r}, which "
@@ -313,13 +314,13 @@ def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
                     )
 
 
-def _tensors(kept: object, depth: int = 2) -> Iterator[torch.Tensor]:
-    """The tensors that an attribute has, itself or in lists and dicts."""
-    if isinstance(kept, torch.Tensor):
-        yield kept
-    elif depth and isinstance(kept, list | tuple | Mapping):
-        for value in kept.values() if isinstance(kept, Mapping) else kept:
-            yield from _tensors(value, depth - 1)
+def _tensors(kept: Iterable[object], depth: int = 2) -> Iterator[torch.Tensor]:
+    """The tensors among what attributes hold, and in their lists and dicts, which may have millions of numbers."""
+    for value in kept:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth and isinstance(value, list | tuple | dict):  # not of a mapping that reads files
+            yield from _tensors(value.values() if isinstance(value, dict) else value, depth - 1)
 
 
 def _refuse_overlaps(model: nn.Module, moving: Mapping[str, nn.Parameter]) -> None:

@@ -112,6 +112,7 @@ class DenseWeights:
         self.place(placement)
         # by which step each parameter was pushed last, whatever was frozen since; pulls lack the pushes of `late` steps
         self._steps, self._pushed_at, self.late = 0, [-math.inf] * len(self._slices), 0
+        self.assigned = 0  # times; what was pulled before the last one is not of these values
         self._clock: int | None = None  # when the parameters were last pulled
         self._expired = False  # some parameters are StaleParameters
         self._erased = False  # and have lost their old values
@@ -203,16 +204,20 @@ class DenseWeights:
         """Give a parameter other values on the shards, past the optimizer, whose state stays."""
         assert self._assign is not None
         self._check_unchanged()
-        first = self._blocks.data_ptr()
-        if self._expired and first <= values.data_ptr() < first + self._blocks.nbytes:
+        block = (values.data_ptr() - self._blocks.data_ptr()) // (4 * BLOCK)
+        source = next((its.parameter for its in self._slices if its.start <= block < its.stop), None)
+        if isinstance(source, StaleParameter):
             self.read()  # a state_dict that was not copied has the current values, as in torch
         place = next(its for its in self._slices if its.parameter is parameter)
         flat = torch.zeros((place.stop - place.start) * BLOCK)
         flat[: parameter.numel()] = torch.broadcast_to(values.detach(), parameter.shape).reshape(-1)
         part = self._select(tuple(its is place for its in self._slices))
         rows = flat.view(-1, BLOCK).numpy()
-        self._assign(self.spec.name, part.route, rows if part.order is None else rows[part.order])
-        self._mark_stale([place])
+        try:
+            self._assign(self.spec.name, part.route, rows if part.order is None else rows[part.order])
+        finally:  # some of the shards may have the values
+            self.assigned += 1
+            self._mark_stale([place])
 
     def reads(self) -> Route:
         """The blocks to pull: all of them at first, later those of the parameters that are, or just were, trained."""

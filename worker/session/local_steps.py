@@ -27,7 +27,7 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.client.client import Client
 from embershard.worker.client.push import Gradients, LrScale, Versions
 from embershard.worker.compression.compressor import rate_of
-from embershard.worker.kernels import IdIndex, LocalRowOptimizer
+from embershard.worker.kernels import IdIndex, LocalRowOptimizer, overlap
 
 # those of the shards whose rows may also change by another way: an FTRL row is a function of its state
 LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
@@ -80,6 +80,13 @@ class _LocalTable:
         changed = self.formula.update(self.rows, self.state, numbers, np.ascontiguousarray(gradients), lr)
         self.trained[numbers[changed]] = True
         return len(numbers) - int(np.count_nonzero(changed))
+
+    def assign(self, ids: Ids, rows: Floats) -> None:
+        """Have other values in the rows that are here, or are being pulled: a whole table may be assigned."""
+        known = overlap(ids, self.index.ids)
+        numbers, rows = self.numbers(ids[known]), rows[known]
+        self.base[numbers] = self.rows[numbers] = rows
+        self.is_fresh[numbers] = True
 
     def end_round(self) -> tuple[Ids, Floats]:
         """Return the changes since the rows were pulled, ids and differences; mark the rows to be pulled again."""
@@ -315,10 +322,8 @@ class LocalSteps:
         else:
             self._client.load(table, route, rows)
         with self._lock:
-            numbers = copies.numbers(route.ids)
-            copies.rows[numbers] = rows
             if keep_state:
-                copies.trained[numbers] = True
+                numbers = copies.numbers(route.ids)
+                copies.rows[numbers], copies.trained[numbers] = rows, True
             else:
-                copies.base[numbers] = rows
-                copies.is_fresh[numbers] = True
+                copies.assign(route.ids, rows)

@@ -75,13 +75,14 @@ class Evaluator:
     @contextmanager
     def _shared_buffers(self) -> Iterator[None]:
         """Score with the first worker's buffers everywhere; afterwards each worker has its own again, to train with."""
-        own = None if self._group.is_first else [buffer.clone() for buffer in self._model.buffers()]
+        own = {} if self._group.is_first else {name: its.clone() for name, its in self._model.named_buffers()}
         try:
             self._group.broadcast(self._model.buffers())
             yield
         finally:
-            for buffer, value in zip(self._model.buffers(), own or (), strict=False):
-                buffer.copy_(value)
+            for name, buffer in self._model.named_buffers():  # of which a forward may have made some, or grown them
+                if name in own and own[name].shape == buffer.shape:
+                    buffer.copy_(own[name])
 
     def _score(self, split: str) -> Sequence[Collector]:
         if self._dataset.evaluation == "ranking":

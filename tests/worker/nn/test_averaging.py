@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embershard as es
 from embershard.worker.nn.averaging import WeightAverage
+from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.step import StepSettings, TrainStep
 
@@ -90,6 +91,24 @@ def test_the_weights_are_their_own_again_afterwards(make_session):
     torch.testing.assert_close(layers(model), own, rtol=0, atol=0)
     step(StepBatch(0, ids, len(ids)))
     assert average.steps == 3  # the next step is taken in by the forward after it
+
+
+def test_other_workers_read_the_weights_themselves_meanwhile_and_their_pushes_stay(make_session):
+    session = make_session()
+    model, average, _, _ = trained(session, 3)
+    session.refresh()
+    session.read_dense()
+    own, other = layers(model), Session(session.client)
+    theirs = es.wrap(Net(), other, optimizer=es.SGD(lr=0.5))
+    with average.applied():
+        assert not torch.equal(layers(model)["layers.0.bias"], own["layers.0.bias"])
+        torch.testing.assert_close(layers(theirs), own, rtol=0, atol=0)
+        loss_of(theirs, batches(1)[0]).backward()
+        other.step()
+    pushed = layers(theirs)
+    assert not torch.equal(pushed["layers.0.bias"], own["layers.0.bias"])
+    session.refresh()
+    torch.testing.assert_close(layers(model), pushed, rtol=0, atol=0)
 
 
 def test_an_evaluation_in_between_counts_no_step_twice(make_session):

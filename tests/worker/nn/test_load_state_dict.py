@@ -8,6 +8,7 @@ from torch import nn
 
 import embershard as es
 from embershard.worker.session.session import Session
+from harness.eventually import eventually
 
 BATCHES = [torch.randint(50, (16, 3), generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
 
@@ -63,6 +64,18 @@ def test_a_training_that_goes_back_is_torchs_and_keeps_the_optimizers_state(how)
     torch.testing.assert_close(got, want, atol=5e-6, rtol=0)
 
 
+def test_local_steps_keep_no_copies_of_rows_that_this_worker_does_not_read():
+    with Session(es.local(1).client, local_steps=3) as session:
+        model, wanted = es.wrap(Net(is_tied=False), session, optimizer=es.SGD(lr=1e-30)), Net(is_tied=False)
+        model(BATCHES[0]).backward()
+        session.step()
+        model.load_state_dict(wanted.state_dict())
+        read = BATCHES[0].unique().tolist()
+        assert sorted(session.local_steps._copies["items"].index.ids.tolist()) == read
+        for ids in BATCHES[:2]:
+            torch.testing.assert_close(model.eval()(ids), wanted.eval()(ids))
+
+
 def test_another_workers_forwards_have_the_values(make_session):
     session = make_session(2)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
@@ -73,6 +86,24 @@ def test_another_workers_forwards_have_the_values(make_session):
     other.refresh()
     for one in (model.eval(), theirs.eval()):
         torch.testing.assert_close(one(BATCHES[0]), wanted.eval()(BATCHES[0]))
+
+
+def test_frozen_layers_have_the_values_in_batches_that_were_pulled_before(make_session):
+    session = make_session(1)
+    model, wanted = Net(is_tied=False).eval(), Net(is_tied=False).eval()
+    for layer in (model.hidden, model.scores, model.back):
+        layer.requires_grad_(False)
+    model = es.wrap(model, session, optimizer=es.SGD(lr=1e-30))
+    for number, ids in enumerate(session.prefetch(BATCHES, staleness=3)):
+        if number == 1:
+            assert eventually(
+                lambda: len(session._prefetcher._ready) == 3
+            )  # pulled with all weights, before their first use
+            model.load_state_dict(wanted.state_dict())
+        if number > 4:
+            torch.testing.assert_close(model(ids), wanted(ids))
+        model(ids).backward()
+        session.step()
 
 
 def test_copies_of_rows_are_dropped(make_session):
@@ -101,6 +132,21 @@ def test_a_state_dict_that_was_not_copied_has_the_current_dense_weights_and_no_r
     torch.testing.assert_close(dict(model.state_dict()), now, atol=0, rtol=0)
 
 
+def test_a_state_dict_that_was_not_copied_is_pulled_once_for_all_dense_weights(make_session, monkeypatch):
+    session = make_session(1)
+    model = es.wrap(Net(is_tied=False), session, optimizer=es.SGD(lr=0.1))
+    held = {name: value for name, value in model.state_dict().items() if name not in ("items.weight", "users.weight")}
+    pulls, pull = [], session.client.pull
+    monkeypatch.setattr(session.client, "pull", lambda *args, **settings: pulls.append(1) or pull(*args, **settings))
+    model.load_state_dict(held, strict=False)
+    assert not pulls
+    model(BATCHES[0]).backward()
+    session.step()
+    pulls.clear()
+    model.load_state_dict(held, strict=False)
+    assert len(pulls) == 1
+
+
 def test_copy_assigns_values_that_torch_would_spread_and_convert(make_session):
     session = make_session(1)
     model = es.wrap(Net(is_tied=False), session, optimizer=es.SGD(lr=0.1), whole_limit=1599)
@@ -113,6 +159,19 @@ def test_copy_assigns_values_that_torch_would_spread_and_convert(make_session):
             model.items.weight.copy_(torch.ones(50, 7))
         assert torch.equal(model.hidden.weight, torch.arange(8.0).expand(200, 8))
         assert torch.equal(model.items(torch.arange(50)), torch.full((50, 8), 3.0))
+
+
+def test_a_load_that_would_replace_the_parameters_is_refused(make_session):
+    model = es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
+    with pytest.raises(RuntimeError, match="with assign=True would take the weights"):
+        model.load_state_dict(Net().state_dict(), assign=True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="set_swap_module_params_on_conversion"):
+            model.load_state_dict(Net().state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model.load_state_dict(Net().state_dict())
 
 
 def test_an_error_names_what_does_not_fit_as_torch_does(make_session):

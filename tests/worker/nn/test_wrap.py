@@ -1,6 +1,7 @@
 import copy
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
+from embershard.proto.errors import TableMismatch
 from embershard.worker.nn.wrap import OtherParameters
 from embershard.worker.session.session import Session
 from harness.models import SumModel, random_pairs
@@ -468,6 +470,28 @@ def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_se
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")
     with pytest.raises(ValueError, match="dense must be ps, ddp or fsdp, got 'dpp'"):
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")
+
+
+def test_a_model_whose_wrap_ended_with_an_error_has_to_be_built_anew(make_session):
+    def build(dim):
+        return nn.ModuleDict({"first": nn.Embedding(10, 4), "second": nn.Embedding(10, dim)})
+
+    session = make_session(1)
+    es.wrap(build(5), session, optimizer=es.SGD(lr=0.1))
+    model, other = build(4), Session(session.client)
+    with pytest.raises(TableMismatch):
+        es.wrap(model, other, optimizer=es.SGD(lr=0.1))
+    with pytest.raises(ValueError, match="after a wrap that ended with an error, build the model anew"):
+        es.wrap(model, other, optimizer=es.SGD(lr=0.1), prefix="mine/")
+    es.wrap(build(4), other, optimizer=es.SGD(lr=0.1), prefix="mine/")
+
+
+def test_nothing_is_read_from_a_file_that_a_model_keeps_open(make_session, tmp_path):
+    np.savez(tmp_path / "features.npz", features=np.ones((3, 4), np.float32))
+    model = SumModel(10)
+    model.features = np.load(tmp_path / "features.npz")
+    model.features.close()
+    es.wrap(model, make_session(), optimizer=es.SGD(lr=0.1))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup
 from embershard.worker.session.session import Session
 from embershard.worker.trained.reading import ReadOnlySession, remote_tables, trained
+from embershard.worker.training.evaluate import Evaluator
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import Notes, click_data, click_job
 
@@ -205,3 +207,19 @@ def test_every_worker_has_its_own_running_statistics_after_an_evaluation(tmp_pat
     buffers = [saved.worker(rank)["buffers"] for rank in range(WORKERS)]
     (mean,) = (name for name in buffers[0] if name.endswith("running_mean"))
     assert len({tuple(own[mean].tolist()) for own in buffers}) == WORKERS
+
+
+def test_a_buffer_that_an_evaluation_makes_or_grows_leaves_the_others_their_values():
+    model = torch.nn.Sequential(torch.nn.Module(), torch.nn.BatchNorm1d(3))
+    model[1].register_buffer("masks", torch.zeros(2))
+    evaluator = Evaluator.__new__(Evaluator)
+    evaluator._model = model
+    evaluator._group = SimpleNamespace(
+        is_first=False, broadcast=lambda buffers: [buffer.fill_(7) for buffer in buffers]
+    )
+    with evaluator._shared_buffers():
+        assert model[1].running_mean.tolist() == [7.0] * 3
+        model[0].register_buffer("positions", torch.ones(9))  # the first of all
+        model[1].masks = torch.ones(5)
+    assert (model[1].running_mean.tolist(), model[1].running_var.tolist()) == ([0.0] * 3, [1.0] * 3)
+    assert (model[0].positions.tolist(), model[1].masks.tolist()) == ([1.0] * 9, [1.0] * 5)
