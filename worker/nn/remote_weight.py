@@ -202,7 +202,7 @@ class RemoteWeight(nn.Parameter):
             raise ValueError(
                 f"table {name!r} has {self.shape[0]} rows, too many to be assigned from {other.numel()} values"
             )
-        if values.isnan().all():
+        if values[:1].isnan().all() and values.isnan().all() and len(values):
             raise ValueError(
                 f"table {name!r}: all values are NaN, as those of a state_dict are after the next step; keep "
                 "copy.deepcopy(model.state_dict())"

@@ -181,9 +181,10 @@ def _keeps_zeros(func: Callable[..., object], name: str, args: Sequence[Any], kw
     """Whether rows that nobody read keep a gradient of zero: not by a clamp whose bounds leave zero out."""
     if "clamp" not in name:
         return True
-    zeros = torch.zeros(len(args[0]) if isinstance(args[0], list | tuple) else 1, 1, device="cpu")
-    func(list(zeros) if name.startswith("_foreach") else zeros, *args[1:], **kwargs)
-    return not zeros.any()
+    own = _unwrapped(args[0])
+    zeros = [torch.zeros(1, device=one.device) for one in (own if name.startswith("_foreach") else [own])]
+    func(zeros if name.startswith("_foreach") else zeros[0], *args[1:], **kwargs)
+    return not any(map(bool, zeros))
 
 
 def _unwrapped(value: Any) -> Any:
