@@ -445,6 +445,12 @@ def test_a_unix_socket_needs_no_tls(serve, tmp_path, worker):
             assert isinstance(ask(address, tls), ShardStatus)
 
 
+@pytest.mark.parametrize("scheme", ["", "grpc+"])
+def test_the_path_of_a_unix_socket_may_have_any_characters(serve, tmp_path, scheme):
+    shard = serve(None, listen=f"unix:{tmp_path}/a #%41?")
+    assert isinstance(ask(f"{scheme}{shard.address}", None), ShardStatus)
+
+
 def test_on_the_same_machine_a_tcp_address_means_the_unix_socket_beside_it(serve, worker):
     shard = serve()
     with closing(transport_for(shard.address, tls=worker)) as transport:
