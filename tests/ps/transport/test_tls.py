@@ -75,7 +75,7 @@ def test_a_client_and_a_shard_of_one_authority_talk(serve, worker, scheme):
 
 @pytest.mark.parametrize(("side", "error"), [("shard", UntrustedCertificate), ("worker", CertificateRefused)])
 def test_a_key_that_grpc_does_not_know_is_named_and_the_other_transport_takes_it(
-    serve, worker, tmp_path, monkeypatch, side, error
+    serve, worker, tmp_path, monkeypatch, caplog, side, error
 ):
     plain = issue(tmp_path / "plain", "shard-0")
     monkeypatch.setattr(authorities.ec, "generate_private_key", lambda _: ed25519.Ed25519PrivateKey.generate())
@@ -85,6 +85,7 @@ def test_a_key_that_grpc_does_not_know_is_named_and_the_other_transport_takes_it
     said = refused("grpc", shard, client)
     assert isinstance(said, error)
     assert "P-256" in str(said)
+    assert ("gRPC does not know the kind of key" in caplog.text) == (side == "shard")
 
 
 def test_the_bytes_on_the_wire_are_those_of_tls_1_3(serve, worker):
