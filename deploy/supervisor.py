@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -237,10 +237,10 @@ class LocalShards:
     """`num_shards` shard processes on loopback, as a context manager.
 
     The shards find the modules that this process finds (its sys.path). `base_port` 0 takes free ports; a shard that is
-    restarted keeps its port. `restart` says how dead shards are started again; by default they are not. Another
-    `engine` than this machine has them on others, which need certificates, or --insecure among the options of the
-    settings. A shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a line for people
-    at every event, `forward` every line that a shard logs; both are called from threads.
+    restarted keeps its port, and that of its metrics. `restart` says how dead shards are started again; by default they
+    are not. Another `engine` than this machine has them on others, which need certificates, or --insecure among the
+    options of the settings. A shard that logs nothing for `start_timeout` before it serves is killed. `report` gets a
+    line for people at every event, `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -357,6 +357,8 @@ class LocalShards:
         """Wait until all shards serve. ShardFailed, with its last log lines, where one does not."""
         for index, process in enumerate(self._processes):
             self._await_serving(index, process)
+        if self._settings.metrics and self._engine.is_local:  # as with their own ports: who scrapes them knows these
+            self._settings = replace(self._settings, metrics=self.metrics_addresses)
         for index in range(len(self._listen)):
             watcher = threading.Thread(target=self._watch, args=(index,), name=f"shard {index}", daemon=True)
             self._watchers.append(watcher)

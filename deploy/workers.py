@@ -119,8 +119,8 @@ class LocalWorkers:
 
     def resize(self, count: int) -> None:
         """Have `count` workers, within the job's bounds: start some, or have some leave before their next split."""
-        while len(self.ranks) < min(count, self._most):
-            self._add()
+        while len(self.ranks) < min(count, self._most) and self._add():
+            pass
         for rank in self.ranks[max(count, self._least) :]:
             self._leaving.add(rank)
             self._processes[rank].send_signal(LEAVE_SIGNAL)
@@ -181,11 +181,14 @@ class LocalWorkers:
         self.lost.setdefault(rank, []).append(how)
         if restart and self._restarts > 0 and rank < self._least:
             self._restarts -= 1
-            self._again.add(rank)
-            self._places[rank] = self._engine.again(self._places[rank])
-            sessions.start_each([partial(self._begin_again, rank)])
-            self._say(f"worker {rank} ended ({how}) and was restarted; the others continue training meanwhile")
-            return
+            try:
+                self._places[rank] = self._engine.again(self._places[rank])
+                sessions.start_each([partial(self._begin_again, rank)])
+                self._again.add(rank)
+                self._say(f"worker {rank} ended ({how}) and was restarted; the others continue training meanwhile")
+                return
+            except OSError as error:  # too many processes or open files, no memory
+                how += f", and cannot be restarted: {error.strerror}"
         if rank >= self._least and (lines := self._tail(rank).splitlines()):
             how += f": {lines[-1]}"  # as that a cluster has no room for it
         self._let_go(rank, f"worker {rank} ended ({how}); the others continue training")
@@ -198,23 +201,27 @@ class LocalWorkers:
         if len(self._gone) < len(self._processes):
             self._say(said)
 
-    def _add(self) -> None:
-        """Start one worker more, by the lowest number that is free."""
+    def _add(self) -> bool:
+        """Start one worker more, by the lowest number that is free; whether the system could."""
         rank = min(self._gone, default=len(self._processes))
         is_late = rank >= self._least
         place = self._engine.another_worker(rank, self._most) if is_late else self._engine.again(self._places[rank])
         self._places[rank : rank + 1] = [place]
+        try:
+            sessions.start_each([partial(self._begin_again if rank in self._gone else self._begin, rank)])
+        except OSError as error:
+            if is_late:
+                self._engine.give_back(place)
+            self._say(f"no further worker can be started: {error.strerror}; the others continue training")
+            return False
         self._again.add(rank)
-        if rank == len(self._processes):
-            sessions.start_each([partial(self._begin, rank)])
-            return
         self._gone.discard(rank)
-        sessions.start_each([partial(self._begin_again, rank)])
+        return True
 
     def _begin(self, rank: int) -> None:
         file = (self._logs / f"worker-{rank}.log").open("ab")
-        self._files.append(file)
-        self._starts.append(file.tell())
+        self._files[rank:] = [file]
+        self._starts[rank:] = [file.tell()]
         self._processes.append(self._start(rank))
 
     def _begin_again(self, rank: int) -> None:

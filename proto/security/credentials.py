@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import ssl
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from typing import NoReturn
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, SECP384R1, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from cryptography.x509.oid import NameOID
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import NameOID, PublicKeyAlgorithmOID
 
 from embershard.proto.errors import BadCertificate, UntrustedCertificate
 from embershard.proto.security.handshake import HandshakeContext
@@ -56,7 +58,7 @@ class Credentials:
             _check_dates(folder / CERTIFICATE, leaf)
             lists = _revocation_lists(folder / REVOKED, revoked, trusted)
             try:
-                contexts = [_context(side, folder, authorities) for side in (True, False)]
+                contexts = [_context(side, folder, trusted) for side in (True, False)]
             except (OSError, ssl.SSLError) as error:
                 if certificate == _read(folder / CERTIFICATE) and key == _read(folder / KEY):
                     _refuse(folder / CERTIFICATE, Problem.UNREADABLE, str(error), "Issue it again")
@@ -157,6 +159,14 @@ def identity_of(certificate: x509.Certificate) -> str:
     return next(iter([*uris, *names.get_values_for_type(x509.RFC822Name), *common]), "")
 
 
+def grpc_knows_key(certificate: x509.Certificate) -> bool:
+    """Whether gRPC, whose TLS library knows fewer kinds of keys, can use a certificate."""
+    if certificate.public_key_algorithm_oid == PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5:
+        return True
+    key = certificate.public_key()
+    return isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1 | SECP384R1)
+
+
 @lru_cache(maxsize=4096)
 def read_certificate(data: bytes) -> x509.Certificate:
     """The certificate of PEM or DER that the other side of a verified connection has sent."""
@@ -177,7 +187,7 @@ def _signature(folder: Path) -> tuple[object, ...]:
 
 def _read(path: Path, *, optional: bool = False) -> bytes:
     try:
-        return path.read_bytes()
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which gRPC takes for no PEM
     except FileNotFoundError:
         if optional:
             return b""
@@ -259,11 +269,12 @@ def _revocation_lists(
     return found
 
 
-def _context(server: bool, folder: Path, authorities: bytes) -> HandshakeContext:
+def _context(server: bool, folder: Path, authorities: Sequence[x509.Certificate]) -> HandshakeContext:
     context = HandshakeContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=b"")  # never ask a terminal for it
-    context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+    # not the file's text, whose comments may be in any language
+    context.load_verify_locations(cadata=b"".join(one.public_bytes(Encoding.DER) for one in authorities))
     context.verify_mode = ssl.CERT_REQUIRED
     # an authority below another one may be trusted by itself, as cert-manager writes into ca.crt
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -8,12 +8,18 @@ import time
 
 from cryptography import x509
 
-from embershard.proto.errors import BadFrame, EmbershardError, TLSNotOffered
-from embershard.proto.security.credentials import CertificateFolder, Credentials, read_certificate
+from embershard.proto.errors import BadFrame, CertificateRefused, EmbershardError, TLSNotOffered, UntrustedCertificate
+from embershard.proto.security.credentials import CertificateFolder, Credentials, grpc_knows_key, read_certificate
 from embershard.proto.security.handshake import HANDSHAKE_SECONDS, start_tls
-from embershard.proto.security.problems import explain
+from embershard.proto.security.problems import Problem, explain
 from embershard.proto.security.tls import TLS
 from embershard.proto.wire import HELLO_BYTES, Agreed, Feature, client_hello, read_server_hello
+
+_UNKNOWN_KEY = {
+    "problem": Problem.OTHER,
+    "reason": "gRPC does not know the kind of its key",
+    "remedy": "Issue one with an RSA key or a key of the curve P-256 or P-384, or use the transport stream",
+}
 
 
 class ClientTLS:
@@ -56,10 +62,13 @@ class ClientTLS:
     def diagnose(self) -> EmbershardError | None:
         """Why gRPC's handshake failed, which it does not say: the `stream` transport's one, at the same port, does.
 
-        None where that one succeeds, or where nobody answers it.
+        None where that one succeeds with certificates that gRPC can use, too, or where nobody answers it.
         """
         try:
-            self.certificate_of_shard()
+            if not grpc_knows_key(self.certificate_of_shard()):
+                return UntrustedCertificate(peer=self._peer, **_UNKNOWN_KEY)
+            if not grpc_knows_key(self.credentials().leaf):
+                return CertificateRefused(peer=self._peer, **_UNKNOWN_KEY)
         except EmbershardError as error:
             return None if isinstance(error, BadFrame) else error
         except OSError:

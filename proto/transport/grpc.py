@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, Protocol
+from urllib.parse import quote
 
 import grpc
 
@@ -73,6 +74,8 @@ class GrpcTransport:
         self.address = address
         self._token = token or ClientToken()
         is_unix = address.startswith("unix:")
+        # to gRPC it is a URI, in which # and % have a meaning
+        self._target = f"unix:{quote(address[5:])}" if is_unix else address
         # a shard with certificates writes no token
         self._loopback = [] if is_unix or tls is not None else _loopback_addresses(address)
         self._tells = not is_unix or self._token.at_unix_sockets
@@ -88,13 +91,13 @@ class GrpcTransport:
 
     def _open(self) -> None:
         if self.tls is None:
-            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+            self._channel = grpc.insecure_channel(self._target, options=_OPTIONS)
         else:
             self._used = self.tls.credentials()
             pair = {"private_key": self._used.key, "certificate_chain": self._used.certificate}
             credentials = grpc.ssl_channel_credentials(self._used.authorities, **pair)
             name = [("grpc.ssl_target_name_override", self.tls.server_name)]
-            self._channel = grpc.secure_channel(self.address, credentials, options=_OPTIONS + name)
+            self._channel = grpc.secure_channel(self._target, credentials, options=_OPTIONS + name)
         self._methods: dict[type[Request], Callable[[bytes, float, _Metadata], _Call]] = {
             kind: self._method(name) for kind, (name, _) in METHODS.items()
         }

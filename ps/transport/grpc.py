@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -38,6 +39,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.server_handshake_timeout_ms", 10_000),  # for who connects and says nothing, as on the other transport
     ("grpc.max_connection_idle_ms", 300_000),  # without a call; clients connect again when they have one
 ]
+_log = logging.getLogger(__name__)
+
 _AGE_GRACE_MS = 300_000  # for the calls of a connection that is too old
 _NO_DEADLINE = 24 * 3600.0  # seconds for a caller that set none
 
@@ -210,7 +213,12 @@ def make_server(
 def server_credentials(certificates: CertificateFolder) -> grpc.ServerCredentials:
     """Credentials of a port that demands certificates of its clients, and follows those of the folder."""
 
+    from embershard.proto.security.credentials import grpc_knows_key
+
     def config(current: Credentials) -> grpc.ServerCertificateConfiguration:
+        if not grpc_knows_key(current.leaf):
+            what = f"gRPC does not know the kind of key of the certificate of {certificates.tls.path}"
+            _log.warning("%s: its clients cannot connect with it; issue one of RSA, P-256 or P-384", what)
         pair = current.key, current.certificate
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=current.authorities)
 

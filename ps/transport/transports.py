@@ -140,7 +140,7 @@ def _tls_port(
             path=str(certificates.tls.path),
             problem="unreadable",
             reason="gRPC cannot use its certificate or its key",
-            remedy="Issue one with the key usage digitalSignature (`embershard keys issue`)",
+            remedy="Issue one with a key of RSA, P-256 or P-384, and its usage digitalSignature (`keys issue`)",
         ) from None
     refusing = grpc.aio.server()
     refusing.add_generic_rpc_handlers((Refuses(TLSRequired()),))

@@ -91,14 +91,14 @@ def test_a_port_in_use_is_an_error_that_names_it():
 
 def test_a_shard_that_died_is_reported_and_restarted_at_its_address_and_none_is_left_outside():
     reports, soon = [], RestartPolicy(first_pause=timedelta(seconds=0.01), max_quick_deaths=3)
-    settings = ShardSettings(options=["--insecure-loopback"])
+    settings = ShardSettings(options=["--insecure-loopback"], metrics=[":0", ":0"])
     with LocalShards(2, settings, restart=soon, report=reports.append) as shards:
         before = [ask(address, Hello()) for address in shards.addresses]
         assert [(greeting.shard, greeting.num_shards) for greeting in before] == [(0, 2), (1, 2)]
-        addresses, (victim, other) = shards.addresses, shards.pids
+        addresses, metrics, (victim, other) = shards.addresses, shards.metrics_addresses, shards.pids
         os.kill(victim, signal.SIGKILL)
         assert eventually(lambda: any("serves again" in line for line in reports))
-        assert (shards.addresses, shards.pids[1]) == (addresses, other)
+        assert (shards.addresses, shards.metrics_addresses, shards.pids[1]) == (addresses, metrics, other)
         assert shards.pids[0] != victim
         after = [ask(address, Hello()) for address in shards.addresses]
         assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]

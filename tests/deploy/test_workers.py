@@ -75,6 +75,22 @@ def test_elastic_training_goes_on_without_a_worker_that_a_signal_ended(start, li
     assert (running.lost, running.said) == ({0: ["SIGKILL"] * signals}, said)
 
 
+def test_training_goes_on_where_no_process_can_be_started_any_more(start, monkeypatch):
+    with start(KILL, "await_starts(0, 1); time.sleep(1)", elastic=True, restarts=1, most=3) as running:
+
+        def none_left(*_, **__):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(workers.subprocess, "Popen", none_left)
+        running.resize(3)
+        running.wait()
+    why, others = "Resource temporarily unavailable", "the others continue training"
+    assert running.said == [
+        f"no further worker can be started: {why}; {others}",
+        f"worker 0 ended (SIGKILL, and cannot be restarted: {why}); {others}",
+    ]
+
+
 @pytest.mark.parametrize(
     ("lines", "elastic", "error"),
     [

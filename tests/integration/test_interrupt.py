@@ -77,6 +77,11 @@ class Terminal:
         return found
 
 
+def test_little_is_imported_before_an_interrupt_is_caught():
+    line = "import sys; import embershard.cli; sys.exit('typing' in sys.modules)"
+    assert subprocess.run([sys.executable, "-S", "-c", line], check=False).returncode == 0
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts `embershard` with some words, or any other line; nothing outlives the test."""

@@ -1,9 +1,14 @@
 """The command line: a module per command, imported when that command is called."""
 
+from __future__ import annotations
+
 import gc
 import os
 import sys
-from typing import NoReturn
+
+TYPE_CHECKING = False  # to import typing takes more than half of the time until `main` catches Ctrl-C
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 __all__ = ["main"]
 

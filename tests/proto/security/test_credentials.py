@@ -58,6 +58,13 @@ def test_an_encrypted_key_is_refused_and_no_terminal_is_asked(tmp_path):
     assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "tls.key"))
 
 
+def test_a_comment_beside_the_authorities_may_be_in_any_language(tmp_path):
+    folder = CertificateFolder(issue(tmp_path))
+    replace(tmp_path, {"ca.crt": "\ufeff# Autorität\n".encode() + (tmp_path / "ca.crt").read_bytes()})
+    assert folder.refresh()
+    assert folder.current.authorities.startswith(b"# Autorit")
+
+
 def test_a_revocation_list_must_be_of_a_trusted_authority(tmp_path):
     issue(tmp_path)
     revoke(tmp_path, tmp_path, authority=Authority.create("another"))

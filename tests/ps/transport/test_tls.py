@@ -9,7 +9,9 @@ import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from embershard.deploy import authority as authorities
 from embershard.deploy.authority import Authority, pem
 from embershard.proto.errors import (
     BadCertificate,
@@ -69,6 +71,21 @@ def refused(scheme, shard, tls):
 @BOTH
 def test_a_client_and_a_shard_of_one_authority_talk(serve, worker, scheme):
     assert isinstance(ask(f"{scheme}://{serve().address}", worker), ShardStatus)
+
+
+@pytest.mark.parametrize(("side", "error"), [("shard", UntrustedCertificate), ("worker", CertificateRefused)])
+def test_a_key_that_grpc_does_not_know_is_named_and_the_other_transport_takes_it(
+    serve, worker, tmp_path, monkeypatch, caplog, side, error
+):
+    plain = issue(tmp_path / "plain", "shard-0")
+    monkeypatch.setattr(authorities.ec, "generate_private_key", lambda _: ed25519.Ed25519PrivateKey.generate())
+    other = issue(tmp_path / "ed25519", side)
+    shard, client = (serve(other), worker) if side == "shard" else (serve(plain), other)
+    assert isinstance(ask(shard.tcp, client), ShardStatus)
+    said = refused("grpc", shard, client)
+    assert isinstance(said, error)
+    assert "P-256" in str(said)
+    assert ("gRPC does not know the kind of key" in caplog.text) == (side == "shard")
 
 
 def test_the_bytes_on_the_wire_are_those_of_tls_1_3(serve, worker):
@@ -427,6 +444,12 @@ def test_a_unix_socket_needs_no_tls(serve, tmp_path, worker):
     for address in (shard.address, f"grpc+{shard.address}"):
         for tls in (worker, None):
             assert isinstance(ask(address, tls), ShardStatus)
+
+
+@pytest.mark.parametrize("scheme", ["", "grpc+"])
+def test_the_path_of_a_unix_socket_may_have_any_characters(serve, tmp_path, scheme):
+    shard = serve(None, listen=f"unix:{tmp_path}/a #%41?")
+    assert isinstance(ask(f"{scheme}{shard.address}", None), ShardStatus)
 
 
 def test_on_the_same_machine_a_tcp_address_means_the_unix_socket_beside_it(serve, worker):
