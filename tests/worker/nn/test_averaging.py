@@ -92,6 +92,21 @@ def test_the_weights_are_their_own_again_afterwards(make_session):
     assert average.steps == 3  # the next step is taken in by the forward after it
 
 
+def test_the_average_stays_in_its_process_and_what_others_push_meanwhile_stays_too(make_session, make_shards):
+    shards = make_shards(2)
+    _, average, _, _ = trained(make_session(shards=shards), 3)
+    session = make_session(shards=shards, worker=1)
+    other = es.wrap(Net(), session, optimizer=es.SGD(lr=0.5))
+    before = layers(other)
+    with average.applied():
+        session.refresh()
+        torch.testing.assert_close(layers(other), before, rtol=0, atol=0)
+        other.layers[2].bias.sum().backward()
+        session.step()
+    session.refresh()
+    assert layers(other)["layers.2.bias"] == before["layers.2.bias"] - 0.5
+
+
 def test_an_evaluation_in_between_counts_no_step_twice(make_session):
     session = make_session()
 
