@@ -295,10 +295,13 @@ class DenseWeights:
         self._check_unchanged()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
-        if route is self._all and self._in_order:
-            self._host.numpy()[:] = rows
-        else:
-            self._host.numpy()[self._blocks_of(route)] = rows
+        values = self._host.numpy()
+        blocks = slice(None) if route is self._all and self._in_order else self._blocks_of(route)
+        if not self._expired and not np.array_equal(values[blocks], rows, equal_nan=True):
+            # no step in between: a graph that holds the old values has no backward any more
+            self._note_versions(self.parameters)
+            torch.autograd.graph.increment_version(self.parameters)
+        values[blocks] = rows
         if self._blocks is not self._host:
             self._blocks.copy_(self._host, non_blocking=True)
             if self._blocks.is_cuda:

@@ -447,7 +447,8 @@ class Session:
         Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
         `step`; after a `break`, by the next use of the session. When the loop is left, everything in flight has been
         waited for, and all that is read shows every push. With a staleness above 0, a forward of the loop therefore has
-        no backward after it, and max_norm may take back what a push in flight did to the rows it scales.
+        no backward after it, nor once a batch has brought other dense weights (batches that make one step take a
+        backward each), and max_norm may take back what a push in flight did to the rows it scales.
 
         ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
         RuntimeError inside another prefetch of this session.
