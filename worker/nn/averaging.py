@@ -81,6 +81,7 @@ class WeightAverage:
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
-            # a change for a while: to parameters of shards a change that lasts is an error
+            # a change for a while, in this process: one that lasts is an error, and parameter.copy_ would assign it on
+            # the shards, for all workers
             with torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
-                parameter.detach().copy_(value)  # here alone: copy_ of a parameter on shards assigns there
+                Tensor.copy_(parameter, value)

@@ -112,7 +112,6 @@ class DenseWeights:
         self.place(placement)
         # by which step each parameter was pushed last, whatever was frozen since; pulls lack the pushes of `late` steps
         self._steps, self._pushed_at, self.late = 0, [-math.inf] * len(self._slices), 0
-        self.assigned = 0  # times; what was pulled before the last one is not of these values
         self._clock: int | None = None  # when the parameters were last pulled
         self._expired = False  # some parameters are StaleParameters
         self._erased = False  # and have lost their old values
@@ -216,7 +215,6 @@ class DenseWeights:
         try:
             self._assign(self.spec.name, part.route, rows if part.order is None else rows[part.order])
         finally:  # some of the shards may have the values
-            self.assigned += 1
             self._mark_stale([place])
 
     def reads(self) -> Route:
@@ -300,10 +298,13 @@ class DenseWeights:
         self._check_unchanged()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
-        if route is self._all and self._in_order:
-            self._host.numpy()[:] = rows
-        else:
-            self._host.numpy()[self._blocks_of(route)] = rows
+        values = self._host.numpy()
+        blocks = slice(None) if route is self._all and self._in_order else self._blocks_of(route)
+        if not self._expired and not np.array_equal(values[blocks], rows, equal_nan=True):
+            # no step in between: a graph that holds the old values has no backward any more
+            self._note_versions(self.parameters)
+            torch.autograd.graph.increment_version(self.parameters)
+        values[blocks] = rows
         if self._blocks is not self._host:
             self._blocks.copy_(self._host, non_blocking=True)
             if self._blocks.is_cuda:

@@ -35,6 +35,7 @@ class Ready(Generic[B]):
 
     batch: B
     pulled: PullBatch
+    assignments: int  # before its last pull
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,7 @@ class Prefetcher(Generic[B]):
         self._touched: list[Touched] = []  # pushed or loaded since the last batch was taken
         self._failure: BaseException | None = None  # of a push, until the training thread was told
         self._failed = False  # whether there was one: it may be applied later than it should, with another push
+        self.assignments = 0  # by the training thread, past the optimizer
         self._closing = False
         self._is_pulling = False  # whether the puller waits for rows, and not for its loader
         self._threads: list[threading.Thread] = []
@@ -149,6 +151,11 @@ class Prefetcher(Generic[B]):
         with self._changed:
             self._touched.append((table, ids))
 
+    def assigned(self) -> None:
+        """Weights were assigned: what was pulled before, for a batch that may miss pushes, is not to be read."""
+        with self._changed:
+            self.assignments += 1
+
     def forget_copies(self) -> None:
         """Let what is pulled from here on come from the shards."""
         if self._cache is not None:
@@ -194,7 +201,7 @@ class Prefetcher(Generic[B]):
                 bound = self._await_bound(number)
                 if bound is None:
                     break
-                clock, touched = bound
+                clock, touched, assignments = bound
                 if previous is not None:
                     for table, what in touched:
                         if not previous.reads(table, what):
@@ -206,7 +213,7 @@ class Prefetcher(Generic[B]):
                 self._is_pulling = True
                 current.pull(self._dense, clock=clock)
                 self._is_pulling = False
-                self._put(Ready(batch, current))
+                self._put(Ready(batch, current, assignments))
                 previous = current if self._overlap_pulls and self.staleness == 0 else None
         except BaseException as error:  # the training thread raises it
             self._put(error)
@@ -233,10 +240,11 @@ class Prefetcher(Generic[B]):
                 self._loading = self.loading_seconds, None
             yield batch
 
-    def _await_bound(self, batch: int) -> tuple[int, list[Touched]] | None:
+    def _await_bound(self, batch: int) -> tuple[int, list[Touched], int] | None:
         """Wait until a batch may be pulled; None at the end.
 
-        The clock of its step, if every batch before it makes one, and what changed since the last batch was taken.
+        The clock of its step, if every batch before it makes one, what changed since the last batch was taken, and the
+        number of assignments so far.
         """
         first = batch - self.staleness  # the first batch whose pushes it need not show
         with self._changed:
@@ -248,7 +256,7 @@ class Prefetcher(Generic[B]):
             if self._closing:
                 return None
             clock = self._start_clock + batch if first <= 0 else self._clocks.popleft() + self.staleness
-            return clock, list(self._touched)
+            return clock, list(self._touched), self.assignments
 
     def _put(self, ready: Ready[B] | BaseException | None) -> None:
         with self._changed:

@@ -190,7 +190,7 @@ class PullBatch:
         self.lost_leases = 0  # when its rows were pulled
         self.versions: Versions | None = None  # the lowest of its rows, by shard; 0 where a cache may have given some
         self._source = source
-        self._dense: list[tuple[DenseWeights, Route, Floats, int]] = []
+        self._dense: list[tuple[DenseWeights, Route, Floats]] = []
         self._groups: list[_Group] = []
         groups: dict[tuple[int, int], list[Lookup]] = {}
         unique = {(lookup.spec.name, id(lookup.ids)): lookup for lookup in lookups}
@@ -254,7 +254,7 @@ class PullBatch:
             route = weights.reads()
             parts.append((weights.spec.name, route))
             out.append(empty_floats(len(route.ids), weights.spec.dim))
-            self._dense.append((weights, route, out[-1], weights.assigned))
+            self._dense.append((weights, route, out[-1]))
         if parts:
             # a push goes by a whole route, and only where there are gradients
             keep = torch.is_grad_enabled() and not partial
@@ -286,9 +286,8 @@ class PullBatch:
 
     def accept(self, clock: int) -> LookupResults:
         """Send rows to their devices and put dense weights in place; the training thread alone may do that."""
-        for weights, dense, pulled, assigned in self._dense:
-            # unless more has to be read since then, or other values: then the forward pulls
-            if assigned == weights.assigned and _covers(dense, weights.reads()):
+        for weights, dense, pulled in self._dense:
+            if _covers(dense, weights.reads()):  # unless more has to be read since then: then the forward pulls
                 weights.accept(dense, pulled, clock)
         results: LookupResults = {}
         for group in self._groups:

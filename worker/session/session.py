@@ -267,6 +267,8 @@ class Session:
         if keep_state and self._lost_leases not in (None, self.client.lost_leases):
             return  # what was read before is changed here, and will not be pushed either
         self._load(table, route, rows, keep_state=keep_state)
+        if not keep_state:
+            self._expire_batches()
 
     def assign(self, table: str, route: Route, rows: Floats) -> None:
         """Assign rows whatever was read before, as load_state_dict does; their optimizer's state stays.
@@ -278,6 +280,12 @@ class Session:
             lost_leases = self.client.lost_leases
             self._load(table, route, rows, keep_state=self.local_steps is None)  # their optimizer is the copies' own
         self.client.compressor.forget(table, route)
+        self._expire_batches()
+
+    def _expire_batches(self) -> None:
+        """Let the batches that were pulled ahead be read anew; with a staleness they lack what was just assigned."""
+        if self._prefetcher is not None:
+            self._prefetcher.assigned()
 
     def _load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
         self.settle()
@@ -439,7 +447,8 @@ class Session:
         Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
         `step`; after a `break`, by the next use of the session. When the loop is left, everything in flight has been
         waited for, and all that is read shows every push. With a staleness above 0, a forward of the loop therefore has
-        no backward after it, and max_norm may take back what a push in flight did to the rows it scales.
+        no backward after it, nor once a batch has brought other dense weights (batches that make one step take a
+        backward each), and max_norm may take back what a push in flight did to the rows it scales.
 
         ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
         RuntimeError inside another prefetch of this session.
@@ -477,6 +486,7 @@ class Session:
                         raise ClientClosed
                     break
                 is_current = ready.pulled.lost_leases == self.client.lost_leases
+                is_current = is_current and ready.assignments == prefetcher.assignments
                 prefetched.batch = self._accept(ready.pulled) if is_current else {}
                 batch = ready.batch
                 del ready
@@ -569,6 +579,7 @@ class Session:
         if self.local_steps is not None:
             self.local_steps.drop_round()
         self.refresh()
+        self._expire_batches()
 
     def reset_read_versions(self) -> None:
         """Compute the staleness of the next step only from later reads; call it after an evaluation."""

@@ -1,6 +1,7 @@
 """load_state_dict, and copy_ under no_grad, assign the weights of a wrapped model on the shards."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -74,6 +75,25 @@ def test_local_steps_keep_no_copies_of_rows_that_this_worker_does_not_read():
         assert sorted(session.local_steps._copies["items"].index.ids.tolist()) == read
         for ids in BATCHES[:2]:
             torch.testing.assert_close(model.eval()(ids), wanted.eval()(ids))
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_batches_that_were_pulled_before_have_the_values_too(make_session, make_shards, staleness, is_restored):
+    shards, wanted = make_shards(2), Net(is_tied=False).eval()
+    session = make_session(shards=shards)
+    other = es.wrap(Net(is_tied=False), make_session(shards=shards, worker=1), optimizer=es.SGD(lr=0.0))
+    model = es.wrap(Net(is_tied=False), session, optimizer=es.SGD(lr=0.0)).eval()
+    for number, ids in enumerate(session.prefetch(BATCHES, staleness=staleness)):
+        if number == 4:
+            model(ids).backward()
+            session.step()
+            time.sleep(0.1)  # the next batches are pulled meanwhile
+            (other if is_restored else model).load_state_dict(wanted.state_dict())
+            if is_restored:
+                session.client.restored()
+        if number > 4:
+            torch.testing.assert_close(model(ids), wanted(ids))
 
 
 def test_another_workers_forwards_have_the_values(make_session):

@@ -666,3 +666,30 @@ def test_the_time_of_a_loader_is_waiting_for_data_only_while_training_waits_for_
     stats = session.stats
     assert (stats.data_wait_seconds, stats.workers_wait_seconds) == (5.0, 0.0)
     assert stats.wait_seconds == 5.0
+
+
+def test_a_forward_has_no_backward_after_a_batch_with_other_dense_weights(make_session):
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(self.layer(x)).square().sum()
+
+    session = make_session(2)
+    model = es.wrap(Dense(), session, optimizer=es.SGD(lr=0.1))
+    loop = session.prefetch([torch.ones(2, 3)] * 6, staleness=1)
+    first = next(loop)
+    time.sleep(0.1)  # the second batch is pulled before the first one's push, and the third after it
+    model(first).backward()
+    session.step()
+    before = model(next(loop))
+    third = next(loop)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (before + model(third)).backward()
+    session.zero_grad()
+    same = model(third)
+    (same + model(next(loop))).backward()  # no step came in between
+    session.step()
+    loop.close()
