@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -90,8 +91,9 @@ def read_header(path: File, delimiter: str, encoding: str = "utf-8", *, unnamed:
     names = _fields(line, delimiter)
     if unnamed:
         names = [name or f"(column {place})" for place, name in enumerate(names, 1)]
+    counts = Counter(names)
     for name in names:
-        if not name or names.count(name) > 1:
+        if not name or counts[name] > 1:
             what = f"column {name!r} occurs twice" if name else "a column has no name"
             raise JobError(where=f"{path}:1", reason=f"{what} in the header; is there a header line?")
     return tuple(names)
