@@ -347,13 +347,15 @@ class TextSource:
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """Iterate over this worker's blocks of samples."""
-        gzipped = [path for path in self.paths if check_readable(path)]
+        gzipped = {path for path in self.paths if check_readable(path)}
         ranges = self._ranges([Path(path) for path in self.paths if path not in gzipped], world_size)
         if shuffle is not None:
             ranges = [ranges[i] for i in shuffle.permutation(len(ranges))]
         for path, start, end in ranges[rank::world_size]:
             yield from self._parse_range(path, start, end)
-        unpacked = ((path, block) for path in gzipped for block in read_blocks(path, self.block_bytes))
+        unpacked = (
+            (path, block) for path in self.paths if path in gzipped for block in read_blocks(path, self.block_bytes)
+        )
         for number, (of, block) in enumerate(unpacked, len(ranges)):  # a small file is one block: count on over files
             if number % world_size == rank:
                 yield from self._parse(of, block)

@@ -337,13 +337,18 @@ def test_a_line_may_be_longer_than_a_read_and_not_than_the_longest_line(tmp_path
         next(read_blocks(path, 1 << 10))
 
 
-def test_the_first_row_groups_of_many_files_are_found_in_one_pass(tmp_path, monkeypatch):
-    section = section_of(tmp_path, {"user": ["a", "b"]}, "{user: {}}", train="*.parquet")
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz"])
+def test_the_names_of_many_files_are_not_compared_with_each_other(tmp_path, monkeypatch, ending):
+    section = section_of(tmp_path, {"user": ["a", "b"]}, "{user: {}}", ending.removesuffix(".gz"), train=f"*.{ending}")
+    if ending == "jsonl.gz":
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     for name in "bcdefgh":
-        shutil.copy(tmp_path / "a.parquet", tmp_path / f"{name}.parquet")
+        shutil.copy(tmp_path / f"a.{ending}", tmp_path / f"{name}.{ending}")
     compared = []
     monkeypatch.setattr(PosixPath, "__eq__", lambda one, other: compared.append(1) or str(one) == str(other))
     section.look(tmp_path)
+    dataset = section.open(tmp_path, 0)
+    assert sum(len(batch.ids) for batch in dataset.evaluate("train", 0, 1, 9)) == 16
     assert len(compared) < 8 * 7 / 2
 
 
