@@ -20,6 +20,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18")  # of a frame, and of the one that pzstd writes before each
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _PARQUET = b"PAR1"
+_UNREADABLE = {b"\xfd7zXZ\0": "xz", b"PK\3\4": "zip"} | {b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)}
 MAX_LINE_BYTES = 64 << 20  # far above any sample; without it a binary file would be read into memory whole
 BLOCK_BYTES = 8 << 20  # large enough for a parser's fixed costs to vanish, small enough for many workers' memory
 LOOK_BYTES = 64 << 10  # of each file, before anything is trained
@@ -105,7 +106,9 @@ def expand(path: File, endings: tuple[str, ...]) -> list[File]:
         }
     elif "*" in (local := Path(path)).as_posix() and not local.exists():
         with reading(path):
-            sizes = {Path(name): os.path.getsize(name) for name in glob.glob(str(path), recursive=True)}
+            folder = next(parent for parent in local.parents if parent.exists())  # whose [1], say, is no pattern
+            found = glob.glob(str(local.relative_to(folder)), root_dir=folder, recursive=True)
+            sizes = {folder / name: os.path.getsize(folder / name) for name in found}
     else:
         with reading(path):  # glob would take a folder that cannot be read for an empty one
             if not S_ISDIR(local.stat().st_mode):
@@ -130,9 +133,13 @@ def check_readable(path: File) -> bool:
 def _compression(path: File) -> str:
     """gzip, zstd or nothing, by the first bytes."""
     with reading(path), open_binary(path) as file:
-        magic = file.read(4)
-    if not magic:
+        start = file.read(10)
+    if not start:
         raise JobError(where=str(path), reason="the file is empty")
+    magic = start[:4]
+    if packed := next((kind for known, kind in _UNREADABLE.items() if start.startswith(known)), ""):
+        reason = f"it is packed by {packed}, which is not read: unpack it, or pack it by gzip or zstd"
+        raise JobError(where=str(path), reason=reason)
     if magic[:2] in _UTF_16:
         raise JobError(where=str(path), reason="it is UTF-16 text: save it as UTF-8")
     if magic == _PARQUET:
@@ -216,8 +223,8 @@ def read_text(path: File) -> bytes:
 
 def _whole_lines(path: File, block_bytes: int) -> Iterator[bytes]:
     compression = _compression(path)
-    rest = b""
-    done = 0
+    rest: list[bytes] = []  # joined once: a line as long as many reads would be copied with each of them
+    held = done = 0
     with reading(path), _open_text(path, compression) as file:
         while True:
             try:
@@ -225,21 +232,22 @@ def _whole_lines(path: File, block_bytes: int) -> Iterator[bytes]:
             except (EOFError, zlib.error, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the content
                     raise
-                where = f"{path}: after {done + len(rest)} bytes of text"
+                where = f"{path}: after {done + held} bytes of text"
                 reason = f"the {compression or 'remote'} file is cut or broken ({error}); get it again"
                 raise JobError(where=where, reason=reason) from None
             if not data:
                 break
             end = data.rfind(b"\n") + 1
             if end:
-                yield rest + data[:end]
-                done += len(rest) + end
-                rest = data[end:]
+                yield b"".join((*rest, data[:end]))
+                done += held + end
+                rest, held = [data[end:]], len(data) - end
             else:
-                rest += data
-                if len(rest) > MAX_LINE_BYTES:
-                    raise JobError(where=str(path), reason=f"no line ends within {len(rest)} bytes; is it a text file?")
-    if rest:
-        yield rest
+                rest.append(data)
+                held += len(data)
+                if held > MAX_LINE_BYTES:
+                    raise JobError(where=str(path), reason=f"no line ends within {held} bytes; is it a text file?")
+    if held:
+        yield b"".join(rest)
     elif not done:
         raise JobError(where=str(path), reason="the file is empty")

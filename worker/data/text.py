@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -90,8 +91,9 @@ def read_header(path: File, delimiter: str, encoding: str = "utf-8", *, unnamed:
     names = _fields(line, delimiter)
     if unnamed:
         names = [name or f"(column {place})" for place, name in enumerate(names, 1)]
+    counts = Counter(names)
     for name in names:
-        if not name or names.count(name) > 1:
+        if not name or counts[name] > 1:
             what = f"column {name!r} occurs twice" if name else "a column has no name"
             raise JobError(where=f"{path}:1", reason=f"{what} in the header; is there a header line?")
     return tuple(names)
@@ -345,13 +347,15 @@ class TextSource:
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """Iterate over this worker's blocks of samples."""
-        gzipped = [path for path in self.paths if check_readable(path)]
+        gzipped = {path for path in self.paths if check_readable(path)}
         ranges = self._ranges([Path(path) for path in self.paths if path not in gzipped], world_size)
         if shuffle is not None:
             ranges = [ranges[i] for i in shuffle.permutation(len(ranges))]
         for path, start, end in ranges[rank::world_size]:
             yield from self._parse_range(path, start, end)
-        unpacked = ((path, block) for path in gzipped for block in read_blocks(path, self.block_bytes))
+        unpacked = (
+            (path, block) for path in self.paths if path in gzipped for block in read_blocks(path, self.block_bytes)
+        )
         for number, (of, block) in enumerate(unpacked, len(ranges)):  # a small file is one block: count on over files
             if number % world_size == rank:
                 yield from self._parse(of, block)

@@ -87,13 +87,11 @@ class ParquetSource:
     def look(self) -> None:
         """Read the first rows of every file. JobError where they are none of this layout."""
         self.check()
-        for path in self.paths:
-            group = next((number for of, number, _ in self._groups if of == path), None)
-            if group is not None:
-                where = f"{path}: row group {group}"
-                for part in self._parts(path, group, LOOK_ROWS):
-                    self.columns.check_undeclared(where, self._typed(where, part), self.layout)
-                    break
+        for path, group in self._first_groups():
+            where = f"{path}: row group {group}"
+            for part in self._parts(path, group, LOOK_ROWS):
+                self.columns.check_undeclared(where, self._typed(where, part), self.layout)
+                break
 
     def num_rows(self) -> int | None:
         """The number of rows, from the files' footers."""
@@ -132,6 +130,10 @@ class ParquetSource:
             raise JobError(where=self.where, reason="no rows in the file")
         return groups
 
+    def _first_groups(self) -> list[tuple[File, int]]:
+        """The first row group with rows of each file that has one."""
+        return list({path: number for path, number, _ in reversed(self._groups)}.items())[::-1]
+
     @cached_property
     def _sizes(self) -> dict[tuple[File, int], int]:
         return {(path, group): rows for path, group, rows in self._groups}
@@ -161,14 +163,15 @@ class ParquetSource:
         try:
             with reading(path):
                 parts = file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False)
-                found = 0
+                found, names = 0, set(self._names)  # for a column user.id Arrow reads field id of user, too
                 for number, part in enumerate(parts):
                     found += part.num_rows
                     if number == 0 or part.num_rows == rows:  # a short last part has whole dictionaries all the same
                         self._as_text.update(name for name in texts.values() if not _repeats(part.column(name)))
-                    table = pa.Table.from_batches([part])
-                    types = [(field.name, without_views(field.type)) for field in part.schema]
-                    yield table.cast(pa.schema(types)) if types != [(f.name, f.type) for f in part.schema] else table
+                    own = [field for field in part.schema if field.name in names]
+                    table = pa.Table.from_batches([part]).select([field.name for field in own])
+                    types = [(field.name, without_views(field.type)) for field in own]
+                    yield table.cast(pa.schema(types)) if types != [(f.name, f.type) for f in own] else table
                 if found != self._sizes[path, group]:  # Arrow says nothing of a column that has fewer values
                     raise pa.ArrowInvalid(f"it has {found} rows, and by its footer {self._sizes[path, group]}")
         except (pa.ArrowException, OSError) as error:
@@ -235,7 +238,7 @@ def _is_text(kind: pa.DataType) -> bool:
 def _repeats(values: pa.Array) -> bool:
     """Whether a dictionary, or that of lists' values, has at most half as many values as there are cells."""
     flat = values.values if is_list(values.type) else values
-    return 2 * len(flat.dictionary) <= len(flat)
+    return not pa.types.is_dictionary(flat.type) or 2 * len(flat.dictionary) <= len(flat)
 
 
 def open_parquet(

@@ -198,6 +198,10 @@ class Tabular:
         """
         return self._fit(None, seed)
 
+    def num_rows(self) -> int | None:
+        """The rows of the files of train, where these tell it without being read."""
+        return self._sources(lambda table, part: NO_SAMPLES)["train"].num_rows()
+
     def open(self, *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS) -> StreamDataset:
         """The dataset. JobError names what is wrong with a file."""
         pre, fitted = self.preprocessor, self.preprocessor.fitted
@@ -353,7 +357,7 @@ def _row_keys(table: pa.Table) -> Ids:
     from embershard.worker.data.hashing import hash_numbers  # its kernels need numba
 
     keys = np.zeros(table.num_rows, np.int64)
-    for name in table.column_names:
+    for name in sorted(table.column_names):  # files may have them in another order
         array = table.column(name).combine_chunks()
         lengths = None
         if is_list(array.type):
@@ -363,7 +367,7 @@ def _row_keys(table: pa.Table) -> Ids:
         if pa.types.is_decimal(of):  # a feature may read it as a number; as a category it is refused elsewhere
             array = array.cast(of).cast(pa.string())
         if pa.types.is_floating(array.type):
-            values = np.nan_to_num(array.to_numpy(zero_copy_only=False).astype(np.float64), nan=-0.5).view(np.int64)
+            values = _keys_of_floats(name, array.to_numpy(zero_copy_only=False).astype(np.float64))
         elif pa.types.is_timestamp(array.type):  # a feature may read it as a number
             values = np.nan_to_num(numbers_of(name, array), nan=-0.5).view(np.int64)
         else:
@@ -375,6 +379,16 @@ def _row_keys(table: pa.Table) -> Ids:
             values = sums[ends] - sums[ends - lengths] + lengths
         keys = hash_numbers(name, keys ^ values)
     return keys
+
+
+def _keys_of_floats(name: str, x: Floats) -> Ids:
+    """(N,) a hash of each float, that of the integer where it is one: pandas writes integers so if one is missing."""
+    from embershard.worker.data.hashing import hash_column  # its kernels need numba
+
+    missing = np.isnan(x)
+    whole = missing | ((np.rint(x) == x) & (np.abs(x) < 2.0**63))
+    integers = pa.array(np.where(whole & ~missing, x, 0).astype(np.int64), mask=missing)
+    return np.where(whole, hash_column(name, integers), x.view(np.int64))
 
 
 def _columns(table: pa.Table, preprocessor: Preprocessor) -> dict[str, pa.ChunkedArray]:

@@ -183,9 +183,8 @@ class _ParquetTables(ParquetSource):
 
     def first_rows(self) -> Iterator[tuple[Callable[[int], str], pa.Table]]:
         self.check()
-        for path in self.paths:
-            group = next((number for of, number, _ in self._groups if of == path), None)
-            for table in self._parts(path, group, LOOK_ROWS) if group is not None else ():
+        for path, group in self._first_groups():
+            for table in self._parts(path, group, LOOK_ROWS):
                 yield (lambda row, path=path: f"{path}: row {row + 1}"), table  # type: ignore[misc]
                 break
 
@@ -321,7 +320,7 @@ def json_row(where: str, line: bytes) -> dict[str, object]:
     """A line's columns. JobError where it is no object."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of arrays in arrays in arrays
         raise JobError(where=where, reason=f"no JSON: {error}") from None
     if not isinstance(row, dict):
         hint = "; a file that is one JSON array has to be written as lines of objects" if isinstance(row, list) else ""

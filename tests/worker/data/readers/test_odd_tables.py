@@ -1,8 +1,12 @@
 """Tables as other programs write them: what their texts, ids and vocabularies become, and what is said of odd ones."""
 
+import bz2
 import gzip
 import json
+import lzma
 import re
+import shutil
+from pathlib import PosixPath
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.proto.errors import BadRows, JobError
-from embershard.worker.data.files import expand
+from embershard.worker.data import files
+from embershard.worker.data.files import expand, read_blocks
 from embershard.worker.data.hashing import hash_ids
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
@@ -66,6 +71,38 @@ def test_a_row_with_lists_is_in_one_split_however_many_workers_read(tmp_path, en
     train, valid = users("train", 1), users("valid", 1)
     assert len(train) + len(valid) == rows
     assert [users("valid", workers) for workers in (2, 3)] == [valid] * 2
+
+
+def test_equal_rows_are_in_one_split_whatever_the_order_and_types_of_a_files_columns(tmp_path):
+    rows = pa.table(
+        {"label": [row % 2 for row in range(400)], "user": range(400), "item": [str(n) for n in range(400)]}
+    )
+    other = rows.select(["item", "user", "label"]).cast(
+        pa.schema([("item", pa.string()), ("user", pa.float64()), ("label", pa.int8())])  # as pandas writes integers
+    )
+    pq.write_table(rows, tmp_path / "a.parquet")
+    pq.write_table(other, tmp_path / "b.parquet")
+    for split in ("by: random", "by: user, column: user"):
+        (tmp_path / "job.yaml").write_text(
+            f"data: {{reader: tabular, train: '*.parquet', split: {{{split}, valid: 0.3}}}}\n"
+            f"features: {{item: {{}}}}\nmodel: {{name: fm}}\n{REST}"
+        )
+        data = load_job(tmp_path / "job.yaml").data
+        if "user" not in split:
+            data = data.model_copy(update={"weight": "user"})  # which has numbers
+        dataset = data.open(tmp_path, 0)
+        train, valid = (
+            {item for batch in dataset.evaluate(part, 0, 1, 64) for item in batch.ids[:, 0].tolist()}
+            for part in ("train", "valid")
+        )
+        assert len(valid) + len(train) == 400
+        assert not train & valid
+
+
+def test_a_field_of_a_struct_is_not_read_with_a_column_of_its_path(tmp_path):
+    columns = {"user.id": [str(n) for n in range(400)], "user": [{"id": 1}] * 400}
+    job = job_of(tmp_path, columns, "{user.id: {}}", split={"by": "random", "valid": 0.3})
+    assert sum(job.data.open(tmp_path, 0).num_samples(part) for part in ("train", "valid")) == 400
 
 
 def test_a_vocabulary_of_a_windows_program_has_its_first_value(tmp_path):
@@ -269,6 +306,50 @@ def test_files_of_a_pattern_stand_in_the_order_of_their_names_whatever_their_fol
         (tmp_path / name).write_text("user,label\n")
     start = tmp_path.as_uri() if is_url else str(tmp_path)
     assert [str(path) for path in expand(f"{start}/*/x.csv", (".csv",))] == [f"{start}/{name}" for name in names]
+
+
+def test_a_folder_of_a_pattern_may_have_brackets_in_its_name(tmp_path):
+    folder = tmp_path / "dims=[1]"
+    folder.mkdir()
+    (folder / "a.csv").write_text("user,label\n")
+    assert expand(folder / "*.csv", (".csv",)) == [folder / "a.csv"]
+
+
+def test_arrays_nested_too_deep_and_packed_files_of_other_kinds_are_named(tmp_path):
+    deep = '{"user": "u", "label": 1, "x": ' + "[" * 9000 + "]" * 9000 + "}\n"
+    section = section_of(tmp_path, {"user": ["u"]}, "{user: {}}", "jsonl")
+    (tmp_path / "a.jsonl").write_text(deep)
+    with pytest.raises(JobError, match=r"a.jsonl:1: no JSON: maximum recursion depth"):
+        section.look(tmp_path)
+    for pack, name in ((bz2.compress, "bzip2"), (lzma.compress, "xz")):
+        (tmp_path / "a.jsonl").write_bytes(pack(b'{"user": "u", "label": 1}\n'))
+        with pytest.raises(JobError, match=f"a.jsonl: it is packed by {name}, which is not read"):
+            section.look(tmp_path)
+
+
+def test_a_line_may_be_longer_than_a_read_and_not_than_the_longest_line(tmp_path, monkeypatch):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"x" * (1 << 20))
+    (block,) = read_blocks(path, 1 << 10)
+    assert block.text == b"x" * (1 << 20)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 19)
+    with pytest.raises(JobError, match="no line ends within 525312 bytes"):
+        next(read_blocks(path, 1 << 10))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz"])
+def test_the_names_of_many_files_are_not_compared_with_each_other(tmp_path, monkeypatch, ending):
+    section = section_of(tmp_path, {"user": ["a", "b"]}, "{user: {}}", ending.removesuffix(".gz"), train=f"*.{ending}")
+    if ending == "jsonl.gz":
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for name in "bcdefgh":
+        shutil.copy(tmp_path / f"a.{ending}", tmp_path / f"{name}.{ending}")
+    compared = []
+    monkeypatch.setattr(PosixPath, "__eq__", lambda one, other: compared.append(1) or str(one) == str(other))
+    section.look(tmp_path)
+    dataset = section.open(tmp_path, 0)
+    assert sum(len(batch.ids) for batch in dataset.evaluate("train", 0, 1, 9)) == 16
+    assert len(compared) < 8 * 7 / 2
 
 
 def test_the_footer_of_a_file_is_not_parsed_for_each_row_group(tmp_path, monkeypatch):
