@@ -130,6 +130,7 @@ class Core:
             case Compress():
                 return self.compression.answer(event, job_goes_on=bool(self.clock.members))
             case Term():
+                self._restoring, self._restoring_lineage = {}, 0  # the process that began that restore has ended
                 if event.term > 1:
                     self.clock.updates.begin_term()
                 return Outcome()
