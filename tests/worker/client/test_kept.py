@@ -625,10 +625,13 @@ def test_a_shard_that_ends_in_or_after_a_restore_has_the_restored_rows_and_no_pu
     client = machine.client()
     step(client, 0)
     take_snapshot(client, str(tmp_path))
-    step(client, 1)  # of which no reply has said yet that it is safe
+    for number in range(1, 4):
+        step(client, number)  # of the last one no reply has said yet that it is safe
     restore_rows(client, str(tmp_path), replace_tables=True)
     if moment == "after it":
         machine.restart()
     route = make_route(np.array([1]), SPEC.space_key, client.placement)
     np.testing.assert_array_equal(client.pull([("t", route)])[0], [[-1.0, -1.0]])
+    step(client, 4)
+    np.testing.assert_array_equal(client.pull([("t", route)])[0], [[-2.0, -2.0]])
     assert machine.restarts == 1
