@@ -365,6 +365,20 @@ def test_a_restore_that_the_end_of_the_process_ended_takes_no_memory_of_the_next
     np.testing.assert_array_equal(rows(start(disk)[0], 1, name="other"), [[1.0, 1.0]])
 
 
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+def test_a_log_whose_only_segment_is_gone_is_damaged(mode):
+    """The shard began with no rows, without a word."""
+    disk = SimulatedDisk()
+    shard, log = start(disk, mode)
+    shard.handle(table_declared())
+    write(log)
+    disk.kill()
+    (name,) = log.journal.segments.names
+    disk.remove(log.journal.segments.folder / str(name))
+    with pytest.raises(errors.LogDamaged, match="it went up to LSN 1 when the shard last started"):
+        start(disk, mode)
+
+
 def test_a_module_that_changed_since_the_log_was_written_is_refused():
     disk = SimulatedDisk()
     start(disk, modules={"mine": "aa"})
