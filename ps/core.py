@@ -19,7 +19,6 @@ from embershard.proto.spec import TableSpec
 from embershard.ps.compression_settings import CompressionSettings
 from embershard.ps.coordination.clock import Clock, Plain
 from embershard.ps.coordination.data_splits import Splits
-from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.coordination.pushes import Pushes
 from embershard.ps.coordination.rendezvous import RendezvousRegistry
@@ -130,6 +129,7 @@ class Core:
             case Compress():
                 return self.compression.answer(event, job_goes_on=bool(self.clock.members))
             case Term():
+                self._restoring, self._restoring_lineage = {}, 0  # the process that began that restore has ended
                 if event.term > 1:
                     self.clock.updates.begin_term()
                 return Outcome()
@@ -188,7 +188,7 @@ class Core:
         self._restoring, self._restoring_lineage = {}, 0
         self.tables.replace(contents.tables or staged, contents.flags)
         self.lineage = contents.lineage
-        self.pushes.dedup = Dedup.of(contents.workers)
+        self.pushes.dedup = self.pushes.dedup.restored(contents.workers)
         self.compression.forget()
         self.clock.failed = None  # the rows that it left half changed are gone
         self.clock.updates.version += 1  # what anybody read before is of another version

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,7 @@ def recover(
     try:
         while journal.write_group():  # the term, before anybody sees what it begins with
             pass
+        folder.write_manifest(replace(folder.manifest, end_lsn=journal.last_lsn + 1))  # a lost first segment shows
     except OSError as error:
         raise LogUnusable(path=str(folder.folder), reason=error.strerror or str(error)) from error
     if journal.term > 1:

@@ -81,6 +81,17 @@ class Dedup:
             dedup._windows[one.worker] = _Window(one.epoch, one.first_incomplete, max(replies, default=0), replies)
         return dedup
 
+    def restored(self, windows: Sequence[WorkerWindow]) -> Dedup:
+        """The records of a snapshot that takes the place of the rows. What the same incarnations pushed since is gone
+        with these, but known: one of them may have restored, and goes on.
+        """
+        dedup = Dedup.of(windows)
+        for worker, window in dedup._windows.items():
+            before = self._windows.get(worker)
+            if before is not None and before.epoch == window.epoch:
+                window.settled = max(window.settled, before.settled)
+        return dedup
+
     def control(self) -> list[list[Any]]:
         """All windows, in plain values."""
         return [

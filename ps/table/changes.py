@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto import routing
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled
+from embershard.proto.routing import mix64
 
 Stamps = npt.NDArray[np.uint32]
+Cells = npt.NDArray[np.uint32]
 
-# Of one table; 4 bytes for each of its elements. Rows beyond are read whole.
+# Of one table; 4 bytes for each of its elements, and ID_BYTES for its id. Rows beyond are read whole.
 MAX_BYTES = 2**28
+ID_BYTES = 24  # with its cells, of which up to four are there for each id
 # Updates after which nobody is expected to ask any more: to watch is to read every row before and after its push.
 IDLE_UPDATES = 1000
 MOST_MARKS = 4  # images of a reader since which changes are known
@@ -52,13 +57,20 @@ class ChangeTracker:
     def __init__(self, dim: int, version: Callable[[], int]) -> None:
         self._version = version
         self._base = self._asked = version()
-        self._ids = np.empty(0, np.int64)  # ascending
+        self._count = 0  # of the rows that are watched, in the order in which they came
+        self._ids = np.empty(0, np.int64)  # of each
         self._stamps = np.empty((0, dim), np.uint32)  # of each: 0 unchanged, else the version of the change, from 1
+        self._cells = np.zeros(2, np.uint32)  # a hash table: number + 1 of an id, 0 where free; at most half are taken
+        self._key = np.uint64(secrets.randbits(64))  # nobody can send ids that collide
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory in use."""
-        return self._ids.nbytes + self._stamps.nbytes
+        return self._count * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return ID_BYTES + 4 * self._stamps.shape[1]
 
     @property
     def idle(self) -> bool:
@@ -68,15 +80,25 @@ class ChangeTracker:
     def watch(self, ids: Ids, room: int = MAX_BYTES) -> bool:
         """Watch the rows of ids ((U,) int64) from here on, if `room` bytes are enough; whether all were already."""
         self._asked = self._version()
-        new = np.setdiff1d(ids, self._ids)
+        new = ids[self._places(ids) < 0]
         if not new.size:
             return True
-        nbytes = len(new) * (8 + 4 * self._stamps.shape[1])
-        if nbytes <= min(room, MAX_BYTES - self.nbytes):
-            places = np.searchsorted(self._ids, new)
-            self._ids = np.insert(self._ids, places, new)
-            self._stamps = np.insert(self._stamps, places, 0, axis=0)
+        if len(new) * self._row_bytes <= min(room, MAX_BYTES - self.nbytes):
+            self._make_room(self._count + len(new))
+            _add(new, self._key, self._ids, self._cells, self._count)
+            self._count += len(new)
         return False
+
+    def _make_room(self, count: int) -> None:
+        """Have room for so many rows: for twice as many as before at least, or each pull would copy all of them."""
+        if count > len(self._ids):
+            size, old = max(count, 2 * len(self._ids)), self._count
+            ids, stamps = np.empty(size, np.int64), np.zeros((size, self._stamps.shape[1]), np.uint32)
+            ids[:old], stamps[:old] = self._ids[:old], self._stamps[:old]
+            self._ids, self._stamps = ids, stamps
+        if 2 * count > len(self._cells):
+            self._cells = np.zeros(2 << count.bit_length(), np.uint32)
+            _add(self._ids[: self._count], self._key, self._ids, self._cells, 0)
 
     def record(self, ids: Ids, before: Floats, after: Floats) -> None:
         """The rows of ids ((U,) int64) were `before`, and are `after`, (U, dim) float32, now."""
@@ -101,10 +123,31 @@ class ChangeTracker:
 
     def _places(self, ids: Ids) -> Ids:
         """Where ids are among those watched, -1 where they are not."""
-        places = np.searchsorted(self._ids, ids)
-        inside = places < len(self._ids)
-        inside[inside] = self._ids[places[inside]] == ids[inside]
-        return np.where(inside, places, -1)
+        places = np.empty(len(ids), np.int64)
+        _find_places(ids, self._key, self._ids, self._cells, places)
+        return places
+
+
+@compiled(types.void(_IDS, types.uint64, types.int64[::1], types.uint32[::1], types.int64), routing)
+def _add(new: Ids, key: np.uint64, ids: Ids, cells: Cells, count: int) -> None:
+    """Put ids that are not there behind the first `count`; some cells are free."""
+    mask = np.uint64(cells.size - 1)
+    for i in range(new.size):
+        at = mix64(np.uint64(new[i]), key) & mask
+        while cells[at]:
+            at = (at + np.uint64(1)) & mask
+        ids[count + i] = new[i]
+        cells[at] = np.uint32(count + i + 1)
+
+
+@compiled(types.void(_IDS, types.uint64, types.int64[::1], types.uint32[::1], types.int64[::1]), routing)
+def _find_places(wanted: Ids, key: np.uint64, ids: Ids, cells: Cells, places: Ids) -> None:
+    mask = np.uint64(cells.size - 1)
+    for i in range(wanted.size):
+        at = mix64(np.uint64(wanted[i]), key) & mask
+        while cells[at] and ids[np.int64(cells[at]) - 1] != wanted[i]:
+            at = (at + np.uint64(1)) & mask
+        places[i] = np.int64(cells[at]) - 1
 
 
 @compiled(types.void(_IDS, _BITS, _BITS, types.uint32[:, ::1], types.int64))

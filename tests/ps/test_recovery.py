@@ -341,6 +341,44 @@ def test_restored_tables_come_back_with_their_states_and_pushes_that_follow(opti
     assert again.core.tables.flags() == shard.core.tables.flags()
 
 
+def test_a_restore_that_the_end_of_the_process_ended_takes_no_memory_of_the_next_one(monkeypatch):
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    one = Table(table("other", 2), OptimizerRegistry().find(SGD(lr=1.0)))
+    one.restore(np.arange(10_000), np.ones((10_000, 2), np.float32), np.empty((10_000, 0), np.float32))
+    used, contents = shard.core.budget.used, Contents([one], lineage=7)
+
+    def end(event):
+        raise Crash
+
+    monkeypatch.setattr(shard, "_record", end)  # its rows are in the log, and nothing says that they are all
+    with pytest.raises(Crash):
+        shard._install(contents)
+    write(log)
+    disk.kill()
+    again, log = start(disk)
+    assert again.core.budget.used == used
+    again._install(contents)
+    write(log)
+    disk.kill()
+    np.testing.assert_array_equal(rows(start(disk)[0], 1, name="other"), [[1.0, 1.0]])
+
+
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+def test_a_log_whose_only_segment_is_gone_is_damaged(mode):
+    """The shard began with no rows, without a word."""
+    disk = SimulatedDisk()
+    shard, log = start(disk, mode)
+    shard.handle(table_declared())
+    write(log)
+    disk.kill()
+    (name,) = log.journal.segments.names
+    disk.remove(log.journal.segments.folder / str(name))
+    with pytest.raises(errors.LogDamaged, match="it went up to LSN 1 when the shard last started"):
+        start(disk, mode)
+
+
 def test_a_module_that_changed_since_the_log_was_written_is_refused():
     disk = SimulatedDisk()
     start(disk, modules={"mine": "aa"})

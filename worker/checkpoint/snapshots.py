@@ -321,14 +321,20 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
         try:
             client.ask_all(request)
             check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
+            with suppress(EmbershardError):  # the rows that they were for are about to go
+                client.flush()
+            client.connections.kept.forget()  # a shard that is started again behind this would be sent them
+            client.connections.restoring.add(request.id)
             install = replace(request, step="install")
             request = replace(request, replace=True)  # from here on, tables that are in the way are of this restore
             client.ask_all(install)
             client.lineage.check()  # the shards have another one now
+            client.connections.restoring.clear()
         except BaseException as error:
             cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
             client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
             if not left or not isinstance(error, SnapshotUnknown):
+                client.connections.restoring.clear()
                 raise
         else:
             client.restored()

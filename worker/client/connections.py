@@ -115,6 +115,7 @@ class ShardConnections:
         self.watch: Watch | None = None  # called after every call that is counted
         self.heartbeat: Heartbeat | None = None  # sent over a new connection: it tells the shard which member this is
         self.lineage = 0  # of the rows of all shards, once this client has declared a table or compared them
+        self.restoring: set[int] = set()  # lineages that a restore of this client is giving to the shards
         self.recoveries = 0  # times that a shard came back with its rows in a new process
         self.kept = KeptPushes(clock)
         self._connections = {connection.greeting.shard: connection for connection in connections}
@@ -390,7 +391,8 @@ class ShardConnections:
         if reply.instance == known.instance:
             return True
         lineage = self.lineage or known.lineage  # 0: there were no rows, and this client has declared nothing
-        return reply.shard == known.shard and lineage in (0, reply.lineage)
+        ours = lineage in (0, reply.lineage) or reply.lineage in self.restoring
+        return reply.shard == known.shard and ours
 
 
 class _Retry(EmbershardError):

@@ -124,6 +124,13 @@ class KeptPushes:
             self._end_loads(shard, seq)
             self._look()
 
+    def forget(self) -> None:
+        """Keep nothing: a restore puts other rows in the place of those that it was sent for."""
+        with self._lock:
+            for held in (self._kept, self._bytes, self._loading, self._said):
+                held.clear()
+            self._look()
+
     def num_bytes(self, shard: int) -> int:
         """Bytes of the pushes that are kept for a shard."""
         return self._bytes[shard]

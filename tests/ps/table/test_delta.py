@@ -109,7 +109,7 @@ def test_what_changed_and_what_was_held_are_the_rows_to_the_bit(seed, optimizer)
 def test_a_pull_brings_only_what_changed_to_other_bits_where_that_is_less_than_all(shard, reader, pusher):
     empty = shard.status().tables[0].bytes
     assert reader.read() == len(IDS) * DIM
-    assert shard.status().tables[0].bytes - empty == len(IDS) * (8 + 4 * DIM)  # of what is watched
+    assert shard.status().tables[0].bytes - empty == len(IDS) * (changes.ID_BYTES + 4 * DIM)  # of what is watched
     pusher.push(IDS)
     assert reader.pull().codecs == ()
     reader.read()
@@ -121,7 +121,7 @@ def test_a_pull_brings_only_what_changed_to_other_bits_where_that_is_less_than_a
 
 
 def test_rows_for_which_there_is_no_room_come_whole(shard, reader, pusher, monkeypatch):
-    monkeypatch.setattr(changes, "MAX_BYTES", 20 * (8 + 4 * DIM))
+    monkeypatch.setattr(changes, "MAX_BYTES", 20 * (changes.ID_BYTES + 4 * DIM))
     small = Reader(shard, IDS[:20].copy())
     for step in range(4):
         pusher.push(IDS[:1])
@@ -166,6 +166,22 @@ def test_versions_beyond_32_bits_are_not_told_apart():
     watched.record(ids, rows, rows + 1)
     assert watched.since(ids, 2**32) is None
     assert watched.since(ids, 5) is None
+
+
+def test_few_new_ids_beside_many_that_are_watched_cost_no_copy_of_these():
+    """Each pull of new ids sorted and copied all that were watched: the time grew with the square of their number."""
+    rng, watched, copies = np.random.default_rng(1), ChangeTracker(2, lambda: 1), 0
+    ids = rng.permutation(np.unique(rng.integers(-(2**63), 2**63 - 1, 6400)))
+    for start in range(0, len(ids), 64):
+        stamps = watched._stamps
+        assert not watched.watch(ids[start : start + 64])
+        assert watched.watch(rng.permutation(ids[: start + 64]))
+        copies += watched._stamps is not stamps
+        before, after = np.zeros((64, 2), np.float32), np.tile(np.float32([0, 1]), (64, 1))
+        watched.record(ids[start : start + 64], before, after)
+    assert copies < 10
+    assert watched.nbytes == len(ids) * (changes.ID_BYTES + 8)
+    assert np.array_equal(watched.since(ids, 1), np.arange(1, 2 * len(ids), 2))
 
 
 def test_what_a_clock_changed_comes_once(shard, reader):

@@ -11,13 +11,14 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
-from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed
+from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed, Restore
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.recovery import recover
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.worker.checkpoint.snapshots import restore_rows, take_snapshot
 from embershard.worker.client import kept as kept_module
 from embershard.worker.client import membership as membership_module
 from embershard.worker.client.client import Client
@@ -94,6 +95,12 @@ class Machine:
         if error is not None:
             raise error
         return outcome
+
+    def restart(self):
+        """End the process, whose log was written, and start the next one."""
+        self.disk.kill()
+        self.restarts, self._broken = self.restarts + 1, True
+        self._start()
 
     def _fail(self, operation, path):
         if operation == ("sync" if self.mode == "fsync" else "pwritev") and path.name.startswith("log-"):
@@ -600,3 +607,31 @@ def test_a_heartbeat_of_a_worker_that_has_only_loaded_says_that_its_load_was_ack
     kept.loads_end(0, 1)
     kept.acknowledge(0, 1)
     assert kept.first_incomplete(0) == 2
+
+
+@pytest.mark.parametrize("moment", ["in it", "after it"])
+def test_a_shard_that_ends_in_or_after_a_restore_has_the_restored_rows_and_no_push_of_before(moment, tmp_path):
+    """The pushes that the client had kept were sent to its next process, and changed the restored rows."""
+    machine = Machine("log")
+    handle = machine.handle
+
+    def handle_and_end(request):
+        reply = handle(request)
+        if moment == "in it" and isinstance(request, Restore) and request.step == "install":
+            machine.restart()
+        return reply
+
+    machine.handle = handle_and_end
+    client = machine.client()
+    step(client, 0)
+    take_snapshot(client, str(tmp_path))
+    for number in range(1, 4):
+        step(client, number)  # of the last one no reply has said yet that it is safe
+    restore_rows(client, str(tmp_path), replace_tables=True)
+    if moment == "after it":
+        machine.restart()
+    route = make_route(np.array([1]), SPEC.space_key, client.placement)
+    np.testing.assert_array_equal(client.pull([("t", route)])[0], [[-1.0, -1.0]])
+    step(client, 4)
+    np.testing.assert_array_equal(client.pull([("t", route)])[0], [[-2.0, -2.0]])
+    assert machine.restarts == 1
