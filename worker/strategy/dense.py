@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,4 +71,15 @@ def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # not the model itself, whose hooks would move the ids to the device before the session can route them
     parts = [part for part in model.children() if any(True for _ in part.parameters())]
+    for parameter in model.parameters(recurse=False):  # these are no part's, and whole on every worker
+        if parameter.requires_grad:
+            average = partial(_averaged, group=mesh.get_group())
+            parameter.register_hook(average)  # type: ignore[no-untyped-call]
     return [fully_shard(part, mesh=mesh) for part in parts]
+
+
+def _averaged(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mean over the workers, as of what is sharded."""
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total / group.size()
