@@ -38,17 +38,17 @@ class SumModel(nn.Module):
 
 
 class BiasedModel(nn.Module):
-    """Clicks by a sum of rows, a layer, and a bias that is the model's own and no layer's."""
+    """Clicks by a sum of rows, a layer of a list, and a bias that is the model's own and no layer's."""
 
     def __init__(self, num_ids: int, num_dense: int, dim: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_ids, dim)
-        self.layer = nn.Linear(num_dense, 1)
+        self.layers = nn.ModuleList([nn.Linear(num_dense, 1)])
         self.bias = nn.Parameter(torch.zeros(3))
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         """Return a logit for each sample."""
-        return self.embedding(ids).sum((1, 2)) + self.layer(dense).squeeze(1) + self.bias.sum()
+        return self.embedding(ids).sum((1, 2)) + self.layers[0](dense).squeeze(1) + self.bias.sum()
 
     def embedding_inputs(self, ids: torch.Tensor, dense: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the ids that the table reads."""
