@@ -10,7 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -63,6 +63,22 @@ def members_of(module: str) -> Mapping[str, object]:
         place = f" ({found})" if (found := where_raised(error)) and found.partition(":")[0] != __file__ else ""
         reason = f"cannot be imported: {said}{place}; `python -c 'import {module}'` has to work here"
         raise BadModule(module=module, reason=reason) from error
+
+
+def files_of(modules: Sequence[str]) -> dict[str, Path]:
+    """The files of imported modules, by name, and of those that they have imported of the same package, or folder."""
+    found = {}
+    for name in modules:
+        top = sys.modules.get(name.partition(".")[0])
+        packages = tuple(getattr(top, "__path__", ()))  # several folders may have a part of one without __init__.py
+        folders = packages or (os.path.dirname(getattr(top, "__file__", None) or ""),)
+        beside = tuple(f"{folder}{os.sep}" for folder in folders if folder)
+        is_shared = not packages and "".join(beside).startswith(INSTALLED)
+        for other, module in list(sys.modules.items()):
+            path = getattr(module, "__file__", None) or ""
+            if path and (other == name or (not is_shared and path.startswith(beside) and path.endswith(".py"))):
+                found[other] = Path(path)
+    return found
 
 
 def find(name: str) -> object:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
-from embershard.proto.user_modules import INSTALLED
+from embershard.proto.user_modules import files_of
 from embershard.proto.wire import FrameReader, Header
 from embershard.ps.bases.base import ShardBase, make_tables, read_bases
 from embershard.ps.bases.bases import BASES_READER, Bases
@@ -262,18 +259,5 @@ def _place(header: Header) -> list[memoryview]:
 
 
 def sha256_of_modules(modules: Sequence[str]) -> dict[str, str]:
-    """The sha256 of the files of imported modules, by name: a replay needs the row functions and codecs of then.
-
-    So of the modules beside them that they have imported: of the same package, or the same folder.
-    """
-    found = {}
-    for name in modules:
-        top = sys.modules.get(name.partition(".")[0])
-        folder = os.path.dirname(getattr(top, "__file__", None) or "")
-        is_shared = not hasattr(top, "__path__") and f"{folder}{os.sep}".startswith(INSTALLED)
-        for other, module in list(sys.modules.items()):
-            path = getattr(module, "__file__", None) or ""
-            beside = folder and not is_shared and path.startswith(f"{folder}{os.sep}") and path.endswith(".py")
-            if (other == name and path) or beside:
-                found[other] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return found
+    """The sha256 of the files of imported modules, by name: a replay needs the row functions and codecs of then."""
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files_of(modules).items()}

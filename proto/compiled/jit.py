@@ -15,7 +15,9 @@ from types import ModuleType
 from typing import IO, Any, TypeVar
 
 import numba
+import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
 from numba.core.runtime import rtsys
 from numba.core.typing.templates import Signature
 
@@ -172,7 +174,9 @@ class _FirstCall:
     @functools.cached_property
     def _kept(self) -> KeptFunction:
         function = self._dispatcher.py_func
-        return KeptFunction(function, self._signature, sources(*self._parts, function.__code__.co_filename))
+        files = sources(*self._parts, function.__code__.co_filename)
+        constants = repr(_constants(function)) if self._registries else ""  # which may be of the environment, say
+        return KeptFunction(function, self._signature, files + constants)
 
     def _load_kept(self) -> bool:
         """Load the function from where it is kept; False where it is not."""
@@ -266,6 +270,22 @@ def _collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _constants(function: Any, *callers: object) -> list[tuple[str, object]]:
+    """The numbers and texts that a function names outside of itself, and those that it calls: compiled as they are."""
+    names, found = function.__code__.co_names, list[tuple[str, object]]()
+    values = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    modules = [value for _, value in values if isinstance(value, ModuleType)]
+    values += [(name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
+    for name, value in values:
+        if isinstance(value, Dispatcher) and value.py_func not in (function, *callers):
+            found += _constants(value.py_func, function, *callers)
+        elif isinstance(value, np.ndarray):
+            found.append((name, (value.dtype.str, value.shape, value.tobytes())))
+        elif isinstance(value, int | float | str | tuple | np.generic):
+            found.append((name, value))
+    return found
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION
 from embershard.proto.compiled.jit import compiled, load
 from embershard.proto.errors import BadOptimizer
+from embershard.proto.user_modules import files_of
 
 RowFunction = Callable[[Floats, Floats, Floats, npt.NDArray[np.float64]], None]  # over row, state, grad, hyper
 Settings = Mapping[str, float]
@@ -71,7 +72,8 @@ class RowOptimizer:
         try:
             # ours are linked against nothing that numba would have to import first
             users = not self.function.__module__.startswith("embershard.")
-            return load(compiled(ROW_FUNCTION, intrinsics, registries=users)(self.function))
+            files = map(str, files_of([self.function.__module__]).values() if users else ())
+            return load(compiled(ROW_FUNCTION, intrinsics, *files, registries=users)(self.function))
         except Exception as error:  # numba lets some mistakes through as what Python raises
             reason = _compiler_reason(str(error), self.function.__code__)
             raise BadOptimizer(optimizer=self.name, reason=reason) from error

@@ -39,7 +39,7 @@ def click_job(name: str = "fm", strategy: str = "ps", **sections: object) -> Job
     embedding = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.01}}
     return make_job(
         strategy,
-        **{"model": {"name": name, **model}, "embedding": embedding, **sections},  # type: ignore[dict-item]
+        **{"model": model if "class" in model else {"name": name, **model}, "embedding": embedding, **sections},  # type: ignore[dict-item]
         train={"batch_size": 100, "seed": 5, **length, **own},
     )
 

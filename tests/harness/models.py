@@ -37,6 +37,24 @@ class SumModel(nn.Module):
         return out.squeeze(1)
 
 
+class BiasedModel(nn.Module):
+    """Clicks by a sum of rows, a layer of a list, and a bias that is the model's own and no layer's."""
+
+    def __init__(self, num_ids: int, num_dense: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_ids, dim)
+        self.layers = nn.ModuleList([nn.Linear(num_dense, 1)])
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """Return a logit for each sample."""
+        return self.embedding(ids).sum((1, 2)) + self.layers[0](dense).squeeze(1) + self.bias.sum()
+
+    def embedding_inputs(self, ids: torch.Tensor, dense: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the ids that the table reads."""
+        return {"embedding": ids}
+
+
 def random_pairs(count: int, size: int, num_rows: int, *, seed: int) -> Pairs:
     """Batches of three ids per sample, each id as likely, and targets of 0 to 1."""
     made = torch.Generator().manual_seed(seed)

@@ -129,6 +129,7 @@ TABLE = {"dim": 4, "optimizer": ADAMW, "initializer": {"name": "normal", "std": 
         pytest.param("ddp", "", {"weighed": True}, marks=pytest.mark.long),
         pytest.param("hybrid", "ddp", {"weighed": True}, marks=pytest.mark.long),
         ("ps", "fsdp", {}),
+        ("ps", "fsdp", {"sections": {"model": {"class": "harness.models:BiasedModel"}}, "accumulate": 2}),
         ("hybrid", "ddp", {}),
         pytest.param("hybrid", "ddp", {"accumulate": 3}, marks=pytest.mark.long),
         ("hybrid", "ddp", {"sections": {"freeze": ["bottom", "top", "output"]}}),  # all dense weights

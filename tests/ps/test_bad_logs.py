@@ -189,15 +189,19 @@ def test_a_row_function_that_has_changed_since_the_log_was_written_is_refused(tm
     monkeypatch.delitem(sys.modules, "row_functions_of_mine")
 
 
-def test_a_module_beside_it_that_has_changed_is_refused_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["", "package_without_init."])
+def test_a_module_beside_it_that_has_changed_is_refused_too(package, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "row_functions_with_help.py").write_text("import helper_of_mine\n" + ROW_FUNCTION.format(factor=1))
-    (tmp_path / "helper_of_mine.py").write_text("FACTOR = 1\n")
-    log_of(tmp_path / "shard-0", imports=("row_functions_with_help",))
-    (tmp_path / "helper_of_mine.py").write_text("FACTOR = 2\n")
-    with raises(errors.LogMismatch, what="module helper_of_mine with sha256"):
-        start(tmp_path, imports=("row_functions_with_help",))
-    for name in ("row_functions_with_help", "helper_of_mine"):
+    folder = tmp_path / package.strip(".")
+    folder.mkdir(exist_ok=True)
+    module, helper = f"{package}row_functions_with_help", f"{package}helper_of_mine"
+    (folder / "row_functions_with_help.py").write_text(f"import {helper}\n" + ROW_FUNCTION.format(factor=1))
+    (folder / "helper_of_mine.py").write_text("FACTOR = 1\n")
+    log_of(tmp_path / "shard-0", imports=(module,))
+    (folder / "helper_of_mine.py").write_text("FACTOR = 2\n")
+    with raises(errors.LogMismatch, what=f"module {helper} with sha256"):
+        start(tmp_path, imports=(module,))
+    for name in (module, helper):
         monkeypatch.delitem(sys.modules, name)
 
 

@@ -107,15 +107,18 @@ class PushQueue:
             for table, _, rows in update.gradients
         ]
         made: dict[int, list[tuple[TableGradients, ...]]] = {}
+        packed: list[tuple[int, TableGradients]] = []
         try:
             for shard in placement.shards:
                 limit, messages = self._limits[shard], made.setdefault(shard, [])
                 for chunks in split_into_messages(parts, shard, sizes, limit):
-                    messages += _fit(self._parts(update, chunks, shard), limit, dims)
+                    messages += _fit(self._parts(update, chunks, shard, packed), limit, dims)
                 if update.weight > 0 and self._compressor.has_feedback:  # else shards that gather drop it
                     drain = self._compressor.drain(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
                     messages += _fit(drain, limit, dims)
         except BaseException:  # of a user's codec: the push is sent to all shards or to none
+            for shard, part in packed:  # the step is not taken: what is made of it again counts once
+                self._compressor.take_out(part, shard)
             for shard, messages in made.items():
                 for tables in messages:
                     self._compressor.restore_residual(tables, shard)
@@ -133,14 +136,17 @@ class PushQueue:
                 update = Update(gradients=(), clock=clock, weight=0.0)
                 self._append(shard, update, (), placement.epoch, last=True)
 
-    def _parts(self, update: Update, chunks: Sequence[Chunk], shard: int) -> list[TableGradients]:
-        """What is sent for some rows of some tables; those that weigh nothing go as they are."""
+    def _parts(
+        self, update: Update, chunks: Sequence[Chunk], shard: int, packed: list[tuple[int, TableGradients]]
+    ) -> list[TableGradients]:
+        """What is sent for some rows of some tables: as they are where they weigh nothing, else `packed` gets them."""
         compressor, parts = self._compressor, list[TableGradients]()
         try:
             for chunk in chunks:
                 part = _part(update, chunk, shard)
                 coded = update.weight > 0 and part.table in compressor.coded_pushes
                 parts += compressor.pack(part, shard, chunk.start) if coded else [part]
+                packed += [(shard, part)] if coded else []
         except BaseException:
             compressor.restore_residual(parts, shard)
             raise

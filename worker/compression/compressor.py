@@ -187,6 +187,10 @@ class Compressor:
             if len(part.ids) and part.lr_scale > 0:
                 self._tables[part.table].restore_residual(part, shard)
 
+    def take_out(self, part: TableGradients, shard: int) -> None:
+        """Hold no gradients of a part that was packed, and will not be sent."""
+        self._tables[part.table].take_out(part, shard)
+
     def forget(self, table: str, route: Route) -> None:
         """Hold nothing of rows that were assigned: the pushes before it are over."""
         if self.has_feedback and table in self._tables:

@@ -148,6 +148,13 @@ class TableCompressor:
         ages = np.ones(len(rates), np.float32) if ages is None else ages
         self._hold(ResidualRows(ids[finite], cast(Floats, rows[finite]), ages, rates))
 
+    def take_out(self, part: TableGradients, shard: int) -> None:
+        """Take the gradients of a part that was packed out of the residual again."""
+        codec = self.directions.push
+        if codec.has_feedback and self._feedback(shard).takes(part.lr_scale):
+            clip = np.float32(self._clip if codec.select == "dgc" else 1.0)
+            self.restore_residual(replace(part, gradients=cast(Floats, part.gradients) * -clip), shard)
+
     def drain(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
         """Take out the residuals for a shard that would not be sent otherwise, in parts of at most `limit` bytes."""
         feedback = self._feedbacks.get(shard)

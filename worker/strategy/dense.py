@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,5 +70,26 @@ def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # not the model itself, whose hooks would move the ids to the device before the session can route them
-    parts = [part for part in model.children() if any(True for _ in part.parameters())]
+    parts = list(_parts(model))
+    in_parts = {id(parameter) for part in parts for parameter in part.parameters()}
+    for parameter in model.parameters():  # those of no part are whole on every worker
+        if parameter.requires_grad and id(parameter) not in in_parts:
+            average = partial(_averaged, group=mesh.get_group())
+            parameter.register_hook(average)  # type: ignore[no-untyped-call]
     return [fully_shard(part, mesh=mesh) for part in parts]
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The children that have parameters; in place of one that is not called (a list, or dict), its children."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _parts(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _averaged(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mean over the workers, as of what is sharded."""
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total / group.size()

@@ -1,5 +1,7 @@
 """Row optimizers against torch.optim where torch has them, and against the paper's formula where not."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -294,3 +296,35 @@ class TestUserDefined:
             OptimizerRegistry(["no_such_module_at_all"])
         with pytest.raises(UnknownOptimizer, match=r"'other:mine'.*known: sgd, .*--import MODULE"):
             REGISTRY.find(spec.Custom(function="other:mine", lr=0.1))
+
+
+CONSTANTS = """
+import json
+from pathlib import Path
+import numba
+from embershard.ps.table.optimizers import row_optimizer
+import constants_beside
+FACTOR = json.loads(Path(__file__).with_suffix(".json").read_text())
+@numba.njit
+def scaled(x):
+    return FACTOR * x
+@row_optimizer()
+def scaling(row, state, grad, hyper):
+    for j in range(row.size):
+        row[j] -= scaled(grad[j]) + constants_beside.OFFSET
+"""
+
+
+def test_what_was_compiled_with_other_constants_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_scales.py").write_text(CONSTANTS)
+    for factor, offset in ((1.0, 0.0), (2.0, 0.0), (2.0, 0.25)):  # as of a new process each
+        (tmp_path / "mine_scales.json").write_text(str(factor))
+        (tmp_path / "constants_beside.py").write_text(f"OFFSET = {offset}\n")
+        custom = spec.Custom(function="mine_scales:scaling", lr=1.0)
+        function = OptimizerRegistry(["mine_scales"]).find(custom).compiled
+        row, none = np.zeros(2, np.float32), np.empty(0, np.float32)
+        function(row, none, np.ones(2, np.float32), np.ones(3))
+        assert row.tolist() == [-factor - offset] * 2
+        for name in ("mine_scales", "constants_beside"):
+            del sys.modules[name]

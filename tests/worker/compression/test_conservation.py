@@ -200,8 +200,9 @@ def test_ids_that_a_shard_forgot_are_sent_after_all(connect):
     pusher.check()
 
 
-def test_a_codec_that_fails_at_the_second_shard_or_table_sends_nothing_of_the_first(connect):
-    pusher = connect("topk:0.2+fp16s")
+@pytest.mark.parametrize("codec", ["topk:0.2+fp16s", "rows:0.3+int8", "dgc:0.2+fp16s"])
+def test_a_codec_that_fails_at_the_second_shard_or_table_takes_nothing_of_the_step(codec, connect):
+    pusher = connect(codec, momentum=0.0, clip_norm=1.0 if codec.startswith("dgc") else None, residual_rows=60)
     pusher.client.declare(replace(pusher.spec, name="u"))
     pusher.push(gradients(0))
     before, held, find = pusher.applied(), pusher.held(), pusher.compressor.find
@@ -216,7 +217,7 @@ def test_a_codec_that_fails_at_the_second_shard_or_table_sends_nothing_of_the_fi
         pusher.compressor.find = failing
         parts = [("t", pusher.route(IDS)), ("u", make_route(IDS, pusher.spec.space_key, pusher.client.placement))]
         with pytest.raises(BadCodec):
-            pusher.client.push([(*part, np.zeros((NUM_IDS, DIM), np.float32)) for part in parts], clock=1)
+            pusher.client.push([(*part, gradients(number)) for part in parts], clock=1)
         pusher.compressor.find = find
         pusher.client.push([], clock=2)
         np.testing.assert_array_equal(pusher.applied(), before)
