@@ -38,12 +38,13 @@ class SumModel(nn.Module):
 
 
 class BiasedModel(nn.Module):
-    """Clicks by a sum of rows, a layer of a list, and a bias that is the model's own and no layer's."""
+    """Clicks by a sum of rows, a layer of a list and of an attribute, and a bias that is no layer's."""
 
     def __init__(self, num_ids: int, num_dense: int, dim: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_ids, dim)
         self.layers = nn.ModuleList([nn.Linear(num_dense, 1)])
+        self.last = self.layers[-1]
         self.bias = nn.Parameter(torch.zeros(3))
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:

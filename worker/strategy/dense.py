@@ -70,7 +70,7 @@ def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # not the model itself, whose hooks would move the ids to the device before the session can route them
-    parts = list(_parts(model))
+    parts = list(dict.fromkeys(_parts(model)))  # one may be in a list, and an attribute
     in_parts = {id(parameter) for part in parts for parameter in part.parameters()}
     for parameter in model.parameters():  # those of no part are whole on every worker
         if parameter.requires_grad and id(parameter) not in in_parts:
