@@ -74,9 +74,11 @@ def files_of(modules: Sequence[str]) -> dict[str, Path]:
         folders = packages or (os.path.dirname(getattr(top, "__file__", None) or ""),)
         beside = tuple(f"{folder}{os.sep}" for folder in folders if folder)
         is_shared = not packages and "".join(beside).startswith(INSTALLED)
+        others = tuple(path for path in INSTALLED if not "".join(beside).startswith(path))  # as in .venv beside it
         for other, module in list(sys.modules.items()):
             path = getattr(module, "__file__", None) or ""
-            if path and (other == name or (not is_shared and path.startswith(beside) and path.endswith(".py"))):
+            is_beside = not is_shared and path.startswith(beside) and not path.startswith(others)
+            if path and (other == name or (is_beside and path.endswith(".py"))):
                 found[other] = Path(path)
     return found
 

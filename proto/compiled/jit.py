@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import IO, Any, TypeVar
 
 import numba
@@ -274,18 +274,31 @@ def _collector_off() -> Iterator[None]:
 
 def _constants(function: Any, *callers: object) -> list[tuple[str, object]]:
     """The numbers and texts that a function names outside of itself, and those that it calls: compiled as they are."""
-    names, found = function.__code__.co_names, list[tuple[str, object]]()
+    names, found = list(_names(function.__code__)), list[tuple[str, object]]()
     values = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
-    modules = [value for _, value in values if isinstance(value, ModuleType)]
-    values += [(name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
-    for name, value in values:
-        if isinstance(value, Dispatcher) and value.py_func not in (function, *callers):
+    modules = list[ModuleType]()
+    for name, value in values:  # which grows: of package.module.NUMBER, the module is an attribute, too
+        if isinstance(value, ModuleType) and value not in modules:
+            modules.append(value)
+            values += [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+        elif isinstance(value, Dispatcher) and value.py_func not in (function, *callers):
             found += _constants(value.py_func, function, *callers)
         elif isinstance(value, np.ndarray):
             found.append((name, (value.dtype.str, value.shape, value.tobytes())))
-        elif isinstance(value, int | float | str | tuple | np.generic):
+        elif isinstance(value, tuple):  # of arrays or functions, maybe, whose texts do not say what they are
+            found.append((name, len(value)))
+            values += [(name, one) for one in value]
+        elif isinstance(value, int | float | str | np.generic):
             found.append((name, value))
     return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names of what is outside of a function, also those that only a comprehension in it has."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 @functools.cache

@@ -72,7 +72,8 @@ class RowOptimizer:
         try:
             # ours are linked against nothing that numba would have to import first
             users = not self.function.__module__.startswith("embershard.")
-            files = map(str, files_of([self.function.__module__]).values() if users else ())
+            # in the order of their names: another process may have imported them in another one
+            files = sorted(set(map(str, files_of([self.function.__module__]).values()))) if users else []
             return load(compiled(ROW_FUNCTION, intrinsics, *files, registries=users)(self.function))
         except Exception as error:  # numba lets some mistakes through as what Python raises
             reason = _compiler_reason(str(error), self.function.__code__)

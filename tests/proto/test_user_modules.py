@@ -1,9 +1,12 @@
 """Modules of users: what is found in them, and which of their lines an error names."""
 
+import sys
+
 import pytest
 
+from embershard.proto import user_modules
 from embershard.proto.errors import BadModule, UserCodeFailed
-from embershard.proto.user_modules import find, members_of, user_code, where_defined
+from embershard.proto.user_modules import files_of, find, members_of, user_code, where_defined
 
 MODULE = """\
 import torch
@@ -71,3 +74,22 @@ def test_an_error_names_the_users_last_line(module, call, line):
 def test_a_file_in_place_of_a_module_is_told_how_it_is_named(module: str) -> None:
     with pytest.raises(BadModule, match=r"write its module, codecs, .* in PYTHONPATH"):
         members_of(module)
+
+
+def test_packages_that_are_installed_in_the_folder_of_a_users_module_are_not_his(tmp_path, monkeypatch):
+    """With the environment in .venv beside a module, its whole numpy and numba stood in the event log's list."""
+    installed = tmp_path / ".venv" / "site-packages"
+    installed.mkdir(parents=True)
+    (tmp_path / "mine_beside_venv.py").write_text("import his_of_venv, helper_beside_venv\n")
+    (tmp_path / "helper_beside_venv.py").touch()
+    (installed / "his_of_venv.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(user_modules, "INSTALLED", (f"{installed}/",))
+    members_of("mine_beside_venv")
+    try:
+        assert files_of(["mine_beside_venv"]).keys() == {"mine_beside_venv", "helper_beside_venv"}
+        assert files_of(["his_of_venv"]).keys() == {"his_of_venv"}
+    finally:
+        for name in ("mine_beside_venv", "his_of_venv", "helper_beside_venv"):
+            del sys.modules[name]

@@ -302,29 +302,36 @@ CONSTANTS = """
 import json
 from pathlib import Path
 import numba
+import numpy as np
 from embershard.ps.table.optimizers import row_optimizer
 import constants_beside
-FACTOR = json.loads(Path(__file__).with_suffix(".json").read_text())
+import constants_in.module
+FACTOR, LESS, constants_in.module.MORE, last = json.loads(Path(__file__).with_suffix(".json").read_text())
+ARRAYS = (np.arange(2000.0), np.append(np.zeros(1500), last))
 @numba.njit
 def scaled(x):
     return FACTOR * x
 @row_optimizer()
 def scaling(row, state, grad, hyper):
     for j in range(row.size):
-        row[j] -= scaled(grad[j]) + constants_beside.OFFSET
+        row[j] -= scaled(grad[j]) + constants_beside.OFFSET + constants_in.module.MORE + sum([LESS for _ in range(1)])
+        row[j] -= ARRAYS[1][1500]
 """
 
 
 def test_what_was_compiled_with_other_constants_is_not_taken(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_scales.py").write_text(CONSTANTS)
-    for factor, offset in ((1.0, 0.0), (2.0, 0.0), (2.0, 0.25)):  # as of a new process each
-        (tmp_path / "mine_scales.json").write_text(str(factor))
+    (tmp_path / "constants_in").mkdir()
+    (tmp_path / "constants_in" / "module.py").touch()
+    for step, offset in enumerate((0.0, 0.0, 0.0, 0.0, 0.0, 0.25)):  # as of a new process each, one constant changed
+        given = [number * (step >= first) for first, number in enumerate((1.0, 2.0, -0.5, 0.25, 8.0))]
+        (tmp_path / "mine_scales.json").write_text(str([given[0] + given[1], *given[2:]]))
         (tmp_path / "constants_beside.py").write_text(f"OFFSET = {offset}\n")
         custom = spec.Custom(function="mine_scales:scaling", lr=1.0)
         function = OptimizerRegistry(["mine_scales"]).find(custom).compiled
         row, none = np.zeros(2, np.float32), np.empty(0, np.float32)
         function(row, none, np.ones(2, np.float32), np.ones(3))
-        assert row.tolist() == [-factor - offset] * 2
-        for name in ("mine_scales", "constants_beside"):
+        assert row.tolist() == [-sum(given) - offset] * 2
+        for name in ("mine_scales", "constants_beside", "constants_in.module", "constants_in"):
             del sys.modules[name]
