@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from embershard.proto.errors import JobError
 from embershard.proto.spec import Optimizer
 from embershard.worker.job.training import DenseMode
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
@@ -70,13 +71,29 @@ def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # not the model itself, whose hooks would move the ids to the device before the session can route them
-    parts = list(dict.fromkeys(_parts(model)))  # one may be in a list, and an attribute
+    # one may be in a list, and an attribute; a part of another one has to be sharded before it
+    parts = sorted(dict.fromkeys(_parts(model)), key=lambda part: len(list(part.modules())))
+    _check_shared(model, parts)
     in_parts = {id(parameter) for part in parts for parameter in part.parameters()}
     for parameter in model.parameters():  # those of no part are whole on every worker
         if parameter.requires_grad and id(parameter) not in in_parts:
             average = partial(_averaged, group=mesh.get_group())
             parameter.register_hook(average)  # type: ignore[no-untyped-call]
     return [fully_shard(part, mesh=mesh) for part in parts]
+
+
+def _check_shared(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """JobError where modules of several parts share a parameter: each part would train its own."""
+    part_of = {module: part for part in reversed(parts) for module in part.modules()}
+    found: dict[int, tuple[nn.Module | None, str]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            part, first = found.setdefault(id(parameter), (part_of.get(module), name))
+            if part is not part_of.get(module) and parameter.requires_grad:
+                reason = (
+                    f"{first} and {name} are one parameter, and fsdp shards the modules that have them apart: use ddp"
+                )
+                raise JobError(where="dense.mode", reason=reason)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

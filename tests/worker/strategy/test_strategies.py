@@ -16,6 +16,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.allreduce import SynchronousSteps
+from embershard.worker.strategy.dense import _shard
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.strategy.shards import ShardCounters
 from embershard.worker.training.build import choose_strategy
@@ -248,3 +249,49 @@ def test_a_failed_collective_says_that_a_worker_is_lost(error, found):
     with pytest.raises(found) as caught, Pair([]).collective_errors():
         raise error
     assert type(caught.value) is found
+
+
+class Tower(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.layer(x))
+
+
+class Towers(nn.Module):
+    """A layer that is in a list, and in the tower before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = Tower(nn.Linear(4, 4))
+        self.layers = nn.ModuleList([self.tower.layer])
+
+    def forward(self, x):
+        return self.layers[0](self.tower(x))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_fsdp_shards_a_part_of_another_one_first():
+    model, wanted = Towers(), Towers()
+    wanted.load_state_dict(model.state_dict())
+    _shard(model, torch.device("cpu"))
+    wanted(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    gradients = dict(model.named_parameters())
+    for name, parameter in wanted.named_parameters():
+        torch.testing.assert_close(gradients[name].grad.full_tensor(), parameter.grad)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("other", ["last", "output"])
+def test_fsdp_refuses_a_parameter_of_two_parts(other):
+    """Each part trained its own, and one that is the model's, too, was not averaged."""
+    model = Towers()
+    if other == "last":
+        model.tower.last.weight = model.tower.layer.weight
+    else:
+        model.output = model.tower.layer.weight
+    with pytest.raises(JobError, match="are one parameter, and fsdp shards the modules that have them apart: use ddp"):
+        _shard(model, torch.device("cpu"))
