@@ -328,6 +328,7 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
             install = replace(request, step="install")
             request = replace(request, replace=True)  # from here on, tables that are in the way are of this restore
             client.ask_all(install)
+            client.empty_waiting_pushes()
             client.lineage.check()  # the shards have another one now
             client.connections.restoring.clear()
         except BaseException as error:

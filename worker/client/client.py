@@ -417,6 +417,11 @@ class Client:
                 self._deliver_waiting()
         self._pushes.await_safe(self.connections.shards, self.timeout)
 
+    def empty_waiting_pushes(self) -> None:
+        """Change nothing by pushes that got no answer, after a restore; `flush` could not deliver them before it."""
+        with self._push_lock:
+            self._pushes.empty()
+
     def status(self) -> tuple[ShardStatus, ...]:
         """Health, sizes and counters of every shard, in the order of their ids."""
         return tuple(reply for reply in self.ask_all(GetStatus()) if isinstance(reply, ShardStatus))

@@ -291,6 +291,13 @@ class PushQueue:
             }
             raise_first(self._connections.call(asked, timeout=deadline.remaining, awaits_recovery=awaits_recovery))
 
+    def empty(self) -> None:
+        """Take the gradients out of what waits: a restore has put other rows in the place of theirs."""
+        self._unconfirmed.clear()
+        for waiting in self._waiting.values():
+            for place, push in enumerate(waiting):  # whose number, and end of a clock, are to come all the same
+                waiting[place] = replace(push, tables=())
+
     def _end_refused(self, shard: int, push: Push, member: Membership | None) -> None:
         """End the clock of a member's push that a shard refused, by an empty push: all members wait for it.
 

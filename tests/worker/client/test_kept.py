@@ -635,3 +635,22 @@ def test_a_shard_that_ends_in_or_after_a_restore_has_the_restored_rows_and_no_pu
     step(client, 4)
     np.testing.assert_array_equal(client.pull([("t", route)])[0], [[-2.0, -2.0]])
     assert machine.restarts == 1
+
+
+def test_a_push_that_got_no_answer_before_a_restore_changes_no_restored_row(tmp_path):
+    """It was sent with the next push: where the shard takes requests, and no pushes, the restore cannot deliver it."""
+    machine = Machine("log")
+    client = machine.client()
+    step(client, 0)
+    take_snapshot(client, str(tmp_path))
+    with unanswered(machine, client, Push):
+        try:
+            step(client, 1)
+        finally:
+            restore_rows(client, str(tmp_path), replace_tables=True)
+    assert row(client) == -1.0
+    step(client, 2)
+    assert row(client) == -2.0
+    machine.restart()
+    step(client, 3)
+    assert row(client) == -3.0
