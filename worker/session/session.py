@@ -276,11 +276,15 @@ class Session:
         What compression has held back of their gradients is dropped.
         """
         lost_leases = None
-        while lost_leases != self.client.lost_leases:  # such a change of a member that has lost its lease is dropped
-            lost_leases = self.client.lost_leases
-            self._load(table, route, rows, keep_state=self.local_steps is None)  # their optimizer is the copies' own
-        self.client.compressor.forget(table, route)
-        self._expire_batches()
+        try:
+            while lost_leases != self.client.lost_leases:  # such a change of a member without its lease is dropped
+                lost_leases = self.client.lost_leases
+                self._load(
+                    table, route, rows, keep_state=self.local_steps is None
+                )  # their optimizer is the copies' own
+            self.client.compressor.forget(table, route)
+        finally:  # some of the shards may have them
+            self._expire_batches()
 
     def _expire_batches(self) -> None:
         """Let the batches that were pulled ahead be read anew; with a staleness they lack what was just assigned."""
