@@ -96,7 +96,7 @@ class Bases:
 
     @property
     def replay_cost(self) -> int:
-        """What their replay takes, as bytes to be read: `row_cost` more for each row that they update."""
+        """The cost of replaying the tail, in bytes: those of its records, and `row_cost` for each row they update."""
         return self.tail_bytes + self._row_cost * (self._before_rows + self._journal.appended_rows)
 
     @property

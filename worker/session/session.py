@@ -279,9 +279,8 @@ class Session:
         try:
             while lost_leases != self.client.lost_leases:  # such a change of a member without its lease is dropped
                 lost_leases = self.client.lost_leases
-                self._load(
-                    table, route, rows, keep_state=self.local_steps is None
-                )  # their optimizer is the copies' own
+                # with local steps the copies have the optimizer's state, and the shards have none
+                self._load(table, route, rows, keep_state=self.local_steps is None)
             self.client.compressor.forget(table, route)
         finally:  # some of the shards may have them
             self._expire_batches()
