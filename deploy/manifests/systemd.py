@@ -10,7 +10,7 @@ import re
 from pathlib import PurePosixPath
 
 from embershard.deploy.manifests.deployment import PORT, BadDeployment, Deployment
-from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY
+from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY, REVOKED
 
 _HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*", re.ASCII)
 _NUMBERS = re.compile(r"[0-9.]+", re.ASCII)  # which is an IP address, or nothing
@@ -113,8 +113,10 @@ def _service(
         words += ["--log-dir", f"%S/{own}"]
     if keys is not None:
         credentials += [
-            f"LoadCredential={name}:{str(keys / name).replace('%', '%%')}" for name in (CERTIFICATE, KEY, AUTHORITIES)
+            f"LoadCredential={name}:{str(keys / name).replace('%', '%%')}"
+            for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED)
         ]
+        credentials.append(f"SetCredential={REVOKED}:\\n")  # where there is no such file, which is no error then
         words += ["--tls", "%d"]
     if access is not None:
         credentials.append(f"LoadCredential=access.yaml:{str(access).replace('%', '%%')}")

@@ -208,8 +208,9 @@ def test_units_of_systemd_have_their_shards_ports_and_credentials(tmp_path):
     assert words[words.index("--listen") + 1] == "10.0.0.2:7701"
     assert words[words.index("--shard") + 1] == "3"
     assert words[words.index("--snapshots") + 1] == "/mnt/a b"
-    for name in ("tls.crt", "tls.key", "ca.crt"):
+    for name in ("tls.crt", "tls.key", "ca.crt", "crl.pem"):
         assert f"LoadCredential={name}:/etc/keys/{name}\n" in unit
+    assert "\nSetCredential=crl.pem:\\n\n" in unit  # in place of a file that may be missing
 
 
 def test_what_a_user_writes_is_no_specifier_or_variable_of_systemd(tmp_path):
