@@ -29,7 +29,7 @@ NOT_LOADED = ("torch", "pyarrow", "pandas")
 ADMIN = (
     "--version",
     "keys token ops --role admin",
-    "manifests systemd --name a --shards 1",
+    "manifests systemd --name a --shards 1 --access access.yaml",
     "status --help",
     "log --help",
     "doctor",

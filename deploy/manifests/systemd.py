@@ -10,7 +10,7 @@ import re
 from pathlib import PurePosixPath
 
 from embershard.deploy.manifests.deployment import PORT, BadDeployment, Deployment
-from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY
+from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY, REVOKED
 
 _HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*", re.ASCII)
 _NUMBERS = re.compile(r"[0-9.]+", re.ASCII)  # which is an IP address, or nothing
@@ -61,7 +61,8 @@ def systemd_units(
     """The text of each unit, by its file's name, for `count` shards of one machine from shard `first` on.
 
     They listen at `host`, from port 7700 on. `keys` is the folder of their certificates (docs/security.md), `access`
-    the file that says who may do what; systemd hands both to them as credentials.
+    the file that says who may do what; systemd hands both to them as credentials. BadDeployment where systemd would
+    not start them, or where nobody could use them.
     """
     if keys is None and not _is_loopback(host):
         reason = "it can be reached from other machines: name the certificates of the shards (--tls)"
@@ -75,6 +76,9 @@ def systemd_units(
     if not _COMMAND.fullmatch(executable):  # others are ignored, or change how systemd starts it (-, +, !)
         reason = "systemd takes a whole path, as /usr/local/bin/embershard, or a name that is in its own PATH"
         raise BadDeployment(what=f"executable {executable!r}", reason=reason)
+    if keys is None and access is None:
+        reason = "each service has a user of its own, whose token nobody else can read: say who may use the shards"
+        raise BadDeployment(what=f"host {host}", reason=f"{reason} (--access), or name their certificates (--tls)")
     address = f"[{host}]" if ":" in host else host
     shards = range(first, deployment.shards if count is None else first + count)
     target = f"embershard-{deployment.name}.target"
@@ -113,8 +117,10 @@ def _service(
         words += ["--log-dir", f"%S/{own}"]
     if keys is not None:
         credentials += [
-            f"LoadCredential={name}:{str(keys / name).replace('%', '%%')}" for name in (CERTIFICATE, KEY, AUTHORITIES)
+            f"LoadCredential={name}:{str(keys / name).replace('%', '%%')}"
+            for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED)
         ]
+        credentials.append(f"SetCredential={REVOKED}:\\n")  # where there is no such file, which is no error then
         words += ["--tls", "%d"]
     if access is not None:
         credentials.append(f"LoadCredential=access.yaml:{str(access).replace('%', '%%')}")

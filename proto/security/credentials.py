@@ -148,11 +148,14 @@ def identity_of(certificate: x509.Certificate) -> str:
     """Return the name of a certificate's holder: its spiffe:// URI, else e-mail address, else common name, else "".
 
     A common name is no SPIFFE id: authorities often check the URIs that a client asks for, and not its common name.
+    Where one of the names cannot be read, none counts.
     """
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = x509.SubjectAlternativeName([])
+    except ValueError:
+        return ""
     uris = [uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith("spiffe://")]
     common = [str(name.value) for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     common = [name for name in common if not name.startswith("spiffe://")]
@@ -200,9 +203,12 @@ def _read(path: Path, *, optional: bool = False) -> bytes:
 
 def _certificates(path: Path, data: bytes) -> list[x509.Certificate]:
     try:
-        return x509.load_pem_x509_certificates(data)
-    except ValueError as error:
+        found = x509.load_pem_x509_certificates(data)
+        for one in found:
+            _ = one.subject  # which is read only when it is asked for
+    except (ValueError, x509.InvalidVersion) as error:
         _refuse(path, Problem.UNREADABLE, f"it holds no certificate in PEM ({error})", "Issue it again")
+    return found
 
 
 def _private_key(path: Path, data: bytes) -> PrivateKeyTypes:
@@ -220,7 +226,11 @@ def _private_key(path: Path, data: bytes) -> PrivateKeyTypes:
 
 
 def _check_key(folder: Path, leaf: x509.Certificate, key: PrivateKeyTypes) -> None:
-    if leaf.public_key() != key.public_key():
+    try:
+        certified = leaf.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        _refuse(folder / CERTIFICATE, Problem.UNREADABLE, f"its key cannot be read ({error})", "Issue it again")
+    if certified != key.public_key():
         _refuse(
             folder / KEY,
             Problem.WRONG_KEY,
@@ -256,10 +266,10 @@ def _revocation_lists(
     for part in data.split(begin)[1:]:
         try:
             revoked = x509.load_pem_x509_crl(begin + part)
-        except ValueError as error:
+            signers = [one for one in authorities if one.subject == revoked.issuer]
+        except (ValueError, x509.InvalidVersion) as error:
             _refuse(path, Problem.UNREADABLE, f"it holds no revocation list in PEM ({error})", "Write it again")
-        signers = [one for one in authorities if one.subject == revoked.issuer]
-        if not any(revoked.is_signature_valid(one.public_key()) for one in signers):  # type: ignore[arg-type]
+        if not any(_has_signed(one, revoked) for one in signers):
             _refuse(
                 path, Problem.FOREIGN, f"no authority in {AUTHORITIES} signed it", "Put the list of its issuer there"
             )
@@ -267,6 +277,13 @@ def _revocation_lists(
     if data.strip() and not found:
         _refuse(path, Problem.UNREADABLE, "it holds no revocation list in PEM", "Write it again, or delete it")
     return found
+
+
+def _has_signed(authority: x509.Certificate, revoked: x509.CertificateRevocationList) -> bool:
+    try:
+        return revoked.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
+    except (ValueError, UnsupportedAlgorithm):  # ca.crt may have authorities whose keys are not known here
+        return False
 
 
 def _context(server: bool, folder: Path, authorities: Sequence[x509.Certificate]) -> HandshakeContext:

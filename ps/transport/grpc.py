@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + 2**20),  # the shard refuses a pull that is too large itself
+    # Calls of one connection. Without a limit, one that opens calls and resets them has those of others cancelled, as
+    # gRPC keeps about a thousand that it has not begun. A proxy may bring the waiting pulls of many workers over one.
+    ("grpc.max_concurrent_streams", 1000),
     ("grpc.so_reuseport", 0),  # on by default, and then two shards share a port without a word
     # Clients ping every 30 s while they wait for a reply; by default the third ping would end their connection.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from embershard.ps.transport.pipe import PipedServer
 
 MAX_HANDSHAKES = 1000  # at once
 _OVERDUE_SECONDS = 300.0  # for a connection at the end of its life to be idle for a moment
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -87,5 +89,8 @@ async def follow(certificates: CertificateFolder, changed: Callable[[], None]) -
     """Look at the files of certificates for ever, and say when new ones are in use."""
     while True:
         await asyncio.sleep(certificates.tls.poll_interval.total_seconds())
-        if await asyncio.to_thread(certificates.refresh):
-            changed()
+        try:
+            if await asyncio.to_thread(certificates.refresh):
+                changed()
+        except Exception:  # certificates must not stay for ever for one bad moment
+            _log.exception("cannot look at %s", certificates.tls.path)

@@ -208,12 +208,13 @@ def test_units_of_systemd_have_their_shards_ports_and_credentials(tmp_path):
     assert words[words.index("--listen") + 1] == "10.0.0.2:7701"
     assert words[words.index("--shard") + 1] == "3"
     assert words[words.index("--snapshots") + 1] == "/mnt/a b"
-    for name in ("tls.crt", "tls.key", "ca.crt"):
+    for name in ("tls.crt", "tls.key", "ca.crt", "crl.pem"):
         assert f"LoadCredential={name}:/etc/keys/{name}\n" in unit
+    assert "\nSetCredential=crl.pem:\\n\n" in unit  # in place of a file that may be missing
 
 
 def test_what_a_user_writes_is_no_specifier_or_variable_of_systemd(tmp_path):
-    text = run("systemd", "--name", "ads", "--shards", "1", "--snapshots", '/a%i$HOME"')
+    text = run("systemd", "--name", "ads", "--shards", "1", "--access", "/a", "--snapshots", '/a%i$HOME"')
     assert '--snapshots "/a%%i$$HOME\\""' in text
 
 
@@ -221,8 +222,8 @@ def test_a_service_that_others_reach_needs_certificates_and_may_write_its_snapsh
     with pytest.raises(BadDeployment, match="certificates"):
         run("systemd", "--name", "ads", "--shards", "1", "--host", "10.0.0.1")
     text = run(
-        "systemd", "--name", "ads", "--shards", "1", "--host", "::1", "--snapshots", "/mnt/a$x", "--snapshots", "s3://b",
-        "--snapshots", "file:///mnt/b%c",
+        "systemd", "--name", "ads", "--shards", "1", "--host", "::1", "--access", "/a", "--snapshots", "/mnt/a$x",
+        "--snapshots", "s3://b", "--snapshots", "file:///mnt/b%c",
     )  # fmt: skip
     assert " --listen [::1]:7700 " in text
     assert [line for line in text.splitlines() if line.startswith("ReadWritePaths")] == [
@@ -230,8 +231,15 @@ def test_a_service_that_others_reach_needs_certificates_and_may_write_its_snapsh
     ]  # fmt: skip
 
 
+def test_a_service_that_nobody_could_use_is_refused():
+    """Its token on loopback is for its user, whom nobody else is."""
+    with pytest.raises(BadDeployment, match="--access"):
+        run("systemd", "--name", "ads", "--shards", "1")
+    assert "--access %d/access.yaml" in run("systemd", "--name", "ads", "--shards", "1", "--access", "/a")
+
+
 def test_no_two_services_whose_users_differ_share_a_folder():
-    lines = run("systemd", "--name", "ads", "--shards", "2").splitlines()
+    lines = run("systemd", "--name", "ads", "--shards", "2", "--access", "/a").splitlines()
     folders = [line for line in lines if line.startswith(("StateDirectory=", "CacheDirectory="))]
     assert len(set(folders)) == 4
     assert len({line for line in lines if "NUMBA_CACHE_DIR=%C/embershard/ads/" in line}) == 2
@@ -322,7 +330,7 @@ def test_a_job_file_that_is_missing_and_a_folder_that_cannot_be_written_are_name
         kubernetes(str(tmp_path / "rows.csv"))
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="--output"):
-        run("systemd", "--name", "ads", "--shards", "1", "--output", str(tmp_path / "file"))
+        run("systemd", "--name", "ads", "--shards", "1", "--access", "/a", "--output", str(tmp_path / "file"))
 
 
 def test_a_shard_leaves_memory_to_what_is_no_table():

@@ -1,15 +1,20 @@
 """What a folder of certificates must hold, and what is said where it does not."""
 
+import base64
+import random
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.x509.oid import ExtensionOID
 
 from embershard.deploy.authority import Authority
 from embershard.proto.errors import BadCertificate
 from embershard.proto.security import credentials
-from embershard.proto.security.credentials import CertificateFolder, Credentials
+from embershard.proto.security.credentials import CertificateFolder, Credentials, identity_of
 from embershard.proto.security.tls import TLS
-from harness.certificates import DAY, issue, replace, revoke
+from harness.certificates import AUTHORITY, DAY, issue, replace, revoke
 
 
 def problem_of(folder):
@@ -102,6 +107,38 @@ def test_bad_files_are_reported_once_and_those_of_before_stay_in_use(tmp_path, c
     (tmp_path / "crl.pem").unlink(missing_ok=True)
     issue(tmp_path)
     assert folder.refresh()
+
+
+@pytest.mark.parametrize("name", ["tls.crt", "ca.crt", "crl.pem"])
+def test_a_damaged_file_is_a_bad_certificate_wherever_its_bytes_are_wrong(tmp_path, name):
+    issue(tmp_path)
+    revoke(tmp_path, issue(tmp_path / "other").path)
+    before, begin, text, *end = (tmp_path / name).read_bytes().split(b"-----")
+    bytes_at = random.Random(1)
+    refused = 0
+    for _ in range(100):
+        data = bytearray(base64.b64decode(text))
+        data[bytes_at.randrange(len(data))] ^= bytes_at.randrange(1, 256)
+        damaged = b"-----".join([before, begin, b"\n" + base64.encodebytes(data), *end])
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            Credentials.load(tmp_path)
+        except BadCertificate:
+            refused += 1
+    assert refused
+
+
+def test_a_certificate_with_a_name_that_cannot_be_read_names_nobody(tmp_path):
+    issue(tmp_path)
+    leaf = Credentials.load(tmp_path).leaf
+    assert identity_of(leaf) == "worker"
+    address_of_three_bytes = x509.UnrecognizedExtension(
+        ExtensionOID.SUBJECT_ALTERNATIVE_NAME, bytes([0x30, 5, 0x87, 3, 127, 0, 1])
+    )
+    builder = x509.CertificateBuilder(leaf.issuer, leaf.subject, leaf.public_key(), 1)
+    builder = builder.not_valid_before(leaf.not_valid_before_utc).not_valid_after(leaf.not_valid_after_utc)
+    odd = builder.add_extension(address_of_three_bytes, critical=False).sign(AUTHORITY.key, hashes.SHA256())
+    assert identity_of(odd) == ""
 
 
 def test_a_certificate_that_is_not_valid_yet_is_used_once_it_is(tmp_path, caplog, monkeypatch):

@@ -1,5 +1,7 @@
 """A shard behind gRPC, in this process: what goes over the wire, and what answers while the apply thread is busy."""
 
+import socket
+import struct
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -213,6 +215,16 @@ def test_a_message_over_the_limit_is_refused_and_one_at_the_limit_read(here, mor
     """What is read is no push."""
     assert here.refused(f"/{SERVICE}/Push", bytes(MAX_MESSAGE_BYTES + more)).code().name == code
     here.ask(Hello())
+
+
+def test_a_connection_is_told_how_many_calls_it_may_have_at_once(here):
+    """One with more of them would have the calls of others cancelled."""
+    with socket.create_connection(here.service.address.rsplit(":", 1)) as peer:
+        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        start = peer.recv(9, socket.MSG_WAITALL)
+        assert start[3] == 4  # SETTINGS
+        settings = peer.recv(int.from_bytes(start[:3]), socket.MSG_WAITALL)
+    assert dict(struct.iter_unpack(">HI", settings))[3] == 1000  # SETTINGS_MAX_CONCURRENT_STREAMS
 
 
 def test_health_and_reflection_answer(here):

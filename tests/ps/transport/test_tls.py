@@ -419,6 +419,17 @@ def test_files_that_do_not_fit_leave_the_certificates_of_before_in_use(serve, tm
     assert isinstance(ask(shard.grpc, worker), ShardStatus)
 
 
+def test_a_look_at_the_files_that_fails_is_not_the_last_one(serve, tmp_path, worker, caplog, monkeypatch):
+    shard = serve(TLS(issue(tmp_path / "shard").folder, poll_interval=timedelta(milliseconds=20)))
+    with monkeypatch.context() as broken:
+        broken.setattr(credentials, "_signature", lambda folder: 1 // 0)
+        assert eventually(lambda: "cannot look at" in caplog.text)
+    before = shard.certificates.current
+    issue(tmp_path / "shard")
+    assert eventually(lambda: shard.certificates.current is not before)
+    assert isinstance(ask(shard.tcp, worker), ShardStatus)
+
+
 @BOTH
 def test_a_connection_ends_when_it_is_old_and_calls_go_on_over_another(serve, tmp_path, worker, monkeypatch, scheme):
     monkeypatch.setattr(stream, "SWEEP_SECONDS", 0.02)
