@@ -236,18 +236,8 @@ function overall({ run, shards: rows, workers: who }, late, bad) {
   return [rows.length ? "serving" : run ? "starting" : "idle", rows.length ? "good" : ""];
 }
 
-function codecOf(part, tables) {
-  if (part.part !== "rows" && part.part !== "dense") return "–";
-  const name = `${part.direction}_codec`;
-  const used = [...new Set(tables.filter((one) => (one.name === "dense") === (part.part === "dense")).map((one) => one[name]))];
-  return used.filter(Boolean).map((one) => (one === "none" ? "float32" : one)).join(", ") || "–";
-}
-
 function showBytes(sample) {
-  const tables = sample.shards.flatMap((shard) => shard.tables);
-  const rows = sample.bytes
-    .map((part) => ({ ...part, codec: codecOf(part, tables) }))
-    .sort((a, b) => b.wire - a.wire);
+  const rows = [...sample.bytes].sort((a, b) => b.wire - a.wire);
   const [wire, raw] = ["wire", "raw"].map((name) => rows.reduce((sum, part) => sum + part[name], 0));
   write(document.getElementById("note-bytes"), rows.length ? `${fmt.bytes(wire)} a step of one worker` : "");
   return bytes.jobs(rows.filter((part) => part.wire > 0.002 * wire)); // the others would not be seen
@@ -370,7 +360,7 @@ document.getElementById("spans").addEventListener("click", (event) => {
 document.getElementById("pause").addEventListener("click", () => setPaused(!view.paused));
 document.getElementById("numbers").addEventListener("click", () => setNumbers(!view.numbers));
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
   const spans = { 1: 60, 2: 600, 3: 3600, 4: 0 };
   const places = { s: () => shards.focus(), w: () => document.getElementById("title-workers").scrollIntoView(), e: () => events.list.focus() };
   if (event.key in spans) setSpan(spans[event.key]);

@@ -23,9 +23,8 @@ function mark(node, name) {
 
 // A table whose rows are kept by their keys. Columns: {label, width, number?, wide?, title?, make?(cell), fill(cell, row)}.
 class Rows {
-  constructor(id, columns, { key, old, detail, none }) {
-    Object.assign(this, { columns, key, old, detail, none });
-    this.place = document.getElementById(id);
+  constructor(place, columns, { key, old, detail, none }) {
+    Object.assign(this, { place, columns, key, old, detail });
     this.table = el("table");
     const group = el("colgroup");
     const head = el("tr");
@@ -258,7 +257,7 @@ function makeShards() {
       fill: (cell, row, made) => made.spark.add(row.pull_p99, fmt.ms(row.pull_p99)),
     },
   ];
-  return new Rows("shards", columns, {
+  return new Rows(document.getElementById("shards"), columns, {
     key: (row) => row.address,
     old: (row) => row.stale,
     detail: shardDetail,
@@ -267,32 +266,82 @@ function makeShards() {
 }
 
 function shardDetail(cell, row) {
+  cell.tables ??= new Tables(cell, row.address);
   const facts = [
     row.address,
     `up ${fmt.seconds(row.uptime)}`,
     `process ${fmt.bytes(row.resident_bytes)}`,
-    `${row.connections} connections`,
+    `${row.connections} connection${row.connections === 1 ? "" : "s"}`,
     `${fmt.count(row.requests)} requests/s`,
     `waits in queue p99 ${fmt.ms(row.queue_p99)}`,
     `push p99 ${fmt.ms(row.push_p99)}`,
     `durability ${row.durability}${row.log_bytes ? `, log ${fmt.bytes(row.log_bytes)}` : ""}`,
   ];
   if (row.problem) facts.push(row.problem);
-  const table = el("table");
-  const head = el("tr");
-  for (const [name, number] of [["table"], ["dim", 1], ["rows", 1], ["bytes", 1], ["optimizer"], ["push"], ["pull"]]) {
-    head.append(el("th", number ? "number" : "", name));
+  write(cell.tables.facts, facts.join("   ·   "));
+  cell.tables.fill(row.num_tables);
+}
+
+// The tables of an open shard. There may be thousands, so the panel is asked for a few of those that match a filter.
+class Tables {
+  constructor(cell, address) {
+    this.address = address;
+    this.facts = el("p");
+    this.search = el("input");
+    Object.assign(this.search, { type: "search", placeholder: "filter by name" });
+    this.search.setAttribute("aria-label", `Filter the tables of ${address} by name`);
+    this.search.addEventListener("input", () => this.ask());
+    this.note = el("span", "note");
+    this.note.setAttribute("role", "status");
+    this.filter = el("div", "filter");
+    this.filter.append(this.search, this.note);
+    const place = el("div", "tables");
+    cell.append(this.facts, this.filter, place);
+    const columns = [
+      {
+        label: "table",
+        width: "30%",
+        title: true,
+        fill(name, row) {
+          write(name, row.name);
+          if (name.title !== row.name) name.title = row.name;
+        },
+      },
+      { label: "dim", width: "8%", number: true, fill: text((row) => fmt.count(row.dim)) },
+      { label: "rows", width: "16%", number: true, fill: text((row) => fmt.count(row.rows)) },
+      { label: "bytes", width: "12%", number: true, fill: text((row) => fmt.bytes(row.bytes)) },
+      { label: "optimizer", width: "14%", fill: text((row) => row.optimizer) },
+      { label: "push", width: "10%", fill: text((row) => row.push_codec) },
+      { label: "pull", width: "10%", fill: text((row) => row.pull_codec) },
+    ];
+    this.rows = new Rows(place, columns, { key: (row) => row.name, none: "" });
+    this.rows.table.hidden = true;
   }
-  table.append(el("thead"), el("tbody"));
-  table.tHead.append(head);
-  for (const one of row.tables) {
-    const line = el("tr");
-    line.append(el("td", "", one.name), el("td", "number", String(one.dim)), el("td", "number", fmt.count(one.rows)));
-    line.append(el("td", "number", fmt.bytes(one.bytes)), el("td", "", one.optimizer));
-    line.append(el("td", "", one.push_codec), el("td", "", one.pull_codec));
-    table.tBodies[0].append(line);
+
+  fill(count) {
+    this.count = count;
+    if (!this.asked || performance.now() - this.asked > 900) this.ask();
   }
-  cell.replaceChildren(el("p", "", facts.join("   ·   ")), ...(row.tables.length ? [table] : []));
+
+  async ask() {
+    const asked = (this.asked = performance.now());
+    try {
+      const reply = await fetch(`tables.json?${new URLSearchParams({ shard: this.address, match: this.search.value })}`);
+      const found = await reply.json();
+      if (asked === this.asked) later([() => this.show(found)]);
+    } catch {
+      // the banner tells when the panel does not answer
+    }
+  }
+
+  show({ matching, tables }) {
+    this.filter.hidden = this.count <= tables.length && !this.search.value;
+    const some = tables.length < matching ? `the first ${tables.length} of ` : "";
+    write(this.note, `${some}${fmt.count(matching)} ${this.search.value ? `that match, of ${fmt.count(this.count)} tables` : "tables"}`);
+    write(this.rows.empty, this.count ? "No table has this in its name." : "No table has been declared.");
+    this.rows.arrange(tables);
+    tables.forEach((row) => this.rows.fill(row));
+  }
 }
 
 function makeWorkers() {
@@ -354,7 +403,7 @@ function makeWorkers() {
       },
     },
   ];
-  return new Rows("workers", columns, {
+  return new Rows(document.getElementById("workers"), columns, {
     key: (row) => row.worker,
     old: (row) => row.state === "ended" || row.state === "gone",
     none: "No worker trains on these shards.",
@@ -378,12 +427,12 @@ function stateOf(row) {
 function makeBytes() {
   const columns = [
     { label: "", width: "25%", title: true, fill: text((row) => (row.part === row.direction ? "other" : `${row.direction} ${row.part}`)) },
-    { label: "codec", width: "22%", fill: text((row) => row.codec) },
+    { label: "codec", width: "22%", fill: text((row) => row.codec || "–") },
     { label: "sent", width: "18%", number: true, fill: text((row) => fmt.bytes(row.wire)) },
     { label: "as float32", width: "20%", number: true, fill: text((row) => fmt.bytes(row.raw)) },
     { label: "saved", width: "15%", number: true, fill: text((row) => (row.wire ? `${(row.raw / row.wire).toFixed(1)}×` : "–")) },
   ];
-  return new Rows("bytes", columns, {
+  return new Rows(document.getElementById("bytes"), columns, {
     key: (row) => `${row.direction} ${row.part}`,
     none: "A worker's bytes are in the folder of its run: name it with --run.",
   });
