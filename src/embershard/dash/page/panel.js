@@ -216,7 +216,7 @@ function showFacts(sample) {
   const bad = sample.shards.filter((shard) => !HEALTH[shard.health]);
   const total = sample.shards.reduce((sum, shard) => sum + (shard.stale ? 0 : shard.rows), 0);
   const stale = sample.shards.some((shard) => shard.stale);
-  fact("shards", sample.shards.length ? `${good} of ${sample.shards.length}` : "–", sample.shards.length ? (bad.length ? `${bad.length === 1 && bad[0].shard != null ? `shard ${bad[0].shard}` : `${bad.length} shards`}: ${bad[0].health}` : `${fmt.short(total)} rows${stale ? " on those that answer" : ""}`) : "not watched", bad.length ? "bad" : "");
+  fact("shards", sample.shards.length ? `${good} of ${sample.shards.length}` : "–", sample.shards.length ? (bad.length ? whatIsBad(bad) : `${fmt.short(total)} rows${stale ? " on those that answer" : ""}`) : "not watched", bad.length ? "bad" : "");
   const training = sample.workers.filter((worker) => worker.state === "trains" || worker.state === "paused").length;
   const held = sample.workers.filter((worker) => ["waited for", "silent"].includes(worker.state) || worker.waits_for_shards.length);
   fact("workers", sample.workers.length ? (run?.ended ? String(sample.workers.length) : `${training} of ${sample.workers.length}`) : "–", held.length ? held[0].state === "waits" ? `wait for shard ${held[0].waits_for_shards.join(", ")}` : `worker ${held[0].worker} ${held[0].state === "silent" ? "is silent" : "is waited for"}`  : run?.ended ? "trained" : sample.workers.length ? "train" : "none yet", held.length ? "warn" : "");
@@ -224,6 +224,13 @@ function showFacts(sample) {
   const pill = document.getElementById("state");
   mark(pill, `pill ${kind}`);
   write(pill, label);
+}
+
+function whatIsBad(shards) {
+  if (shards.length === 1 && shards[0].shard != null) return `shard ${shards[0].shard}: ${shards[0].health}`;
+  const counts = new Map();
+  for (const { health } of shards) counts.set(health, (counts.get(health) ?? 0) + 1);
+  return [...counts].map(([health, count]) => `${health}: ${count}`).join(", ");
 }
 
 function overall({ run, shards: rows, workers: who }, late, bad) {
@@ -310,7 +317,8 @@ function reconnect() {
         { name: "pushed_rows", label: "rows pushed/s", color: "--violet" },
       ];
     }
-    if (hello.last) showSoon(hello.last);
+    if (view.paused) view.waiting = hello.last;
+    else if (hello.last) showSoon(hello.last);
   });
   source.addEventListener("sample", (event) => {
     heard();
@@ -362,7 +370,7 @@ document.getElementById("numbers").addEventListener("click", () => setNumbers(!v
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
   const spans = { 1: 60, 2: 600, 3: 3600, 4: 0 };
-  const places = { s: () => shards.focus(), w: () => document.getElementById("title-workers").scrollIntoView(), e: () => events.list.focus() };
+  const places = { s: () => shards.focus(), w: () => workers.focus(), e: () => events.list.focus() };
   if (event.key in spans) setSpan(spans[event.key]);
   else if (event.key === "p") setPaused(!view.paused);
   else if (event.key === "t") setNumbers(!view.numbers);

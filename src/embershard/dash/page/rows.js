@@ -10,6 +10,7 @@ const PARTS = [
 ];
 
 const SOME = 6;
+const SHOWN_WORKERS = 3; // by their numbers
 
 function write(node, text) {
   if (node.firstChild?.nodeType === 3 && node.childNodes.length === 1) {
@@ -125,7 +126,9 @@ class Rows {
   }
 
   focus() {
-    (this.body.querySelector("tr[tabindex]") ?? this.place).focus();
+    const to = this.body.querySelector("tr[tabindex]") ?? this.place;
+    to.focus({ preventScroll: true });
+    this.place.previousElementSibling.scrollIntoView(); // its title, too
   }
 }
 
@@ -206,6 +209,9 @@ class Spark {
 
 const HEALTH = { serving: "good", loading: "warn", recovering: "warn", ending: "warn", starting: "warn" };
 
+// A field of a shard; null of one that never answered.
+const known = (row, name) => (row.age == null ? null : row[name]);
+
 function makeShards() {
   const seen = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting, boundingClientRect } of entries) {
@@ -214,10 +220,18 @@ function makeShards() {
     }
   });
   const columns = [
-    { label: "shard", width: "6%", title: true, fill: text((row) => (row.shard == null ? row.address : String(row.shard))) },
+    {
+      label: "shard",
+      width: "10%",
+      title: true,
+      fill(cell, row) {
+        write(cell, row.shard == null ? row.address.replace(/^.*:\/\//, "") : String(row.shard));
+        if (cell.title !== row.address) cell.title = row.address;
+      },
+    },
     {
       label: "health",
-      width: "11%",
+      width: "15%",
       make: (cell) => cell.append(el("span", "dot")),
       fill(cell, row) {
         const kind = HEALTH[row.health] ?? "bad";
@@ -230,11 +244,11 @@ function makeShards() {
         if (cell.title !== title) cell.title = title;
       },
     },
-    { label: "rows", width: "9%", number: true, fill: text((row) => fmt.count(row.rows)) },
-    { label: "bytes", width: "8%", number: true, fill: text((row) => fmt.bytes(row.table_bytes)) },
+    { label: "rows", width: "9%", number: true, fill: text((row) => fmt.count(known(row, "rows"))) },
+    { label: "bytes", width: "8%", number: true, fill: text((row) => fmt.bytes(known(row, "table_bytes"))) },
     {
       label: "memory used",
-      width: "19%",
+      width: "17%",
       wide: true,
       make: gauge,
       fill: (cell, row) =>
@@ -246,12 +260,12 @@ function makeShards() {
     },
     { label: "apply busy", width: "11%", wide: true, make: gauge, fill: (cell, row) => fillGauge(cell, row.busy, fmt.percent(row.busy)) },
     { label: "queue", width: "7%", number: true, fill: text((row) => (row.stale ? "–" : fmt.bytes(row.queued_bytes))) },
-    { label: "in", width: "8%", number: true, fill: text((row) => fmt.rate(row.received)) },
-    { label: "out", width: "8%", number: true, fill: text((row) => fmt.rate(row.sent)) },
-    { label: "log lag", width: "7%", number: true, fill: text((row) => (row.durability === "memory" ? "no log" : fmt.bytes(row.log_waiting_bytes))) },
+    { label: "in", width: "7%", number: true, fill: text((row) => fmt.rate(row.received)) },
+    { label: "out", width: "7%", number: true, fill: text((row) => fmt.rate(row.sent)) },
+    { label: "log lag", width: "7%", number: true, fill: text((row) => (known(row, "durability") === "memory" ? "no log" : fmt.bytes(known(row, "log_waiting_bytes")))) },
     {
       label: "pull p99",
-      width: "15%",
+      width: "11%",
       wide: true,
       make: (cell, made) => (made.spark = new Spark(cell, seen, view.sparks?.[made.key] ?? [])),
       fill: (cell, row, made) => made.spark.add(row.pull_p99, fmt.ms(row.pull_p99)),
@@ -354,25 +368,27 @@ function makeWorkers() {
     legend.append(item);
   }
   const columns = [
-    { label: "worker", width: "9%", title: true, fill: text((row) => String(row.worker)) },
+    { label: "worker", width: "7%", title: true, fill: text((row) => String(row.worker)) },
     {
       label: "state",
-      width: "25%",
+      width: "28%",
       wide: true,
       make: (cell) => cell.append(el("span", "dot")),
       fill(cell, row) {
         const kind = { trains: "good", silent: "bad", gone: "bad", "waited for": "bad", waits: "warn" }[row.state] ?? "plain";
         mark(cell.firstChild, `dot ${kind}`);
         write(cell.firstChild, stateOf(row));
+        const title = row.waits_for.length > SHOWN_WORKERS ? `waits for workers ${row.waits_for.join(", ")}` : "";
+        if (cell.title !== title) cell.title = title;
       },
     },
-    { label: "clock", width: "10%", number: true, fill: text((row) => fmt.count(row.clock)) },
-    { label: "lease", width: "9%", number: true, fill: text((row) => fmt.seconds(row.lease)) },
+    { label: "clock", width: "12%", number: true, fill: text((row) => fmt.count(row.clock)) },
+    { label: "lease", width: "8%", number: true, fill: text((row) => fmt.seconds(row.lease)) },
     { label: "samples/s", width: "12%", number: true, fill: text((row) => fmt.count(row.samples_per_second)) },
     { label: "step", width: "10%", number: true, fill: text((row) => fmt.ms(row.step_ms)) },
     {
       label: "where a step goes",
-      width: "25%",
+      width: "23%",
       wide: true,
       make(cell) {
         const stack = el("div", "stack");
@@ -414,7 +430,7 @@ function stateOf(row) {
   switch (row.state) {
     case "waits":
       if (row.waits_for_shards.length) return `waits for shard ${row.waits_for_shards.join(", ")}, ${fmt.seconds(row.seconds)}`;
-      return `waits for ${row.waits_for.length ? `worker ${row.waits_for.join(", ")}` : "the others"}, ${fmt.seconds(row.seconds)}`;
+      return `waits for ${whom(row.waits_for)}, ${fmt.seconds(row.seconds)}`;
     case "waited for":
       return `others wait for it, ${fmt.seconds(row.seconds)}`;
     case "silent":
@@ -422,6 +438,11 @@ function stateOf(row) {
     default:
       return row.state;
   }
+}
+
+function whom(workers) {
+  if (!workers.length) return "the others";
+  return workers.length > SHOWN_WORKERS ? `${workers.length} workers` : `worker ${workers.join(", ")}`;
 }
 
 function makeBytes() {
