@@ -166,7 +166,7 @@ class ShardWatch:
             row.health = self._silence if self.problem else "starting"
             return row
         row.age = round(max(0.0, time.monotonic() - self._answers[-1][0]), 1)
-        row.health = self._silence if row.stale else _health(status, lost=lost)
+        row.health = self._silence if row.stale else health_of(status, lost=lost)
         row.shard, row.num_shards, row.uptime = status.shard, status.num_shards, status.uptime_seconds
         row.num_tables = len(status.tables)
         row.rows, row.table_bytes = sum(t.rows for t in status.tables), sum(t.bytes for t in status.tables)
@@ -310,7 +310,8 @@ def _total(status: ShardStatus, name: str) -> int:
     return sum(getattr(transport, name) for transport in status.transports)
 
 
-def _health(status: ShardStatus, *, lost: bool) -> str:
+def health_of(status: ShardStatus, *, lost: bool) -> str:
+    """The state of a shard that answers in one or two words; `lost` says that its rows do not belong to the others'."""
     if lost:
         return "rows lost"
     if status.recovering:
