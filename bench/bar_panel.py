@@ -11,7 +11,8 @@ rounds:
   takes over 100 ms, and p99 of the script of a frame is at most 8 ms. Both are CPU time of that thread, from a trace,
   since the machine may be busy.
 - `rare`: shards that are down, never answered and lost their rows, a worker that waits for many, large and small
-  counts: each is shown whole, and as what it is. Nothing is wider than a window of 320 pixels.
+  counts: each is shown whole, and as what it is. Nothing is wider than a window of 320 pixels. A page that is hidden
+  ends its stream, and makes it anew when it is shown.
 - `silent`: nobody pulls any more; the last latencies are greyed, as what they are: numbers of the past.
 - `job`: the page is opened while `embershard train --dash` begins; it shows each sample, the loss and the metric, and
   once more after the run has ended, from its folder.
@@ -60,7 +61,7 @@ from harness.served import ServedShard
 from harness.shards import make_shard, table
 
 ROOT = Path(__file__).resolve().parent.parent
-LATE_SECONDS = 3  # as of charts.js
+LATE_SECONDS, HIDDEN_SECONDS = 3, 10  # as of charts.js and panel.js
 LATENCY_MS, HEAP_GROWTH_MIB, TASK_MS, SCRIPT_MS = 250.0, 2.0, 100.0, 8.0
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--js-flags=--expose-gc"]
 SCRIPT = {"FireAnimationFrame", "FunctionCall", "EventDispatch", "RunMicrotasks", "TimerFire", "EvaluateScript"}
@@ -265,7 +266,24 @@ def rare(browser: Browser) -> dict[str, object]:
         page.page.set_viewport_size({"width": 320, "height": 700})
         if page.page.evaluate("document.documentElement.scrollWidth") > 320:
             wrong.append("the page is wider than 320 pixels")
+        wrong += hidden(page)
         return {"wrong": wrong, **page.close()}
+
+
+def hidden(page: Watched) -> Iterator[str]:
+    """What a page does wrong that is hidden and shown again."""
+    hide = "Object.defineProperty(document, 'hidden', {get: () => %s, configurable: true});"
+    tell = "document.dispatchEvent(new Event('visibilitychange'));"
+    page.page.evaluate(hide % "true" + tell)
+    time.sleep(HIDDEN_SECONDS + 2)
+    shown = page.shown()
+    time.sleep(LATE_SECONDS + 2)
+    if page.shown() != shown:
+        yield "a page that is hidden has its stream still"
+    page.page.evaluate(hide % "false" + tell)
+    time.sleep(2)
+    if page.shown() == shown or page.page.locator("#banner").is_visible():
+        yield "a page that is shown again shows no new sample"
 
 
 def job(browser: Browser) -> dict[str, object]:

@@ -1,5 +1,6 @@
 // The page: takes samples from the stream, keeps them, and shows them, a few milliseconds of work a frame.
 const BUDGET_MS = 4;
+const HIDDEN_MS = 10_000; // until a page that is hidden ends its stream
 
 const tracks = {
   series: new Track(["pull_p50", "pull_p99", "push_p50", "push_p99", "pulled_rows", "pushed_rows", "received", "sent"], ["pull_p99", "push_p99"]),
@@ -331,8 +332,22 @@ function reconnect() {
   source.onerror = () => {
     view.broken = true;
     showBanner();
-    if (source.readyState === EventSource.CLOSED) setTimeout(reconnect, 2000);
+    if (source?.readyState === EventSource.CLOSED) setTimeout(() => source && reconnect(), 2000);
   };
+}
+
+// A browser opens six connections to a server, and a stream takes one: pages that nobody sees leave theirs to others.
+let leaving = null;
+
+function hideOrShow() {
+  clearTimeout(leaving);
+  if (document.hidden) {
+    leaving = setTimeout(() => {
+      source.close();
+      source = null;
+      view.received = 0; // it is not the panel that is silent
+    }, HIDDEN_MS);
+  } else if (!source) reconnect();
 }
 
 function heard() {
@@ -376,5 +391,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "t") setNumbers(!view.numbers);
   else places[event.key]?.();
 });
+document.addEventListener("visibilitychange", hideOrShow);
 setInterval(showBanner, 1000);
 reconnect();
+hideOrShow(); // a page may be opened where nobody sees it
