@@ -203,7 +203,7 @@ function showFacts(sample) {
     const waits = (run.waits.shards ?? 0) + (run.waits.workers ?? 0) + (run.waits.data ?? 0);
     fact("speed", fmt.short(rate), run.ended ? "mean of the run" : old ? (pauses ? "training pauses" : `no line in its log for ${fmt.seconds(late)}`) : `${fmt.percent(waits)} of it waiting`, old);
     const share = run.total_samples ? Math.min(1, run.samples / run.total_samples) : null;
-    const left = share && rate && !run.ended ? `, ${fmt.seconds((run.total_samples - run.samples) / rate)} left` : "";
+    const left = share && rate && !run.ended && !old ? `, ${fmt.seconds((run.total_samples - run.samples) / rate)} left` : "";
     fact("progress", share == null ? fmt.short(run.samples) : fmt.percent(share), share == null ? "samples" : `${fmt.short(run.samples)} of ${fmt.short(run.total_samples)}${run.ended ? " samples" : left}`, old);
     document.querySelector("#fact-progress .meter i").style.transform = `scaleX(${share ?? 0})`;
   } else {
