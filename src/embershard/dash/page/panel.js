@@ -185,7 +185,7 @@ function fact(id, value, note = "", kind = "", label = null) {
 function showFacts(sample) {
   const { run } = sample;
   const rate = run?.samples_per_second;
-  const late = run && !run.ended && run.last != null ? sample.time - run.last : 0;
+  const late = run && !run.ended ? (run.age ?? 0) : 0;
   const old = late > LATE_SECONDS ? "old" : "";
   const pauses = sample.workers.some((worker) => worker.state === "paused");
   write(document.getElementById("job"), run?.name || (run ? "a run that begins" : "shards"));
