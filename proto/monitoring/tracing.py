@@ -59,6 +59,7 @@ class Span(NamedTuple):
     start: float
     end: float
     attributes: Mapping[str, str | int]
+    serves: bool = False  # a request of another process: a span of kind SERVER
 
 
 step_trace = b""  # what a request of this step carries: empty, but where the step is traced
@@ -143,7 +144,7 @@ class SpanSender:
     def _made(self, trace: bytes, spans: Sequence[Span], epoch_ns: int) -> list[Any]:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.trace import SpanContext, TraceFlags
+        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
         def context(span: bytes) -> SpanContext | None:
             if not span:
@@ -159,6 +160,7 @@ class SpanSender:
                 parent=context(one.parent),
                 resource=resource,
                 attributes=one.attributes,
+                kind=SpanKind.SERVER if one.serves else SpanKind.INTERNAL,
                 start_time=epoch_ns + int(one.start * 1e9),
                 end_time=epoch_ns + int(one.end * 1e9),
             )
@@ -223,7 +225,7 @@ class RequestTracer:
         """The request was handled: `moments` are its arrival and the ends of its parts."""
         own = _request.get()
         assert own is not None
-        spans = [Span(name, own.span, context.span, moments[0], moments[-1], {})]
+        spans = [Span(name, own.span, context.span, moments[0], moments[-1], {}, serves=True)]
         for part, start, end in zip(parts, moments[:-1], moments[1:], strict=True):
             spans.append(Span(part, secrets.token_bytes(SPAN_BYTES), own.span, start, end, {}))
         self._sender.send(context.trace, spans)

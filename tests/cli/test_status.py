@@ -1,6 +1,7 @@
 """What `embershard status` shows of shards, of workers and of the staleness really seen."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from doctor_cases import STATUS, TABLE, member
@@ -67,12 +68,31 @@ GIB = 2**30
         ),
         ([replace(EMPTY, recovering=True, log_bytes=1)], "h:1 recovering"),
         ([replace(EMPTY, failed_update="the update failed")], "h:1: the update failed"),
+        ([replace(EMPTY, failed_update="the update failed")], "0/1 h:1 update failed"),
+        ([replace(EMPTY, draining=True)], "0/1 h:1 ending"),
         ([replace(EMPTY, used_bytes=3 * GIB, budget_bytes=4 * GIB)], "rows tables used left"),
         ([replace(EMPTY, used_bytes=3 * GIB, budget_bytes=4 * GIB)], "3.0 GiB 1.0 GiB"),
     ],
 )
 def test_what_shards_say_is_shown(statuses, words):
     assert words in shown(*statuses)
+
+
+def test_tables_of_many_shards_are_gone_through_once_and_not_for_each_table():
+    looks = []
+
+    class Part(SimpleNamespace):
+        @property
+        def name(self):
+            looks.append(self)
+            return f"t{self.number}"
+
+    fields = {"rows": 2, "bytes": 8, "dim": 4, "optimizer": "sgd", "push_codec": "", "pull_codec": ""}
+    parts = [Part(number=number, **fields) for number in range(50)]
+    seen = [command.Seen(f"h:{k}", status=SimpleNamespace(tables=parts)) for k in range(4)]
+    (view,) = command._tables(seen)
+    assert view.row_count == 50
+    assert len(looks) == 200
 
 
 def test_shards_without_workers_show_none():

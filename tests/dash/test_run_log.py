@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import pytest
 
@@ -58,6 +59,31 @@ def test_another_number_of_workers_is_an_event(tmp_path, log):
         line = {"record": "workers", "time": 7.0, "before": 2, "workers": 3, "reason": "900 samples/s"}
         file.write(json.dumps(line) + "\n")
     assert FollowedLog(tmp_path).read()[0][-1].text == "workers: 2 -> 3: 900 samples/s"
+
+
+def test_the_age_of_the_last_line_is_not_by_the_clock_of_another_machine(tmp_path, log, monkeypatch):
+    log.started(PLAN)
+    followed = FollowedLog(tmp_path)
+    monkeypatch.setattr("time.time", lambda behind=time.time: behind() + 900.0)
+    followed.read()
+    assert followed.state.age >= 900.0  # it may be of a run that ended long ago
+    monkeypatch.undo()
+    with log.path.open("a") as file:
+        file.write(json.dumps({"record": "train", "time": time.time() - 900.0, "step": 5}) + "\n")
+    followed.read()
+    assert followed.state.age < 100.0
+
+
+def test_the_age_of_a_long_log_is_that_of_its_last_line_until_all_is_read(tmp_path, log, monkeypatch):
+    log.started(PLAN)
+    with log.path.open("a") as file:
+        for step in range(9):
+            file.write(json.dumps({"record": "train", "time": 7.0, "step": step}) + "\n")
+    monkeypatch.setattr("embershard.dash.run_log._MOST_BYTES", 500)
+    followed = FollowedLog(tmp_path)
+    while followed.state.step < 8:
+        followed.read()
+    assert followed.state.age > 1e6
 
 
 def test_each_line_is_taken_once_and_a_half_written_one_later(tmp_path, log):
@@ -122,8 +148,8 @@ def test_a_damaged_line_is_left_out(tmp_path, log, line):
 def test_a_record_of_a_worker_of_an_earlier_run_is_not_shown(tmp_path, log):
     log.started(PLAN)
     (tmp_path / "workers").mkdir()
-    for worker, time in ((0, 1.0), (1, 4e9)):
-        (tmp_path / "workers" / f"{worker}.json").write_text(json.dumps({"worker": worker, "time": time}))
+    for worker, written in ((0, 1.0), (1, 4e9)):
+        (tmp_path / "workers" / f"{worker}.json").write_text(json.dumps({"worker": worker, "time": written}))
     (tmp_path / "workers" / "2.json").write_text("{")
     followed = FollowedLog(tmp_path)
     followed.read()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from embershard.dash.events import Severity
+from embershard.dash.run_log import FollowedLog
 from embershard.dash.sampler import Sampler
 from embershard.dash.shards import ShardWatch
 from embershard.dash.workers import WorkersWatch
@@ -62,6 +63,13 @@ def test_a_shard_that_serves_has_rates_and_latencies(sampler, served):
     assert row.received > 0
     assert 0 < row.pull_p50 <= row.pull_p99
     assert 0 <= row.busy <= 1
+
+
+def test_bytes_of_a_step_have_the_codecs_of_their_tables(sampler, served, tmp_path, monkeypatch):
+    parts = [{"direction": "push", "part": part, "wire": 1, "raw": 4} for part in ("rows", "dense", "ids")]
+    monkeypatch.setattr(sampler, "_run", FollowedLog(tmp_path, wait=True))
+    monkeypatch.setattr(FollowedLog, "workers", lambda log: {0: {"bytes": parts}})
+    assert [part["codec"] for part in sampler.sample().bytes] == ["float32", "", ""]
 
 
 def test_a_shard_that_is_gone_is_stale_with_the_age_of_its_last_answer_and_without_rates(sampler, served):

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from urllib.parse import urlencode
 
 import pytest
 import uvicorn
@@ -17,6 +18,7 @@ from embershard.dash.page import build_page
 from embershard.dash.sampler import Sampler
 from harness.eventually import eventually
 from harness.served import ServedShard
+from harness.shards import make_shard, table
 
 # of uplot-1.6.32.tgz, from the npm registry
 UPLOT = {
@@ -34,7 +36,22 @@ def shard():
 
 @pytest.fixture
 def panel(shard):
-    """A panel that serves; its address."""
+    """A panel that serves; its port."""
+    with served(shard) as port:
+        yield port
+
+
+@pytest.fixture
+def many_tables():
+    """A panel of a shard with 60 tables; its port, and the shard's address."""
+    made = ServedShard(shard=make_shard(*(table(f"user-{k}") for k in range(60))))
+    with served(made) as port:
+        yield port, made.address
+    made.stop()
+
+
+@contextlib.contextmanager
+def served(shard):
     sock = server.listen("127.0.0.1:0")
     config = uvicorn.Config(server.make_app(Sampler([shard.address], interval=0.02)), log_level="warning")
     running = server.PanelServer(config)
@@ -72,7 +89,7 @@ def test_the_library_of_charts_is_the_published_one():
 def test_the_page_names_no_address_that_a_browser_would_load():
     html = build_page().html.decode()
     assert not re.search(r"""(?:src|href|action)\s*=\s*["'](?!data:)""", html)
-    assert not re.search(r"""@import|url\((?!data:)|fetch\(|XMLHttpRequest|sendBeacon|WebSocket""", html)
+    assert not re.search(r"""@import|url\((?!data:)|fetch\((?!`tables)|XMLHttpRequest|sendBeacon|WebSocket""", html)
 
 
 def test_the_policy_allows_what_the_page_holds_and_nothing_else(panel):
@@ -82,6 +99,25 @@ def test_the_policy_allows_what_the_page_holds_and_nothing_else(panel):
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert policy.count("sha256-") == 4
+
+
+def test_tables_are_sent_to_who_opens_a_shard_and_a_few_at_once(many_tables):
+    port, address = many_tables
+    stream = events(ask(port, "/stream"))
+    next(stream)
+    _, sample = next(stream)
+    (row,) = sample["shards"]
+    assert (row["num_tables"], "tables" in row) == (60, False)
+
+    def tables(query):
+        found = json.load(ask(port, f"/tables.json?{urlencode(query)}"))
+        return found["matching"], [table["name"] for table in found["tables"]]
+
+    assert tables({"shard": address}) == (60, [f"user-{k}" for k in range(50)])
+    assert tables({"shard": address, "match": "R-5"}) == (11, ["user-5", *(f"user-{k}" for k in range(50, 60))])
+    assert tables({"shard": "tcp://10.0.0.1:1"}) == tables({}) == (0, [])
+    state = json.load(ask(port, "/state.json"))
+    assert [len(shard["tables"]) for shard in state["shards"]] == [60]
 
 
 def test_a_stream_begins_with_all_until_now_and_goes_on_with_each_sample(panel):

@@ -41,13 +41,30 @@ def test_shards_are_shown_sorted_and_opened_by_keys(addresses):
             await pilot.press("down", "enter")
             await pilot.pause()
             opened = app.shards[1]
-            assert opened.tables[0].name in str(app.query_one("#detail").render())
+            (of_shard,) = app._sampler.tables(opened.address)
+            assert f"{of_shard.name}: 0 rows" in str(app.query_one("#detail").render())
             before = app.sort_column
             await pilot.press("s")
             assert app.sort_column != before
             await pilot.press("q")
 
     asyncio.run(use())
+
+
+def test_an_open_shard_with_many_tables_leaves_room_for_the_rest():
+    shard = ServedShard(shard=make_shard(*(table(f"t{k}") for k in range(30))))
+    app = TopApp(Sampler([shard.address], interval=0.05))
+
+    async def use() -> None:
+        async with app.run_test(size=(140, 40)) as pilot:
+            await shown(app, pilot)
+            await pilot.press("enter")
+            await pilot.pause()
+            lines = str(app.query_one("#detail").render()).splitlines()
+            assert (len(lines), lines[-1]) == (22, "  and 10 more, which `embershard status` prints")
+
+    asyncio.run(use())
+    shard.stop()
 
 
 def test_it_stands_still_while_it_is_paused(addresses):

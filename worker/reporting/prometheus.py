@@ -88,7 +88,8 @@ class MonitoredWorker:
         for table in sorted(self._session.table_names):
             push, pull = compressor.coded_pushes.get(table), compressor.coded_pulls.get(table)
             codecs[table, str(push or "float32"), str(pull or "float32")] = 1
-        yield from by_table(f"{_PREFIX}table_codec_info", codecs)
+        for sample in by_table(f"{_PREFIX}table_codec_info", codecs):
+            yield sample._replace(value=1)  # also of tables that are added up
 
     def not_live(self) -> str:
         """Why the process should be started again: never for what other workers, or shards, do not do."""

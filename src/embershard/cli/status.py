@@ -21,9 +21,10 @@ from rich.table import Table
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import FIRST_OF_UP, RunningShards, shards_of_up
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
+from embershard.dash.shards import health_of
 from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import GetStatus, Request, ShardStatus
+from embershard.proto.messages import GetStatus, Request, ShardStatus, TableStatus
 from embershard.proto.transport.addresses import shard_addresses, transport_for
 from embershard.proto.transport.transport import Transport, Unreachable
 from embershard.worker.client.lineage import shards_without_rows
@@ -31,6 +32,7 @@ from embershard.worker.client.lineage import shards_without_rows
 _TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long
 _SAMPLE_SECONDS = 0.5
 _WATCH_SECONDS = 1.0
+_COLORS = {"serving": "green", "loading": "yellow", "recovering": "yellow", "ending": "yellow"}  # of health; else red
 
 
 @dataclass(frozen=True)
@@ -227,23 +229,23 @@ def _loss(status: ShardStatus) -> str:
 
 
 def _health(status: ShardStatus, *, has_lost_rows: bool) -> str:
-    if has_lost_rows:
-        return "[red]rows lost[/]"
-    if status.recovering:
-        return "[yellow]recovering[/]"
-    return "[yellow]loading[/]" if any(table.loading for table in status.tables) else "[green]serving[/]"
+    health = health_of(status, lost=has_lost_rows)
+    return f"[{_COLORS.get(health, 'red')}]{health}[/]"
 
 
 def _tables(seen: Sequence[Seen]) -> list[Table]:
     """Every table, summed over the shards; nothing where there are none."""
-    parts = [table for one in seen if one.status for table in one.status.tables]
+    parts: dict[str, list[TableStatus]] = {}
+    for one in seen:
+        for table in one.status.tables if one.status else ():
+            parts.setdefault(table.name, []).append(table)
     if not parts:
         return []
-    coded = any(codec not in ("", "none") for part in parts for codec in (part.push_codec, part.pull_codec))
+    firsts = [mine[0] for mine in parts.values()]  # of which all shards say the same but for sizes
+    coded = any(codec not in ("", "none") for first in firsts for codec in (first.push_codec, first.pull_codec))
     codecs = ("\npush", "\npull") if coded else ()
     view = _table_of(("\ntable", "\noptimizer", *codecs), ("\ndim", "\nrows", "\nbytes"))
-    for name in dict.fromkeys(part.name for part in parts):
-        mine = [part for part in parts if part.name == name]
+    for name, mine in parts.items():
         rows, held = sum(part.rows for part in mine), sum(part.bytes for part in mine)
         used = (mine[0].push_codec, mine[0].pull_codec) if coded else ()
         view.add_row(name, mine[0].optimizer, *used, str(mine[0].dim), f"{rows:,}", size(held))
@@ -258,10 +260,11 @@ def _workers(statuses: Sequence[ShardStatus]) -> list[Table]:
     bound = max(status.staleness for status in statuses)
     view = _table_of(("\nworker",), ("\nclock", "\nlease", f"staleness {'off' if bound < 0 else bound}\nstate"))
     closed = min(status.clock for status in statuses)
+    furthest = max(member.clock for member in members)
     for worker, of_one in groupby(members, key=lambda member: member.worker):
         parts = list(of_one)
         clock = min(part.clock for part in parts)
-        waited_for = bound >= 0 and clock <= closed < max(member.clock for member in members)
+        waited_for = bound >= 0 and clock <= closed < furthest
         state = "paused" if any(part.paused for part in parts) else "waited for" if waited_for else "trains"
         view.add_row(str(worker), f"{clock:,}", f"{min(part.lease_seconds for part in parts):.1f} s", state)
     return [view]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,8 @@ class RunState:
     metric: str = ""
     split: str | None = None
     began: float | None = None  # seconds since 1970
-    last: float | None = None  # likewise, of the last line
+    last: float | None = None  # likewise, of the last line, by the clock of who wrote it
+    age: float | None = None  # seconds since the last line
     samples: int = 0
     total_samples: int | None = None
     step: int = 0
@@ -63,6 +65,8 @@ class FollowedLog:
         if not wait:
             self._check()
         self._offset, self._inode = 0, 0
+        self._all_read = False  # of what was there at the last read
+        self._came: float | None = None  # time.monotonic() when a line came since then
         self._start()
 
     def _check(self) -> None:
@@ -85,8 +89,19 @@ class FollowedLog:
     def read(self) -> tuple[list[Event], dict[str, list[dict[str, float | None]]]]:
         """Take in new lines: what happened, and new points by track."""
         points: dict[str, list[dict[str, float | None]]] = {"training": [], "evaluations": []}
-        events = [event for line in self._new_lines() for event in self._take(line, points)]
+        all_read, lines = self._all_read, list(self._new_lines())
+        if lines and all_read:
+            self._came = time.monotonic()
+        events = [event for line in lines for event in self._take(line, points)]
+        self.state.age = self._age()
         return events, points
+
+    def _age(self) -> float | None:
+        if self.state.last is None:
+            return None
+        if self._came is not None:  # the clock of another machine may differ
+            return time.monotonic() - self._came
+        return max(0.0, time.time() - self.state.last)
 
     def workers(self) -> dict[int, Line]:
         """The records of this run's workers."""
@@ -108,6 +123,7 @@ class FollowedLog:
                     self.restarts = restarts
                 log.seek(self._offset)
                 data = log.read(_MOST_BYTES)
+                self._all_read = len(data) < _MOST_BYTES
         except OSError:
             return  # the job may make it later, or its disk is away: the age of the last line tells
         whole = data.rpartition(b"\n")[0]

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from embershard.dash.events import Event
-from embershard.dash.run_log import FollowedLog, RunState
-from embershard.dash.shards import ShardRow, ShardWatches
+from embershard.dash.run_log import FollowedLog, Line, RunState
+from embershard.dash.shards import ShardRow, ShardWatch, ShardWatches, TableRow, codec_of
 from embershard.dash.track import Track
 from embershard.dash.workers import WorkerRow, WorkersWatch
+from embershard.proto.messages import TableStatus
 from embershard.proto.security.tls import TLS
 from embershard.worker.client.lineage import shards_without_rows
 
@@ -102,6 +103,24 @@ class Sampler:
             sparks = {watch.address: list(watch.latencies) for watch in self._shards.watches}
             return {"interval": self._interval, "tracks": tracks, "events": events, "sparks": sparks, "last": last}
 
+    def state(self) -> dict[str, object] | None:
+        """The last sample with the tables of all shards; None before the first. Waits for a round."""
+        with self._lock:
+            if self.last is None:
+                return None
+            tables = {watch.address: list(map(dataclasses.asdict, watch.tables())) for watch in self._shards.watches}
+            shards = [{**dataclasses.asdict(row), "tables": tables.get(row.address, [])} for row in self.last.shards]
+            return {**self.last.as_json(), "shards": shards}
+
+    def tables(self, address: str, match: str = "") -> list[TableRow]:
+        """The tables of the shard at this address whose names contain `match`; no sample has them, as they may be many.
+
+        Waits for a round.
+        """
+        with self._lock:
+            watches = [watch for watch in self._shards.watches if watch.address == address]
+            return watches[0].tables(match) if watches else []
+
     def sample(self) -> PanelSample:
         """Ask all shards, read the run's log, and keep the points."""
         with self._lock:
@@ -134,7 +153,7 @@ class Sampler:
             shards=rows,
             workers=self._workers.rows(whole, down, records, state is not None and state.ended),
             staleness=[sum(column) for column in zip_longest(*(s.staleness_seen for s in whole), fillvalue=0)],
-            bytes=_bytes_of(records),
+            bytes=_bytes_of(records, self._shards.watches),
             series=series,
             points=points,
             events=events[-KEPT_EVENTS:],
@@ -164,6 +183,17 @@ def _sum_of(rows: Sequence[ShardRow], name: str) -> float | None:
     return sum(values) if values else None
 
 
-def _bytes_of(records: Mapping[int, Mapping[str, object]]) -> list[Mapping[str, object]]:
+def _bytes_of(records: Mapping[int, Line], watches: Sequence[ShardWatch]) -> list[Mapping[str, object]]:
+    """The bytes that the first worker recorded, by direction and part, with the codecs of those tables."""
     moved = records[min(records)].get("bytes") if records else None
-    return [part for part in moved if isinstance(part, dict)] if isinstance(moved, list) else []
+    parts = [part for part in moved if isinstance(part, dict)] if isinstance(moved, list) else []
+    tables = next((watch.status.tables for watch in watches if watch.status is not None), ()) if parts else ()
+    return [{**part, "codec": _codecs_of(part, tables)} for part in parts]
+
+
+def _codecs_of(part: Mapping[str, object], tables: Sequence[TableStatus]) -> str:
+    """The codecs of all tables for a part of rows, or of dense weights; empty for other parts."""
+    if part.get("part") not in ("rows", "dense"):
+        return ""
+    mine = [table for table in tables if (table.name == "dense") == (part["part"] == "dense")]
+    return ", ".join(dict.fromkeys(codec_of(getattr(table, f"{part.get('direction')}_codec", "")) for table in mine))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import ipaddress
 import json
@@ -24,6 +25,7 @@ from embershard.proto.errors import EmbershardError
 from embershard.proto.monitoring.exporter import names_this_machine
 
 _MOST_PAGES = 64
+MOST_TABLES = 50  # that an open shard shows at once: thousands would take the browser long, and nobody reads them
 _WAITING = 20  # samples for a page that does not read: it is dropped, and asks for all when it comes back
 _CONNECTIONS = 256
 
@@ -122,7 +124,13 @@ def make_app(sampler: Sampler, hosts: frozenset[str] = frozenset()) -> Starlette
         return StreamingResponse(pages.stream(), headers=common, media_type="text/event-stream")
 
     async def state(_: Request) -> Response:
-        return JSONResponse(None if sampler.last is None else sampler.last.as_json(), headers=common)
+        return JSONResponse(await asyncio.to_thread(sampler.state), headers=common)
+
+    async def tables(request: Request) -> Response:
+        query = request.query_params
+        found = await asyncio.to_thread(sampler.tables, query.get("shard", ""), query.get("match", ""))
+        shown = [dataclasses.asdict(table) for table in found[:MOST_TABLES]]
+        return JSONResponse({"matching": len(found), "tables": shown}, headers=common)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -131,7 +139,7 @@ def make_app(sampler: Sampler, hosts: frozenset[str] = frozenset()) -> Starlette
         yield
         await pages.stop()
 
-    routes = [Route("/", show), Route("/stream", stream), Route("/state.json", state)]
+    routes = [Route("/", show), Route("/stream", stream), Route("/state.json", state), Route("/tables.json", tables)]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.add_middleware(OwnHosts, names=hosts | {"localhost"})
     return app

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 from embershard.dash.events import Event, Severity
@@ -72,6 +72,7 @@ class ShardRow:
     stale: bool = True  # it did not answer for more than a second: rates are not known
     shard: int | None = None
     num_shards: int = 0
+    num_tables: int = 0
     rows: int = 0
     table_bytes: int = 0
     used_bytes: int = 0
@@ -94,7 +95,6 @@ class ShardRow:
     pull_p99: float | None = None
     push_p50: float | None = None
     push_p99: float | None = None
-    tables: list[TableRow] = field(default_factory=list)
 
 
 class ShardWatch:
@@ -166,13 +166,10 @@ class ShardWatch:
             row.health = self._silence if self.problem else "starting"
             return row
         row.age = round(max(0.0, time.monotonic() - self._answers[-1][0]), 1)
-        row.health = self._silence if row.stale else _health(status, lost=lost)
+        row.health = self._silence if row.stale else health_of(status, lost=lost)
         row.shard, row.num_shards, row.uptime = status.shard, status.num_shards, status.uptime_seconds
-        row.tables = [
-            TableRow(t.name, t.rows, t.bytes, t.dim, t.optimizer, t.push_codec or "float32", t.pull_codec or "float32")
-            for t in status.tables
-        ]
-        row.rows, row.table_bytes = sum(t.rows for t in row.tables), sum(t.bytes for t in row.tables)
+        row.num_tables = len(status.tables)
+        row.rows, row.table_bytes = sum(t.rows for t in status.tables), sum(t.bytes for t in status.tables)
         for name in ("used_bytes", "budget_bytes", "resident_bytes", "queued_bytes", "log_bytes", "log_waiting_bytes"):
             setattr(row, name, getattr(status, name))
         row.durability = status.durability
@@ -181,6 +178,15 @@ class ShardWatch:
             self._add_rates(row)
         self.latencies.append(row.pull_p99)
         return row
+
+    def tables(self, match: str = "") -> list[TableRow]:
+        """Its tables in the order of their declaration: those whose names contain `match`, in any case."""
+        match = match.casefold()
+        return [
+            TableRow(t.name, t.rows, t.bytes, t.dim, t.optimizer, codec_of(t.push_codec), codec_of(t.pull_codec))
+            for t in (() if self.status is None else self.status.tables)
+            if match in t.name.casefold()
+        ]
 
     def close(self) -> None:
         """Close the connection to the shard; a call under way ends with an error."""
@@ -290,6 +296,11 @@ class ShardWatches:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def codec_of(name: str) -> str:
+    """The name that is shown of a table's codec."""
+    return "float32" if name in ("", "none") else name
+
+
 def milliseconds(counts: Sequence[int], share: float) -> float | None:
     """Milliseconds that a share of the requests did not exceed; None where there were none."""
     return 1e3 * quantile(list(counts), share) if any(counts) else None
@@ -299,7 +310,8 @@ def _total(status: ShardStatus, name: str) -> int:
     return sum(getattr(transport, name) for transport in status.transports)
 
 
-def _health(status: ShardStatus, *, lost: bool) -> str:
+def health_of(status: ShardStatus, *, lost: bool) -> str:
+    """The state of a shard that answers in one or two words; `lost` says that its rows do not belong to the others'."""
     if lost:
         return "rows lost"
     if status.recovering:

@@ -23,6 +23,7 @@ from embershard.doctor.check import size
 
 _GOOD = ("serving", "trains", "paused")
 _COLORS = {Severity.INFO: "", Severity.WARNING: "yellow", Severity.ERROR: "red"}
+_TABLES = 20  # of an open shard; more would leave no room for anything else
 _BAR = 24  # characters of a step
 _PARTS = {
     "compute": "dark_orange",
@@ -161,9 +162,12 @@ class TopApp(App[None]):
         text = Text()
         if row is not None:
             text.append(f"{row.address}, up {row.uptime:.0f} s {row.problem}\n", "bold")
-            for table in row.tables:
+            tables = self._sampler.tables(row.address)
+            for table in tables[:_TABLES]:
                 text.append(f"  {table.name}: {table.rows:,} rows of dim {table.dim}, {size(table.bytes)}, ")
                 text.append(f"{table.optimizer}, push {table.push_codec}, pull {table.pull_codec}\n")
+            if len(tables) > _TABLES:
+                text.append(f"  and {len(tables) - _TABLES:,} more, which `embershard status` prints\n")
         self.query_one("#detail", Static).update(text)
 
 

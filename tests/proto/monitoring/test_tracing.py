@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OTLPSpan
 
 from embershard.proto import spec
 from embershard.proto.messages import Pull, Push, PushToken, TableIds
@@ -108,6 +109,8 @@ def test_one_step_in_so_many_is_traced_from_the_worker_into_the_shard_and_back(c
         names = {(service, one.name) for service, one in mine}
         assert {("shard", name) for name in ("Pull", "Push", "queue", "decode", "gather", "apply", "encode")} <= names
         assert {("worker", name) for name in ("step", "forward", "pull", "wait")} <= names
+        served = {(service, one.name) for service, one in mine if one.kind == OTLPSpan.SPAN_KIND_SERVER}
+        assert served == {("shard", "Pull"), ("shard", "Push")}
         for _, one in mine:
             if one.parent_span_id:
                 parent = by_id[one.parent_span_id]

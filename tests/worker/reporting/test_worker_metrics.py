@@ -3,17 +3,18 @@
 import time
 from contextlib import closing
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from embershard import connect, local
 from embershard.proto.monitoring.exporter import MetricsServer
-from embershard.proto.monitoring.metrics import WORKER_METRICS
+from embershard.proto.monitoring.metrics import MAX_TABLES, OTHER, WORKER_METRICS
 from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.reporting.prometheus import StepCounters
+from embershard.worker.reporting.prometheus import MonitoredWorker, StepCounters
 from embershard.worker.training.trainer import Trainer
 from harness.certificates import issue
 from harness.clicks import Notes, click_data, click_job
@@ -58,6 +59,17 @@ def test_every_metric_of_the_table_is_exported_with_its_labels(exported):
         for labels, _ in values:
             found.setdefault(base, set()).update(labels.keys() - {"le"})
     assert found == {metric.name: {"worker", "run", *metric.labels} for metric in WORKER_METRICS}
+
+
+def test_the_codecs_of_tables_that_are_added_up_are_information_and_no_number():
+    compressor = SimpleNamespace(coded_pushes={}, coded_pulls={})
+    tables = {f"t{number}" for number in range(MAX_TABLES + 9)}
+    session = SimpleNamespace(table_names=tables, client=SimpleNamespace(compressor=compressor))
+    shown = MonitoredWorker(*(SimpleNamespace() for _ in range(4)), None)
+    shown._session = session
+    samples = list(shown._codecs())
+    assert samples[-1].labels == (OTHER, "float32", "float32")
+    assert {sample.value for sample in samples} == {1}
 
 
 def test_the_values_are_those_of_the_result(exported):

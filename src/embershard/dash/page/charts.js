@@ -20,7 +20,7 @@ const fmt = {
     for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (Math.abs(value) >= size) return `${trim(value / size)}${unit}`;
     }
-    return trim(value);
+    return Number.isInteger(value) ? String(value) : trim(value);
   },
   bytes(value) {
     if (value == null) return "–";

@@ -1,5 +1,6 @@
 // The page: takes samples from the stream, keeps them, and shows them, a few milliseconds of work a frame.
 const BUDGET_MS = 4;
+const HIDDEN_MS = 10_000; // until a page that is hidden ends its stream
 
 const tracks = {
   series: new Track(["pull_p50", "pull_p99", "push_p50", "push_p99", "pulled_rows", "pushed_rows", "received", "sent"], ["pull_p99", "push_p99"]),
@@ -184,7 +185,7 @@ function fact(id, value, note = "", kind = "", label = null) {
 function showFacts(sample) {
   const { run } = sample;
   const rate = run?.samples_per_second;
-  const late = run && !run.ended && run.last != null ? sample.time - run.last : 0;
+  const late = run && !run.ended ? (run.age ?? 0) : 0;
   const old = late > LATE_SECONDS ? "old" : "";
   const pauses = sample.workers.some((worker) => worker.state === "paused");
   write(document.getElementById("job"), run?.name || (run ? "a run that begins" : "shards"));
@@ -202,7 +203,7 @@ function showFacts(sample) {
     const waits = (run.waits.shards ?? 0) + (run.waits.workers ?? 0) + (run.waits.data ?? 0);
     fact("speed", fmt.short(rate), run.ended ? "mean of the run" : old ? (pauses ? "training pauses" : `no line in its log for ${fmt.seconds(late)}`) : `${fmt.percent(waits)} of it waiting`, old);
     const share = run.total_samples ? Math.min(1, run.samples / run.total_samples) : null;
-    const left = share && rate && !run.ended ? `, ${fmt.seconds((run.total_samples - run.samples) / rate)} left` : "";
+    const left = share && rate && !run.ended && !old ? `, ${fmt.seconds((run.total_samples - run.samples) / rate)} left` : "";
     fact("progress", share == null ? fmt.short(run.samples) : fmt.percent(share), share == null ? "samples" : `${fmt.short(run.samples)} of ${fmt.short(run.total_samples)}${run.ended ? " samples" : left}`, old);
     document.querySelector("#fact-progress .meter i").style.transform = `scaleX(${share ?? 0})`;
   } else {
@@ -216,7 +217,7 @@ function showFacts(sample) {
   const bad = sample.shards.filter((shard) => !HEALTH[shard.health]);
   const total = sample.shards.reduce((sum, shard) => sum + (shard.stale ? 0 : shard.rows), 0);
   const stale = sample.shards.some((shard) => shard.stale);
-  fact("shards", sample.shards.length ? `${good} of ${sample.shards.length}` : "–", sample.shards.length ? (bad.length ? `${bad.length === 1 && bad[0].shard != null ? `shard ${bad[0].shard}` : `${bad.length} shards`}: ${bad[0].health}` : `${fmt.short(total)} rows${stale ? " on those that answer" : ""}`) : "not watched", bad.length ? "bad" : "");
+  fact("shards", sample.shards.length ? `${good} of ${sample.shards.length}` : "–", sample.shards.length ? (bad.length ? whatIsBad(bad) : `${fmt.short(total)} rows${stale ? " on those that answer" : ""}`) : "not watched", bad.length ? "bad" : "");
   const training = sample.workers.filter((worker) => worker.state === "trains" || worker.state === "paused").length;
   const held = sample.workers.filter((worker) => ["waited for", "silent"].includes(worker.state) || worker.waits_for_shards.length);
   fact("workers", sample.workers.length ? (run?.ended ? String(sample.workers.length) : `${training} of ${sample.workers.length}`) : "–", held.length ? held[0].state === "waits" ? `wait for shard ${held[0].waits_for_shards.join(", ")}` : `worker ${held[0].worker} ${held[0].state === "silent" ? "is silent" : "is waited for"}`  : run?.ended ? "trained" : sample.workers.length ? "train" : "none yet", held.length ? "warn" : "");
@@ -224,6 +225,13 @@ function showFacts(sample) {
   const pill = document.getElementById("state");
   mark(pill, `pill ${kind}`);
   write(pill, label);
+}
+
+function whatIsBad(shards) {
+  if (shards.length === 1 && shards[0].shard != null) return `shard ${shards[0].shard}: ${shards[0].health}`;
+  const counts = new Map();
+  for (const { health } of shards) counts.set(health, (counts.get(health) ?? 0) + 1);
+  return [...counts].map(([health, count]) => `${health}: ${count}`).join(", ");
 }
 
 function overall({ run, shards: rows, workers: who }, late, bad) {
@@ -236,18 +244,8 @@ function overall({ run, shards: rows, workers: who }, late, bad) {
   return [rows.length ? "serving" : run ? "starting" : "idle", rows.length ? "good" : ""];
 }
 
-function codecOf(part, tables) {
-  if (part.part !== "rows" && part.part !== "dense") return "–";
-  const name = `${part.direction}_codec`;
-  const used = [...new Set(tables.filter((one) => (one.name === "dense") === (part.part === "dense")).map((one) => one[name]))];
-  return used.filter(Boolean).map((one) => (one === "none" ? "float32" : one)).join(", ") || "–";
-}
-
 function showBytes(sample) {
-  const tables = sample.shards.flatMap((shard) => shard.tables);
-  const rows = sample.bytes
-    .map((part) => ({ ...part, codec: codecOf(part, tables) }))
-    .sort((a, b) => b.wire - a.wire);
+  const rows = [...sample.bytes].sort((a, b) => b.wire - a.wire);
   const [wire, raw] = ["wire", "raw"].map((name) => rows.reduce((sum, part) => sum + part[name], 0));
   write(document.getElementById("note-bytes"), rows.length ? `${fmt.bytes(wire)} a step of one worker` : "");
   return bytes.jobs(rows.filter((part) => part.wire > 0.002 * wire)); // the others would not be seen
@@ -320,7 +318,8 @@ function reconnect() {
         { name: "pushed_rows", label: "rows pushed/s", color: "--violet" },
       ];
     }
-    if (hello.last) showSoon(hello.last);
+    if (view.paused) view.waiting = hello.last;
+    else if (hello.last) showSoon(hello.last);
   });
   source.addEventListener("sample", (event) => {
     heard();
@@ -333,8 +332,22 @@ function reconnect() {
   source.onerror = () => {
     view.broken = true;
     showBanner();
-    if (source.readyState === EventSource.CLOSED) setTimeout(reconnect, 2000);
+    if (source?.readyState === EventSource.CLOSED) setTimeout(() => source && reconnect(), 2000);
   };
+}
+
+// A browser opens six connections to a server, and a stream takes one: pages that nobody sees leave theirs to others.
+let leaving = null;
+
+function hideOrShow() {
+  clearTimeout(leaving);
+  if (document.hidden) {
+    leaving = setTimeout(() => {
+      source.close();
+      source = null;
+      view.received = 0; // it is not the panel that is silent
+    }, HIDDEN_MS);
+  } else if (!source) reconnect();
 }
 
 function heard() {
@@ -370,13 +383,15 @@ document.getElementById("spans").addEventListener("click", (event) => {
 document.getElementById("pause").addEventListener("click", () => setPaused(!view.paused));
 document.getElementById("numbers").addEventListener("click", () => setNumbers(!view.numbers));
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
   const spans = { 1: 60, 2: 600, 3: 3600, 4: 0 };
-  const places = { s: () => shards.focus(), w: () => document.getElementById("title-workers").scrollIntoView(), e: () => events.list.focus() };
+  const places = { s: () => shards.focus(), w: () => workers.focus(), e: () => events.list.focus() };
   if (event.key in spans) setSpan(spans[event.key]);
   else if (event.key === "p") setPaused(!view.paused);
   else if (event.key === "t") setNumbers(!view.numbers);
   else places[event.key]?.();
 });
+document.addEventListener("visibilitychange", hideOrShow);
 setInterval(showBanner, 1000);
 reconnect();
+hideOrShow(); // a page may be opened where nobody sees it

@@ -10,6 +10,7 @@ const PARTS = [
 ];
 
 const SOME = 6;
+const SHOWN_WORKERS = 3; // by their numbers
 
 function write(node, text) {
   if (node.firstChild?.nodeType === 3 && node.childNodes.length === 1) {
@@ -23,9 +24,8 @@ function mark(node, name) {
 
 // A table whose rows are kept by their keys. Columns: {label, width, number?, wide?, title?, make?(cell), fill(cell, row)}.
 class Rows {
-  constructor(id, columns, { key, old, detail, none }) {
-    Object.assign(this, { columns, key, old, detail, none });
-    this.place = document.getElementById(id);
+  constructor(place, columns, { key, old, detail, none }) {
+    Object.assign(this, { place, columns, key, old, detail });
     this.table = el("table");
     const group = el("colgroup");
     const head = el("tr");
@@ -126,7 +126,9 @@ class Rows {
   }
 
   focus() {
-    (this.body.querySelector("tr[tabindex]") ?? this.place).focus();
+    const to = this.body.querySelector("tr[tabindex]") ?? this.place;
+    to.focus({ preventScroll: true });
+    this.place.previousElementSibling.scrollIntoView(); // its title, too
   }
 }
 
@@ -207,6 +209,9 @@ class Spark {
 
 const HEALTH = { serving: "good", loading: "warn", recovering: "warn", ending: "warn", starting: "warn" };
 
+// A field of a shard; null of one that never answered.
+const known = (row, name) => (row.age == null ? null : row[name]);
+
 function makeShards() {
   const seen = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting, boundingClientRect } of entries) {
@@ -215,10 +220,18 @@ function makeShards() {
     }
   });
   const columns = [
-    { label: "shard", width: "6%", title: true, fill: text((row) => (row.shard == null ? row.address : String(row.shard))) },
+    {
+      label: "shard",
+      width: "10%",
+      title: true,
+      fill(cell, row) {
+        write(cell, row.shard == null ? row.address.replace(/^.*:\/\//, "") : String(row.shard));
+        if (cell.title !== row.address) cell.title = row.address;
+      },
+    },
     {
       label: "health",
-      width: "11%",
+      width: "15%",
       make: (cell) => cell.append(el("span", "dot")),
       fill(cell, row) {
         const kind = HEALTH[row.health] ?? "bad";
@@ -231,11 +244,11 @@ function makeShards() {
         if (cell.title !== title) cell.title = title;
       },
     },
-    { label: "rows", width: "9%", number: true, fill: text((row) => fmt.count(row.rows)) },
-    { label: "bytes", width: "8%", number: true, fill: text((row) => fmt.bytes(row.table_bytes)) },
+    { label: "rows", width: "9%", number: true, fill: text((row) => fmt.count(known(row, "rows"))) },
+    { label: "bytes", width: "8%", number: true, fill: text((row) => fmt.bytes(known(row, "table_bytes"))) },
     {
       label: "memory used",
-      width: "19%",
+      width: "17%",
       wide: true,
       make: gauge,
       fill: (cell, row) =>
@@ -247,18 +260,18 @@ function makeShards() {
     },
     { label: "apply busy", width: "11%", wide: true, make: gauge, fill: (cell, row) => fillGauge(cell, row.busy, fmt.percent(row.busy)) },
     { label: "queue", width: "7%", number: true, fill: text((row) => (row.stale ? "–" : fmt.bytes(row.queued_bytes))) },
-    { label: "in", width: "8%", number: true, fill: text((row) => fmt.rate(row.received)) },
-    { label: "out", width: "8%", number: true, fill: text((row) => fmt.rate(row.sent)) },
-    { label: "log lag", width: "7%", number: true, fill: text((row) => (row.durability === "memory" ? "no log" : fmt.bytes(row.log_waiting_bytes))) },
+    { label: "in", width: "7%", number: true, fill: text((row) => fmt.rate(row.received)) },
+    { label: "out", width: "7%", number: true, fill: text((row) => fmt.rate(row.sent)) },
+    { label: "log lag", width: "7%", number: true, fill: text((row) => (known(row, "durability") === "memory" ? "no log" : fmt.bytes(known(row, "log_waiting_bytes")))) },
     {
       label: "pull p99",
-      width: "15%",
+      width: "11%",
       wide: true,
       make: (cell, made) => (made.spark = new Spark(cell, seen, view.sparks?.[made.key] ?? [])),
       fill: (cell, row, made) => made.spark.add(row.pull_p99, fmt.ms(row.pull_p99)),
     },
   ];
-  return new Rows("shards", columns, {
+  return new Rows(document.getElementById("shards"), columns, {
     key: (row) => row.address,
     old: (row) => row.stale,
     detail: shardDetail,
@@ -267,32 +280,82 @@ function makeShards() {
 }
 
 function shardDetail(cell, row) {
+  cell.tables ??= new Tables(cell, row.address);
   const facts = [
     row.address,
     `up ${fmt.seconds(row.uptime)}`,
     `process ${fmt.bytes(row.resident_bytes)}`,
-    `${row.connections} connections`,
+    `${row.connections} connection${row.connections === 1 ? "" : "s"}`,
     `${fmt.count(row.requests)} requests/s`,
     `waits in queue p99 ${fmt.ms(row.queue_p99)}`,
     `push p99 ${fmt.ms(row.push_p99)}`,
     `durability ${row.durability}${row.log_bytes ? `, log ${fmt.bytes(row.log_bytes)}` : ""}`,
   ];
   if (row.problem) facts.push(row.problem);
-  const table = el("table");
-  const head = el("tr");
-  for (const [name, number] of [["table"], ["dim", 1], ["rows", 1], ["bytes", 1], ["optimizer"], ["push"], ["pull"]]) {
-    head.append(el("th", number ? "number" : "", name));
+  write(cell.tables.facts, facts.join("   ·   "));
+  cell.tables.fill(row.num_tables);
+}
+
+// The tables of an open shard. There may be thousands, so the panel is asked for a few of those that match a filter.
+class Tables {
+  constructor(cell, address) {
+    this.address = address;
+    this.facts = el("p");
+    this.search = el("input");
+    Object.assign(this.search, { type: "search", placeholder: "filter by name" });
+    this.search.setAttribute("aria-label", `Filter the tables of ${address} by name`);
+    this.search.addEventListener("input", () => this.ask());
+    this.note = el("span", "note");
+    this.note.setAttribute("role", "status");
+    this.filter = el("div", "filter");
+    this.filter.append(this.search, this.note);
+    const place = el("div", "tables");
+    cell.append(this.facts, this.filter, place);
+    const columns = [
+      {
+        label: "table",
+        width: "30%",
+        title: true,
+        fill(name, row) {
+          write(name, row.name);
+          if (name.title !== row.name) name.title = row.name;
+        },
+      },
+      { label: "dim", width: "8%", number: true, fill: text((row) => fmt.count(row.dim)) },
+      { label: "rows", width: "16%", number: true, fill: text((row) => fmt.count(row.rows)) },
+      { label: "bytes", width: "12%", number: true, fill: text((row) => fmt.bytes(row.bytes)) },
+      { label: "optimizer", width: "14%", fill: text((row) => row.optimizer) },
+      { label: "push", width: "10%", fill: text((row) => row.push_codec) },
+      { label: "pull", width: "10%", fill: text((row) => row.pull_codec) },
+    ];
+    this.rows = new Rows(place, columns, { key: (row) => row.name, none: "" });
+    this.rows.table.hidden = true;
   }
-  table.append(el("thead"), el("tbody"));
-  table.tHead.append(head);
-  for (const one of row.tables) {
-    const line = el("tr");
-    line.append(el("td", "", one.name), el("td", "number", String(one.dim)), el("td", "number", fmt.count(one.rows)));
-    line.append(el("td", "number", fmt.bytes(one.bytes)), el("td", "", one.optimizer));
-    line.append(el("td", "", one.push_codec), el("td", "", one.pull_codec));
-    table.tBodies[0].append(line);
+
+  fill(count) {
+    this.count = count;
+    if (!this.asked || performance.now() - this.asked > 900) this.ask();
   }
-  cell.replaceChildren(el("p", "", facts.join("   ·   ")), ...(row.tables.length ? [table] : []));
+
+  async ask() {
+    const asked = (this.asked = performance.now());
+    try {
+      const reply = await fetch(`tables.json?${new URLSearchParams({ shard: this.address, match: this.search.value })}`);
+      const found = await reply.json();
+      if (asked === this.asked) later([() => this.show(found)]);
+    } catch {
+      // the banner tells when the panel does not answer
+    }
+  }
+
+  show({ matching, tables }) {
+    this.filter.hidden = this.count <= tables.length && !this.search.value;
+    const some = tables.length < matching ? `the first ${tables.length} of ` : "";
+    write(this.note, `${some}${fmt.count(matching)} ${this.search.value ? `that match, of ${fmt.count(this.count)} tables` : "tables"}`);
+    write(this.rows.empty, this.count ? "No table has this in its name." : "No table has been declared.");
+    this.rows.arrange(tables);
+    tables.forEach((row) => this.rows.fill(row));
+  }
 }
 
 function makeWorkers() {
@@ -305,25 +368,27 @@ function makeWorkers() {
     legend.append(item);
   }
   const columns = [
-    { label: "worker", width: "9%", title: true, fill: text((row) => String(row.worker)) },
+    { label: "worker", width: "7%", title: true, fill: text((row) => String(row.worker)) },
     {
       label: "state",
-      width: "25%",
+      width: "28%",
       wide: true,
       make: (cell) => cell.append(el("span", "dot")),
       fill(cell, row) {
         const kind = { trains: "good", silent: "bad", gone: "bad", "waited for": "bad", waits: "warn" }[row.state] ?? "plain";
         mark(cell.firstChild, `dot ${kind}`);
         write(cell.firstChild, stateOf(row));
+        const title = row.waits_for.length > SHOWN_WORKERS ? `waits for workers ${row.waits_for.join(", ")}` : "";
+        if (cell.title !== title) cell.title = title;
       },
     },
-    { label: "clock", width: "10%", number: true, fill: text((row) => fmt.count(row.clock)) },
-    { label: "lease", width: "9%", number: true, fill: text((row) => fmt.seconds(row.lease)) },
+    { label: "clock", width: "12%", number: true, fill: text((row) => fmt.count(row.clock)) },
+    { label: "lease", width: "8%", number: true, fill: text((row) => fmt.seconds(row.lease)) },
     { label: "samples/s", width: "12%", number: true, fill: text((row) => fmt.count(row.samples_per_second)) },
     { label: "step", width: "10%", number: true, fill: text((row) => fmt.ms(row.step_ms)) },
     {
       label: "where a step goes",
-      width: "25%",
+      width: "23%",
       wide: true,
       make(cell) {
         const stack = el("div", "stack");
@@ -354,7 +419,7 @@ function makeWorkers() {
       },
     },
   ];
-  return new Rows("workers", columns, {
+  return new Rows(document.getElementById("workers"), columns, {
     key: (row) => row.worker,
     old: (row) => row.state === "ended" || row.state === "gone",
     none: "No worker trains on these shards.",
@@ -365,7 +430,7 @@ function stateOf(row) {
   switch (row.state) {
     case "waits":
       if (row.waits_for_shards.length) return `waits for shard ${row.waits_for_shards.join(", ")}, ${fmt.seconds(row.seconds)}`;
-      return `waits for ${row.waits_for.length ? `worker ${row.waits_for.join(", ")}` : "the others"}, ${fmt.seconds(row.seconds)}`;
+      return `waits for ${whom(row.waits_for)}, ${fmt.seconds(row.seconds)}`;
     case "waited for":
       return `others wait for it, ${fmt.seconds(row.seconds)}`;
     case "silent":
@@ -375,15 +440,20 @@ function stateOf(row) {
   }
 }
 
+function whom(workers) {
+  if (!workers.length) return "the others";
+  return workers.length > SHOWN_WORKERS ? `${workers.length} workers` : `worker ${workers.join(", ")}`;
+}
+
 function makeBytes() {
   const columns = [
     { label: "", width: "25%", title: true, fill: text((row) => (row.part === row.direction ? "other" : `${row.direction} ${row.part}`)) },
-    { label: "codec", width: "22%", fill: text((row) => row.codec) },
+    { label: "codec", width: "22%", fill: text((row) => row.codec || "–") },
     { label: "sent", width: "18%", number: true, fill: text((row) => fmt.bytes(row.wire)) },
     { label: "as float32", width: "20%", number: true, fill: text((row) => fmt.bytes(row.raw)) },
     { label: "saved", width: "15%", number: true, fill: text((row) => (row.wire ? `${(row.raw / row.wire).toFixed(1)}×` : "–")) },
   ];
-  return new Rows("bytes", columns, {
+  return new Rows(document.getElementById("bytes"), columns, {
     key: (row) => `${row.direction} ${row.part}`,
     none: "A worker's bytes are in the folder of its run: name it with --run.",
   });
