@@ -20,10 +20,11 @@ from embershard.worker.data.inputs.feature_ids import is_category
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
-from embershard.worker.data.values import is_list, without_views
+from embershard.worker.data.values import BadValue, as_array, decoded, is_list, without_views
 
 LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
+READ_BYTES = 1 << 30  # and their bytes: fewer rows where they are longer than 16 kB
 
 
 class ParquetData(StreamDataset):
@@ -162,6 +163,8 @@ class ParquetSource:
             file = open_parquet(path, file.metadata, list(texts))
         try:
             with reading(path):
+                group_bytes = file.metadata.row_group(group).total_byte_size  # not compressed, of all columns
+                rows = max(1, min(rows, READ_BYTES * self._sizes[path, group] // max(1, group_bytes)))
                 parts = file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False)
                 found, names = 0, set(self._names)  # for a column user.id Arrow reads field id of user, too
                 for number, part in enumerate(parts):
@@ -214,13 +217,14 @@ class ParquetSource:
             if kind == "text" and (pa.types.is_integer(of) or _is_text(of)):
                 typed[name] = values  # as it is: a dictionary's values are hashed once, integers without their texts
                 continue
-            if pa.types.is_dictionary(values.type):
-                values = values.cast(of)
             try:
+                values = decoded(name, as_array(values))
                 # a number may be rounded, as one in a CSV file is
                 values = values.cast(TYPES[kind], safe=kind != "number" or not pa.types.is_integer(values.type))
             except pa.ArrowException as error:
                 raise JobError(where=where, reason=f"column {name!r} is no {kind}: {error}") from None
+            except BadValue as error:
+                raise JobError(where=where, reason=str(error)) from None
             if kind == "number":  # NaN is how data frames write a missing number
                 values = pc.if_else(pc.is_nan(values), None, values)
             typed[name] = values

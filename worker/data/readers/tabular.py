@@ -29,7 +29,7 @@ from embershard.worker.data.readers.tabular_files import (
 )
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Kind
-from embershard.worker.data.values import BadValue, hashes_of, is_list, numbers_of, texts_of
+from embershard.worker.data.values import BadValue, as_array, decoded, hashes_of, is_list, numbers_of, texts_of
 
 NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
 
@@ -334,7 +334,8 @@ def give_label_values(column: pa.ChunkedArray) -> str:
 def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
     """(N,) times as numbers: microseconds where they are dates, NaN where missing. BadValue where one is neither."""
     if pa.types.is_large_string(array.type) or pa.types.is_dictionary(array.type):  # as pandas and polars write texts
-        array = array.cast(getattr(array.type, "value_type", pa.string())).cast(pa.string())
+        array = decoded(column, as_array(array))
+        array = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     if pa.types.is_string(array.type):
         array = pc.if_else(pc.equal(array, ""), None, array)
         with suppress(pa.ArrowException):

@@ -17,6 +17,7 @@ from embershard.proto.errors import BadRows, JobError
 from embershard.worker.data import files
 from embershard.worker.data.files import expand, read_blocks
 from embershard.worker.data.hashing import hash_ids
+from embershard.worker.data.readers import parquet
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
 
@@ -516,3 +517,27 @@ def test_a_decimal_is_the_number_of_a_request(tmp_path):
     ids, dense = served({"price": [float(text) for text in texts]})
     assert ids.tolist() == batch.ids.tolist()
     assert dense.tolist() == batch.dense.tolist()
+
+
+def test_a_long_text_in_all_rows_is_hashed_once_and_refused_where_each_row_would_have_a_copy(tmp_path):
+    rows, text = 1024, "a" * (3 << 20)
+    coded = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), [text])
+    columns = {"user": coded, "other": coded}
+    section = section_of(tmp_path, columns, "{user: {}}")
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    section.look(tmp_path)
+    ids = next(section.open(tmp_path, 0).evaluate("train", 0, 1, rows)).ids
+    assert (ids == hash_ids("user", [text])[0]).all()
+    for feature in ("{type: cross, of: [user, other]}", "{type: list, separator: '|'}", "{type: number, bucketise: 2}"):
+        section = section_of(tmp_path, columns, f"{{user: {feature}}}")
+        with pytest.raises(JobError, match=r"row 1: column .user.: a text of 3,145,728 bytes, and 1,024 rows"):
+            section.look(tmp_path)
+
+
+def test_fewer_rows_are_read_at_once_where_they_are_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "READ_BYTES", 50_000)
+    users = [f"{row}" + "u" * 1000 for row in range(400)]
+    source = section_of(tmp_path, {"user": users}, "{user: {}}").tabular(tmp_path).open()._sources["train"]
+    blocks = list(source.blocks(0, 1, None))
+    assert max(map(len, blocks)) < 60
+    assert np.concatenate([block.ids[:, 0] for block in blocks]).tolist() == hash_ids("user", users).tolist()
