@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.files import File, expand, is_url, open_binary, reading
+from embershard.worker.data.files import File, expand, fingerprint, is_url, open_binary, reading
 from embershard.worker.data.inputs.feature_ids import is_category
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
@@ -97,6 +97,10 @@ class ParquetSource:
     def num_rows(self) -> int | None:
         """The number of rows, from the files' footers."""
         return sum(rows for _, _, rows in self._groups)
+
+    def fingerprint(self) -> dict[str, object]:
+        """What tells the files' content, and their order."""
+        return {"rows": sum(rows for _, _, rows in self._groups), **fingerprint(self.paths)}
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's row groups, the largest shared out first so that shares are even."""

@@ -198,10 +198,6 @@ class Tabular:
         """
         return self._fit(None, seed)
 
-    def num_rows(self) -> int | None:
-        """The rows of the files of train, where these tell it without being read."""
-        return self._sources(lambda table, part: NO_SAMPLES)["train"].num_rows()
-
     def open(self, *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS) -> StreamDataset:
         """The dataset. JobError names what is wrong with a file."""
         pre, fitted = self.preprocessor, self.preprocessor.fitted
