@@ -71,6 +71,11 @@ def as_file(folder: Path, name: str) -> File:
     return name if is_url(name) else folder / name
 
 
+def real_path(path: File) -> str:
+    """Return one name for all names of a local file, as d/../a.csv or a link; a URL as it is."""
+    return str(path) if is_url(path) else os.path.realpath(path)
+
+
 def open_binary(path: File) -> IO[bytes]:
     """A file's bytes, as they are stored. JobError where a storage cannot be reached; what `reading` turns into one."""
     if not is_url(path):

@@ -372,8 +372,11 @@ def test_a_file_of_a_pattern_to_train_on_is_none_to_evaluate_on(tmp_path):
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text("user,label\nu,1\n")
     section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="*.csv", valid="b.csv")
-    with pytest.raises(JobError, match=r"data.valid: .*b\.csv is a file of train, too"):
-        section.look(tmp_path)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "c").symlink_to("b.csv")
+    for name in ("b.csv", "d/../b.csv", "c"):
+        with pytest.raises(JobError, match=r"data.valid: .*b\.csv is a file of train, too"):
+            section.model_copy(update={"valid": (name,), "format": "csv"}).look(tmp_path)
     section.model_copy(update={"train": ("a.csv",)}).look(tmp_path)
     section.model_copy(update={"train": ("b.csv",)}).look(tmp_path)  # as in a first try with one file
 
@@ -541,3 +544,27 @@ def test_fewer_rows_are_read_at_once_where_they_are_long(tmp_path, monkeypatch):
     blocks = list(source.blocks(0, 1, None))
     assert max(map(len, blocks)) < 60
     assert np.concatenate([block.ids[:, 0] for block in blocks]).tolist() == hash_ids("user", users).tolist()
+
+
+@pytest.mark.parametrize("other", [[1767225600, 1767312000], ["1767225600", "1767312000"]], ids=["numbers", "texts"])
+def test_dates_and_numbers_of_several_files_have_no_order_to_split_rows_by(tmp_path, other):
+    split = {"by": "time", "column": "time", "valid": 0.5}
+    dates = [f"2026-01-0{day} 12:00:00" for day in (1, 2)]
+    section = section_of(tmp_path, {"user": ["u"] * 2, "time": dates}, "{user: {}}", split=split, train="*.parquet")
+    times = pa.array(dates).cast(pa.timestamp("s"))
+    pq.write_table(pa.table({"label": [0, 1], "user": ["u"] * 2, "time": times}), tmp_path / "b.parquet")
+    assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 2, "valid": 2}
+    pq.write_table(pa.table({"label": [0, 1], "user": ["u"] * 2, "time": other}), tmp_path / "c.parquet")
+    for read in (section.look, lambda folder: section.fit(folder, 0)):
+        with pytest.raises(
+            JobError, match=r"c.parquet: row 1: column 'time': has numbers, and dates in the rows before"
+        ):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("values", [pa.nulls(4), [""] * 4], ids=["null", "empty"])
+def test_a_vocabulary_of_a_column_without_values_is_refused_for_that(tmp_path, values):
+    (tmp_path / "v.txt").write_text("a\nb\n")
+    section = section_of(tmp_path, {"user": ["u"] * 4, "item": values}, "{user: {}, item: {vocabulary: v.txt}}")
+    with pytest.raises(JobError, match=r"a.parquet: no row has a value of table 'item', of which .*v.txt has a list"):
+        section.fit(tmp_path, 0)
