@@ -173,6 +173,8 @@ class ParquetSource:
                 found, names = 0, set(self._names)  # for a column user.id Arrow reads field id of user, too
                 for number, part in enumerate(parts):
                     found += part.num_rows
+                    for values in part.columns:
+                        _check_indices(values)
                     if number == 0 or part.num_rows == rows:  # a short last part has whole dictionaries all the same
                         self._as_text.update(name for name in texts.values() if not _repeats(part.column(name)))
                     own = [field for field in part.schema if field.name in names]
@@ -243,6 +245,15 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind)) or pa.types.is_large_string(kind)
 
 
+def _check_indices(values: pa.Array) -> None:
+    """ArrowInvalid where a dictionary has not the value of an index, of which Arrow says nothing."""
+    flat = values.values if is_list(values.type) else values
+    if pa.types.is_dictionary(flat.type):
+        low, high = (index.as_py() for index in pc.min_max(flat.indices).values())
+        if low is not None and not 0 <= low <= high < len(flat.dictionary):
+            raise pa.ArrowInvalid(f"a dictionary of {len(flat.dictionary)} values has an index from {low} to {high}")
+
+
 def _repeats(values: pa.Array) -> bool:
     """Whether a dictionary, or that of lists' values, has at most half as many values as there are cells."""
     flat = values.values if is_list(values.type) else values
@@ -260,5 +271,5 @@ def open_parquet(
         with reading(path):
             source = open_binary(path) if is_url(path) else path
             return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(dictionaries))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
         raise JobError(where=str(path), reason=f"not a whole Parquet file ({error})") from None

@@ -568,3 +568,22 @@ def test_a_vocabulary_of_a_column_without_values_is_refused_for_that(tmp_path, v
     section = section_of(tmp_path, {"user": ["u"] * 4, "item": values}, "{user: {}, item: {vocabulary: v.txt}}")
     with pytest.raises(JobError, match=r"a.parquet: no row has a value of table 'item', of which .*v.txt has a list"):
         section.fit(tmp_path, 0)
+
+
+BROKEN = {  # bytes of a file -> others, and what is said: Arrow says nothing of the first
+    "index": (b"\x02\x03\x24\x49", b"\x02\x03\xff\x49", "a dictionary of 3 values has an index from 0 to 3"),
+    "name": (b"user", b"us\xfer", "not a whole Parquet file"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_bytes_of_parquet_are_named(tmp_path, case):
+    whole, broken, said = BROKEN[case]
+    section = section_of(tmp_path, {"user": list("abcabcab")}, "{user: {}}")
+    pq.write_table(pq.read_table(tmp_path / "a.parquet"), tmp_path / "a.parquet", compression="none")
+    section.look(tmp_path)
+    data = (tmp_path / "a.parquet").read_bytes()
+    assert whole in data
+    (tmp_path / "a.parquet").write_bytes(data.replace(whole, broken))
+    with pytest.raises(JobError, match=rf"a\.parquet.*{said}"):
+        section.look(tmp_path)
