@@ -237,7 +237,10 @@ class Pointwise:
 
 @dataclass(eq=False)
 class Labels:
-    """Collects several labels: each figure of each, `auc:income`, and by its bare name the mean over the labels."""
+    """Collects several labels: each figure of each, `auc:income`, and by its bare name the mean over the labels.
+
+    `samples` are all of them, `samples:income` those that have this label.
+    """
 
     names: tuple[str, ...]
     parts: tuple[Pointwise, ...] = ()
@@ -264,6 +267,7 @@ class Labels:
         """The figures over everything collected."""
         found = [part.compute() for part in self.parts]
         means = {name: float(np.mean([figures[name] for figures in found])) for name in found[0]}
+        means["samples"] = float(sum(map(len, self.parts[0].labels)))
         own = list(zip(self.names, found, strict=True))
         return means | {f"{name}:{label}": value for label, figures in own for name, value in figures.items()}
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import glob
 import gzip
+import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
 from typing import IO, cast
+
+import numpy as np
 
 from embershard.proto.errors import JobError
 
@@ -24,6 +27,7 @@ _UNREADABLE = {b"\xfd7zXZ\0": "xz", b"PK\3\4": "zip"} | {b"BZh%d1AY&SY" % level:
 MAX_LINE_BYTES = 64 << 20  # far above any sample; without it a binary file would be read into memory whole
 BLOCK_BYTES = 8 << 20  # large enough for a parser's fixed costs to vanish, small enough for many workers' memory
 LOOK_BYTES = 64 << 10  # of each file, before anything is trained
+_PRINTED_BYTES, _PRINTED_BLOCKS = 4 << 10, 4096  # a fingerprint's: of a block, and in all files, two in each at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,11 @@ def is_url(path: File) -> bool:
 def as_file(folder: Path, name: str) -> File:
     """A file that a job names: a URL, or a path that starts at a folder."""
     return name if is_url(name) else folder / name
+
+
+def real_path(path: File) -> str:
+    """Return one name for all names of a local file, as d/../a.csv or a link; a URL as it is."""
+    return str(path) if is_url(path) else os.path.realpath(path)
 
 
 def open_binary(path: File) -> IO[bytes]:
@@ -151,6 +160,26 @@ def _compression(path: File) -> str:
             what = "gzipped" if named == "gzip" else "zstd"
             raise JobError(where=str(path), reason=f"it is named {ending} but is not {what}; rename it or get it again")
     return found
+
+
+def fingerprint(paths: Sequence[File]) -> dict[str, object]:
+    """Number, bytes and a hash of local files in this order: of all that are small, and of blocks all over larger ones.
+
+    Empty where one is at a URL, of which each block would be a request.
+    """
+    if any(map(is_url, paths)):
+        return {}
+    most, total, digest = max(2, min(64, _PRINTED_BLOCKS // len(paths))), 0, hashlib.sha256()
+    for path in paths:
+        with reading(path), Path(path).open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            total += size
+            digest.update(f"{size} ".encode())
+            blocks = min(most, -(-size // _PRINTED_BYTES))
+            for start in np.linspace(0, max(0, size - _PRINTED_BYTES), blocks).astype(int).tolist():
+                file.seek(start)
+                digest.update(file.read(_PRINTED_BYTES))
+    return {"files": len(paths), "bytes": total, "sha256": digest.hexdigest()}
 
 
 def _open_text(path: File, compression: str) -> IO[bytes]:

@@ -24,6 +24,7 @@ from embershard.worker.data.values import (
     BadValue,
     ColumnValues,
     as_array,
+    hashes_of,
     is_list,
     looks_separated,
     numbers_of,
@@ -347,7 +348,8 @@ class Preprocessor:
 class Fitting:
     """Learns from the columns of the training data what a preprocessor needs.
 
-    `unseen` are the vocabularies that have none of the values so far: table -> hashes.
+    `unseen` are the vocabularies that have none of the values so far: table -> hashes; `without_values` are those of
+    them whose columns had no value at all.
     """
 
     def __init__(
@@ -355,6 +357,7 @@ class Fitting:
     ) -> None:
         self._preprocessor = preprocessor
         self.unseen = dict(vocabularies)
+        self.without_values = set(vocabularies)
         self._random = np.random.default_rng(seed)
         self._numbers: dict[str, _Figures] = {}
         self._counts: dict[str, list[_Counts]] = {}  # of a table
@@ -377,6 +380,8 @@ class Fitting:
             table = feature.table or name
             if table in self.unseen and not feature.is_dense:
                 hashes = own._values(name, feature, arrays).hashes(table, feature.weight_separator)
+                if (hashes != hashes_of(table, name, pa.array([""]))).any():
+                    self.without_values.discard(table)
                 if np.isin(hashes, self.unseen[table]).any():
                     del self.unseen[table]
             if not feature.is_dense and own._tables[table]["min_count"] is not None:

@@ -27,6 +27,9 @@ class BlockSource(Protocol):
     def num_rows(self) -> int | None:
         """Samples, where that is known without reading everything."""
 
+    def fingerprint(self) -> dict[str, object]:
+        """What tells the files' content, and their order; empty where nothing does."""
+
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's blocks, in file order or in an order drawn from `shuffle` (the same one on each worker).
 
@@ -70,6 +73,10 @@ class StreamDataset:
     def num_samples(self, split: str) -> int | None:
         """Samples of a split, where the files tell without being read."""
         return self._source(split).num_rows()
+
+    def fingerprint(self) -> dict[str, object]:
+        """What tells the content and the order of the files of train; empty where nothing does."""
+        return self._source("train").fingerprint()
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """This worker's blocks, shuffled; JobError (here or at the first batch) if it would get no samples."""

@@ -27,6 +27,7 @@ from embershard.worker.data.files import (
     File,
     check_readable,
     count_lines,
+    fingerprint,
     is_delimiter,
     line_starts,
     read_blocks,
@@ -339,6 +340,10 @@ class TextSource:
     def num_rows(self) -> int | None:
         """The number of rows, which reading alone tells."""
         return self.rows
+
+    def fingerprint(self) -> dict[str, object]:
+        """What tells the files' content, and their order."""
+        return fingerprint(self.paths)
 
     def load(self) -> Samples:
         """Read all samples of the files."""

@@ -18,6 +18,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.worker.data.batch import NUM_HASHED_IDS
 
 BRACKETS = r"^\[.*\]$"
+MAX_TEXT_BYTES = (1 << 31) - 1  # of a block of a column, decoded: Arrow's offsets are of 32 bits
 
 
 class BadValue(ValueError):
@@ -67,7 +68,7 @@ class ColumnValues:
         """The ids that the values are already; BadValue for one that is not in 0 to below `limit`."""
         bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
         try:
-            array = self.flat.cast(pa.int64())
+            array = decoded(self.column, self.flat, self.row).cast(pa.int64())
         except pa.ArrowException:
             texts = texts_of(self.column, self.flat)
             wrong = np.flatnonzero(~np.asarray(pc.match_substring_regex(texts, r"^[0-9]{1,18}$")))
@@ -132,10 +133,27 @@ def is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind)) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
+def decoded(column: str, array: pa.Array, row: Callable[[int], int] = int) -> pa.Array:
+    """Return the values of a dictionary one by one, and any other array as it is.
+
+    BadValue where texts are too long for that: a file of 2 kB can have one of 50 MB in all of its rows.
+    """
+    if not pa.types.is_dictionary(array.type):
+        return array
+    kind = array.type.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        lengths = pc.fill_null(pc.binary_length(array.dictionary).take(array.indices), 0)
+        total = pc.sum(lengths.cast(pa.int64())).as_py() or 0
+        if total > MAX_TEXT_BYTES:
+            longest = int(np.argmax(lengths))
+            reason = f"a text of {lengths[longest].as_py():,} bytes, and {len(array):,} rows have {total:,} together"
+            raise BadValue(row(longest), column, f"{reason}, more than is read at once; is it a value of a feature?")
+    return array.cast(kind)
+
+
 def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> pa.Array:
     """Values as texts, an integer as its decimal text and a missing one as the empty text."""
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
+    array = decoded(column, array, row)
     kind = array.type
     if pa.types.is_floating(kind):
         reason = f"has {kind} values, and a category is a text or an integer: declare it as type: number"
@@ -177,7 +195,7 @@ def hashes_of(
         try:
             own = hashes_of(table, column, array.dictionary, weight_separator=weight_separator)
         except BadValue:  # has it a row of these, and which? Others may share the dictionary
-            return hashes_of(table, column, array.cast(array.type.value_type), row, weight_separator)
+            return hashes_of(table, column, decoded(column, array, row), row, weight_separator)
         return ids_of_indices(table, own, array.indices)
     if pa.types.is_integer(array.type):
         return hash_column(table, array)
@@ -189,9 +207,7 @@ def hashes_of(
 
 def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> Floats:
     """(N,) float64, NaN where missing. BadValue for a text that is no number, and for one without bounds."""
-    array = as_array(array)
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
+    array = decoded(column, as_array(array), row)
     if is_list(array.type):
         raise BadFeature(column, f"is a list ({array.type}), no number")
     try:
@@ -239,9 +255,10 @@ def _is_number(value: object) -> bool:
 def looks_separated(array: pa.Array | pa.ChunkedArray, pattern: str = rf"\||{BRACKETS}") -> str:
     """A value of texts that are lists, as a|b or [a, b], if a tenth of them or more are; else the empty text."""
     array = as_array(array)
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
-    if not (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)) or not len(array):
+    coded = pa.types.is_dictionary(array.type)
+    values = array.dictionary if coded else array
+    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)) or not len(array):
         return ""
-    parted = array.filter(pc.fill_null(pc.match_substring_regex(array, pattern), False))
+    are = pc.match_substring_regex(values, pattern)  # not of a dictionary's values one by one: they may be long
+    parted = array.filter(pc.fill_null(are.take(array.indices) if coded else are, False))
     return str(parted[0].as_py())[:60] if len(parted) * 10 >= len(array) else ""

@@ -256,6 +256,7 @@ class TrainSection(StepSection):
     epochs: Count | None = None
     steps: Count | None = None
     samples: Count | None = None
+    """Samples of all workers, as whole batches of each: a shorter last batch of an epoch counts as a full one."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     lr_schedule: ScheduleSection = ScheduleSection()
     early_stop: EarlyStopSection | None = None

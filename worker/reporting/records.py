@@ -35,6 +35,7 @@ class RunPlan:
     metric: str  # decides which evaluation is the best
     split: str | None  # on which it is computed; None where nothing is evaluated
     resumed_step: int | None = None  # of the checkpoint that it goes on from
+    warnings: Sequence[str] = ()
     mode: RunMode | None = None  # codecs: those of the first step
     reporter: int | None = None  # the worker that reports from here on, in place of one that was lost
 

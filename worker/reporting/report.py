@@ -82,7 +82,13 @@ class Report:
         return "valid" if "valid" in splits else splits[0] if splits else None
 
     def started(
-        self, *, device: str, dense_parameters: int, total_samples: int | None, resumed_step: int | None = None
+        self,
+        *,
+        device: str,
+        dense_parameters: int,
+        total_samples: int | None,
+        resumed_step: int | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         """The run begins, or goes on from a checkpoint."""
         job, strategy = self._job, self._strategy
@@ -98,6 +104,7 @@ class Report:
             split=self.split,
             mode=self._mode(strategy.codecs() + (" at first" if self._job.changes_codecs else "")),
             resumed_step=resumed_step,
+            warnings=warnings,
         )
         if self._group.is_first and not self._group.late:
             self._open(self._plan)

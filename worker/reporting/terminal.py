@@ -64,6 +64,8 @@ class Terminal:
             self._print(f"worker {plan.reporter} reports from here on")
         if plan.resumed_step is not None:
             self._print(f"resumed at step {plan.resumed_step:,}")
+        for warning in plan.warnings:
+            self._print(f"warning: {warning}")
         if not self._console.is_terminal:
             return
         self._bar = Progress(

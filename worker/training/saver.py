@@ -34,7 +34,7 @@ from embershard.worker.training.budget import Position
 from embershard.worker.training.evaluate import Best
 
 RANDOM, COMPRESSION, LOCAL_STEPS, TRIAL = "random", "compression", "local_steps", "trial"
-LOCAL_WEIGHTS, BUFFERS, NUMBERING = "local_weights", "buffers", "numbering"
+LOCAL_WEIGHTS, BUFFERS, NUMBERING, FILES = "local_weights", "buffers", "numbering", "files"
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +100,38 @@ class Numbering:
                     "that time, or train anew"
                 )
                 raise JobError(where="data", reason=reason)
+
+
+class TrainingData:
+    """What tells whether data is that of before a checkpoint: a fingerprint of files, else the number of samples.
+
+    `warning` says how it differs from that of the checkpoint that was restored, if it does.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.warning = ""
+        fingerprint = getattr(dataset, "fingerprint", None)
+        self._found: Mapping[str, object] = (
+            {"samples": dataset.num_samples("train")} if fingerprint is None else fingerprint()
+        )
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Return the fingerprint, which a checkpoint keeps."""
+        return self._found
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Compare with the data of a checkpoint: a place in it is a number of samples."""
+        if not self._found or not state or self._found == state:
+            return
+        now, before = (
+            ", ".join(f"{name} {count:,}" for name, count in found.items() if isinstance(count, int))
+            for found in (self._found, state)
+        )
+        self.warning = (
+            f"data.train is not as it was at the checkpoint ({now}; then {before}): the epoch that it is in has some "
+            "rows twice, or leaves some out, if rows were added, removed or moved, and what was learnt from the data "
+            "is of the rows of then"
+        )
 
 
 class RandomNumbers:
@@ -384,7 +416,8 @@ def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
 def load_shared(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
     """Give parts the state that all workers share; see `load_parts`."""
     state = checkpoint.shared()
-    load_parts(checkpoint, state, {k: part for k, part in parts.items() if k in state or k != NUMBERING})  # newer
+    newer = {NUMBERING, FILES} - state.keys()  # than the checkpoint
+    load_parts(checkpoint, state, {name: part for name, part in parts.items() if name not in newer})
 
 
 def load_parts(checkpoint: Checkpoint, state: Mapping[str, object], parts: Mapping[str, Stateful]) -> None:

@@ -36,6 +36,7 @@ from embershard.worker.training.evaluate import Best, Evaluator
 from embershard.worker.training.loader import LoaderProcess
 from embershard.worker.training.saver import (
     BUFFERS,
+    FILES,
     LOCAL_STEPS,
     LOCAL_WEIGHTS,
     NUMBERING,
@@ -47,6 +48,7 @@ from embershard.worker.training.saver import (
     Numbering,
     RandomNumbers,
     Saver,
+    TrainingData,
 )
 
 
@@ -148,6 +150,7 @@ class Trainer:
             dense_parameters=self._dense_parameters,
             total_samples=self._budget.total_samples,
             resumed_step=self._resumed_step,
+            warnings=(self._data.warning,) if self._data.warning else (),
         )
         number = 0  # of the pauses before
         for segment in self._budget.segments():
@@ -283,7 +286,8 @@ class Trainer:
     ) -> Saver:
         schedule = Attributes(self._rates.schedule, "plateaus", "worse_in_a_row")
         self._common: dict[str, Stateful] = {"schedule": schedule, "best": self._best, "report": self._report}
-        shared: dict[str, Stateful] = {NUMBERING: Numbering(self._dataset), **self._common}
+        self._data = TrainingData(self._dataset)
+        shared: dict[str, Stateful] = {NUMBERING: Numbering(self._dataset), FILES: self._data, **self._common}
         if self.strategy.local_weights is not None:
             shared[LOCAL_WEIGHTS] = self.strategy.local_weights
         own: dict[str, Stateful] = {

@@ -258,14 +258,6 @@ def _preprocessing(job: Job, base: Path, folder: Path, checkpoint: Checkpoint | 
     if checkpoint is None:
         counted = ", ".join(f"{count:,} of {part}" for part, count in data.fitted["samples"].items())
         say(f"read the data once to prepare its features: {counted}")
-    elif data.reader == "tabular":
-        before, now = sum(data.fitted.get("samples", {}).values()), data.tabular(base).num_rows()
-        if before and now is not None and now != before:
-            say(
-                f"warning: data.train has {now:,} rows, and had {before:,} before the checkpoint: the epoch that it is "
-                "in has some rows twice, or leaves some out, and what was learnt from the data is of the rows of then",
-                err=True,
-            )
     path = folder / "preprocessing.json"
     try:
         path.write_text(json.dumps(data.preprocessor().to_dict()))

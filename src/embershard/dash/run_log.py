@@ -143,7 +143,7 @@ class FollowedLog:
         state.last = time
         match line.get("record"):
             case "config":
-                yield self._begin(line, time)
+                yield from self._begin(line, time)
             case "takeover":
                 yield Event(time, Severity.WARNING, f"worker {line.get('reporter')} reports from here on")
             case "train":
@@ -166,7 +166,7 @@ class FollowedLog:
             case "result":
                 yield from self._finished(line, time)
 
-    def _begin(self, line: Line, time: float) -> Event:
+    def _begin(self, line: Line, time: float) -> Iterator[Event]:
         resumed = line.get("resumed_step")
         if resumed is None and self.training.points:
             restarts = self.restarts + 1
@@ -181,7 +181,8 @@ class FollowedLog:
         state.total_samples = _whole(line, "total_samples") or None
         state.began, state.last, state.ended = state.began or time, time, False
         where = "" if resumed is None else f", from step {resumed}"
-        return Event(time, Severity.INFO, f"{state.name}: {line.get('workers')} workers begin to train{where}")
+        yield Event(time, Severity.INFO, f"{state.name}: {line.get('workers')} workers begin to train{where}")
+        yield from (Event(time, Severity.WARNING, text) for text in _texts(line, "warnings"))
 
     def _evaluated(self, line: Line, time: float, points: dict[str, list[dict[str, float | None]]]) -> Iterator[Event]:
         state = self.state

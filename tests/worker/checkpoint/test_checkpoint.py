@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -26,14 +29,15 @@ from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointFold
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.job.load import load_job
 from embershard.worker.job.training import CheckpointSection
 from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.trained.reading import trained as put_together
 from embershard.worker.training.evaluate import Best
-from embershard.worker.training.saver import RandomNumbers, Saver
+from embershard.worker.training.saver import RandomNumbers, Saver, TrainingData
 from embershard.worker.training.trainer import Trainer
-from harness.clicks import NUM_IDS, click_data
+from harness.clicks import NUM_IDS, Notes, click_data
 from harness.job import make_job
 from harness.raises import raises
 
@@ -495,3 +499,61 @@ def test_a_part_that_forwards_its_state_has_one():
     assert is_stateful(Forwarding(inner=torch.nn.Linear(1, 1)))
     assert not is_stateful(Forwarding(inner=object()))
     assert not is_stateful(SimpleNamespace(state_dict=dict))
+
+
+TABLES = """
+data: {reader: tabular, train: TRAIN}
+features: {user: {buckets: 50}}
+model: {name: fm}
+strategy: local
+embedding: {dim: 4, optimizer: {name: sgd, lr: 0.1}}
+train: {steps: 4, batch_size: 32}
+checkpoint: {folder: FOLDER, every: 2}
+"""
+LINES = [f"{row % 2},u{row}" for row in range(1000)]
+CHANGES = {
+    "moved": LINES[::-1],
+    "edited": [*LINES[:500], "1,u500", *LINES[501:]],  # of the same length
+    "grown": [*LINES, "1,new"],
+}
+
+
+def write_lines(path, lines):
+    rows = [{"label": int(line[0]), "user": line[2:]} for line in lines]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text("label,user\n" + "".join(line + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_resumed_run_says_that_the_files_of_train_have_changed(tmp_path, ending, change):
+    job_file, data = tmp_path / "job.yaml", tmp_path / f"a.{ending}"
+    job_file.write_text(TABLES.replace("TRAIN", data.name).replace("FOLDER", str(tmp_path / "kept")))
+
+    def plan(steps):
+        job, notes = load_job(job_file, [f"train.steps={steps}"]), Notes()
+        resume = find_checkpoint("latest", job) if steps > 4 else None
+        Trainer(job, job.data.open(tmp_path, 0), None, WorkerGroup(), [notes], resume=resume).run()
+        return notes.plan
+
+    write_lines(data, LINES)
+    assert not plan(4).warnings
+    os.utime(data, (1, 1))
+    assert not plan(6).warnings
+    write_lines(data, CHANGES[change])
+    (warning,) = plan(8).warnings
+    assert warning.startswith("data.train is not as it was at the checkpoint (")
+    assert ("; then rows 1,000, files 1, bytes" in warning) == (ending == "parquet")
+
+
+def test_the_number_of_samples_tells_of_changed_data_where_no_file_does():
+    before = TrainingData(click_data(train=700, valid=200)).state_dict()
+    for rows, said in ((700, ""), (710, "(samples 710; then samples 700)")):
+        data = TrainingData(click_data(train=rows, valid=200))
+        data.load_state_dict(before)
+        assert said in data.warning
+        assert bool(said) == bool(data.warning)

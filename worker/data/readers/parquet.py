@@ -15,15 +15,16 @@ import pyarrow.parquet as pq
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.files import File, expand, is_url, open_binary, reading
+from embershard.worker.data.files import File, expand, fingerprint, is_url, open_binary, reading
 from embershard.worker.data.inputs.feature_ids import is_category
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
-from embershard.worker.data.values import is_list, without_views
+from embershard.worker.data.values import BadValue, as_array, decoded, is_list, without_views
 
 LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
+READ_BYTES = 1 << 30  # and their bytes: fewer rows where they are longer than 16 kB
 
 
 class ParquetData(StreamDataset):
@@ -97,6 +98,10 @@ class ParquetSource:
         """The number of rows, from the files' footers."""
         return sum(rows for _, _, rows in self._groups)
 
+    def fingerprint(self) -> dict[str, object]:
+        """What tells the files' content, and their order."""
+        return {"rows": sum(rows for _, _, rows in self._groups), **fingerprint(self.paths)}
+
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's row groups, the largest shared out first so that shares are even."""
         groups = self._groups
@@ -162,10 +167,14 @@ class ParquetSource:
             file = open_parquet(path, file.metadata, list(texts))
         try:
             with reading(path):
+                group_bytes = file.metadata.row_group(group).total_byte_size  # not compressed, of all columns
+                rows = max(1, min(rows, READ_BYTES * self._sizes[path, group] // max(1, group_bytes)))
                 parts = file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False)
                 found, names = 0, set(self._names)  # for a column user.id Arrow reads field id of user, too
                 for number, part in enumerate(parts):
                     found += part.num_rows
+                    for values in part.columns:
+                        _check_indices(values)
                     if number == 0 or part.num_rows == rows:  # a short last part has whole dictionaries all the same
                         self._as_text.update(name for name in texts.values() if not _repeats(part.column(name)))
                     own = [field for field in part.schema if field.name in names]
@@ -214,13 +223,14 @@ class ParquetSource:
             if kind == "text" and (pa.types.is_integer(of) or _is_text(of)):
                 typed[name] = values  # as it is: a dictionary's values are hashed once, integers without their texts
                 continue
-            if pa.types.is_dictionary(values.type):
-                values = values.cast(of)
             try:
+                values = decoded(name, as_array(values))
                 # a number may be rounded, as one in a CSV file is
                 values = values.cast(TYPES[kind], safe=kind != "number" or not pa.types.is_integer(values.type))
             except pa.ArrowException as error:
                 raise JobError(where=where, reason=f"column {name!r} is no {kind}: {error}") from None
+            except BadValue as error:
+                raise JobError(where=where, reason=str(error)) from None
             if kind == "number":  # NaN is how data frames write a missing number
                 values = pc.if_else(pc.is_nan(values), None, values)
             typed[name] = values
@@ -233,6 +243,15 @@ class ParquetSource:
 
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind)) or pa.types.is_large_string(kind)
+
+
+def _check_indices(values: pa.Array) -> None:
+    """ArrowInvalid where a dictionary has not the value of an index, of which Arrow says nothing."""
+    flat = values.values if is_list(values.type) else values
+    if pa.types.is_dictionary(flat.type):
+        low, high = (index.as_py() for index in pc.min_max(flat.indices).values())
+        if low is not None and not 0 <= low <= high < len(flat.dictionary):
+            raise pa.ArrowInvalid(f"a dictionary of {len(flat.dictionary)} values has an index from {low} to {high}")
 
 
 def _repeats(values: pa.Array) -> bool:
@@ -252,5 +271,5 @@ def open_parquet(
         with reading(path):
             source = open_binary(path) if is_url(path) else path
             return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(dictionaries))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
         raise JobError(where=str(path), reason=f"not a whole Parquet file ({error})") from None

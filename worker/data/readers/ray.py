@@ -93,6 +93,10 @@ class RayTables:
         """Samples: Parquet files tell them by their footers, other datasets are read for it."""
         return self._count if self.rows is None else self.rows
 
+    def fingerprint(self) -> dict[str, object]:
+        """Nothing: the files may be ones that Ray alone reads."""
+        return {}
+
     def first_rows(self) -> Iterator[tuple[Callable[[int], str], pa.Table]]:
         """The first rows, and where each of them stands."""
         self.check()

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
-from embershard.worker.data.files import File, as_file
+from embershard.worker.data.files import File, as_file, real_path
 from embershard.worker.data.negatives import InteractionStream, ItemPool, NegativeSampling, observe_all
 from embershard.worker.data.preprocess import Fitted, Fitting, Preprocessor, check_undeclared, preprocessed_columns
 from embershard.worker.data.readers.tabular_files import (
@@ -29,7 +29,7 @@ from embershard.worker.data.readers.tabular_files import (
 )
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Kind
-from embershard.worker.data.values import BadValue, hashes_of, is_list, numbers_of, texts_of
+from embershard.worker.data.values import BadValue, as_array, decoded, hashes_of, is_list, numbers_of, texts_of
 
 NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
 
@@ -86,6 +86,24 @@ class RowSplit:
         if len(missing):
             raise BadValue(int(missing[0]), self.column, "has no time, by which the rows are split")
         return times
+
+    def times_of_one_kind(self) -> Callable[[pa.Table], Floats]:
+        """Return `times` for one table after the other. BadValue where some have dates, and others plain numbers."""
+        first = ""
+
+        def times_of(table: pa.Table) -> Floats:
+            nonlocal first
+            assert self.column is not None
+            times = self.times(table)
+            if len(times):
+                kind = "dates" if has_dates(table.column(self.column)) else "numbers"
+                first = first or kind
+                if kind != first:
+                    reason = f"has {kind}, and {first} in the rows before, with which they have no order"
+                    raise BadValue(0, self.column, f"{reason}; write all its values alike")
+            return times
+
+        return times_of
 
     def cuts(self, times: npt.NDArray[np.floating]) -> list[float]:
         """The times where the parts behind train begin."""
@@ -171,8 +189,10 @@ class Tabular:
     def look(self) -> None:
         """Read the first rows of every file, without torch. JobError names the file and line of what is wrong."""
         pre, sources = self.preprocessor, self._sources(lambda table, part: NO_SAMPLES)
+        times_of = None if self.split is None or self.split.by != "time" else self.split.times_of_one_kind()
         if self.split is None:
-            _check_apart({part: set(getattr(source, "paths", ())) for part, source in sources.items()})
+            paths = {part: getattr(source, "paths", ()) for part, source in sources.items()}
+            _check_apart({part: {real_path(path) for path in own} for part, own in paths.items()})
         for part, source in sources.items():
             for where, table in source.first_rows() if self.split is None or part == "train" else ():
                 with located(where):
@@ -183,8 +203,8 @@ class Tabular:
                         pre = pre.with_fitted(self._fit([table], first=True))
                     pre(_columns(table, pre))
                     self.labels.of(table)
-                    if self.split is not None and self.split.by == "time":
-                        self.split.times(table)
+                    if times_of is not None:
+                        times_of(table)
 
     def needs_fit(self) -> bool:
         """Whether the training rows have to be read before training."""
@@ -197,10 +217,6 @@ class Tabular:
         JobError where a split leaves one part empty.
         """
         return self._fit(None, seed)
-
-    def num_rows(self) -> int | None:
-        """The rows of the files of train, where these tell it without being read."""
-        return self._sources(lambda table, part: NO_SAMPLES)["train"].num_rows()
 
     def open(self, *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS) -> StreamDataset:
         """The dataset. JobError names what is wrong with a file."""
@@ -229,11 +245,11 @@ class Tabular:
     def _fit(self, tables: Iterable[pa.Table] | None, seed: int = 0, *, first: bool = False) -> Fitted:
         cuts: list[float] = []
         if self.split is not None and self.split.by == "time":
-            split, times = self.split, []
+            split, times, times_of = self.split, [], self.split.times_of_one_kind()
             if split.at:
                 cuts = split.cuts(np.empty(0))
             else:
-                self._each_row(tables, lambda table: times.append(split.times(table)))
+                self._each_row(tables, lambda table: times.append(times_of(table)))
                 cuts = split.cuts(np.concatenate(times))
         names = self.preprocessor.vocabulary_files()
         known = {table: read_vocabulary(as_file(self.vocabulary_folder, name), table) for table, name in names.items()}
@@ -252,10 +268,12 @@ class Tabular:
             rows, where = sum(counts.values()), str(self.files["train"][0])
             raise JobError(where="data.split", reason=f"leaves {empty[0]} without a row, of {rows} in {where}")
         for table in fitting.unseen if not first else ():
-            reason = (
-                f"has none of the values that table {table!r} gets in {self.files['train'][0]}: is each line a value?"
-            )
-            raise JobError(where=str(as_file(self.vocabulary_folder, names[table])), reason=reason)
+            where, train = str(as_file(self.vocabulary_folder, names[table])), self.files["train"][0]
+            reason = f"has none of the values that table {table!r} gets in {train}: is each line a value?"
+            if table in fitting.without_values:
+                reason = f"no row has a value of table {table!r}, of which {where} has a list: leave its features out"
+                where = str(train)
+            raise JobError(where=where, reason=reason)
         fitted = fitting.fitted()
         fitted["vocabularies"] |= known
         return {**fitted, "cuts": cuts, "samples": counts if self.split is not None else {"train": counts["train"]}}
@@ -315,10 +333,10 @@ class Tabular:
         return wanted
 
 
-def _check_apart(files: Mapping[str, set[File]]) -> None:
+def _check_apart(files: Mapping[str, set[str]]) -> None:
     """JobError where one of several files to train on is to be evaluated on, too; one file for both is no oversight."""
     for part, own in files.items():
-        both = sorted(map(str, own & files["train"]))
+        both = sorted(own & files["train"])
         if both and own != files["train"]:
             reason = f"{both[0]} is a file of train, too, so that the metrics would be of rows that were trained on"
             raise JobError(where=f"data.{part}", reason=f"{reason}: let the files of train be others")
@@ -334,7 +352,8 @@ def give_label_values(column: pa.ChunkedArray) -> str:
 def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
     """(N,) times as numbers: microseconds where they are dates, NaN where missing. BadValue where one is neither."""
     if pa.types.is_large_string(array.type) or pa.types.is_dictionary(array.type):  # as pandas and polars write texts
-        array = array.cast(getattr(array.type, "value_type", pa.string())).cast(pa.string())
+        array = decoded(column, as_array(array))
+        array = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     if pa.types.is_string(array.type):
         array = pc.if_else(pc.equal(array, ""), None, array)
         with suppress(pa.ArrowException):
@@ -350,6 +369,18 @@ def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
             except pa.ArrowException:
                 raise BadValue(row, column, f"{value[:40]!r} is no time, as 2026-01-31 12:00:00 is") from None
     return numbers_of(column, array)
+
+
+def has_dates(array: pa.ChunkedArray) -> bool:
+    """Whether times, as `as_times` reads them, are dates; else they are plain numbers."""
+    first = array.slice(0, 1).cast(getattr(array.type, "value_type", array.type))
+    if not (pa.types.is_string(first.type) or pa.types.is_large_string(first.type)):
+        return bool(pa.types.is_temporal(first.type))
+    try:
+        first.cast(pa.float64())
+    except pa.ArrowException:
+        return True
+    return False
 
 
 def _row_keys(table: pa.Table) -> Ids:

@@ -17,6 +17,7 @@ from embershard.proto.errors import BadRows, JobError
 from embershard.worker.data import files
 from embershard.worker.data.files import expand, read_blocks
 from embershard.worker.data.hashing import hash_ids
+from embershard.worker.data.readers import parquet
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.served_inputs import FeatureInputs, inputs_of
 
@@ -371,8 +372,11 @@ def test_a_file_of_a_pattern_to_train_on_is_none_to_evaluate_on(tmp_path):
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text("user,label\nu,1\n")
     section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="*.csv", valid="b.csv")
-    with pytest.raises(JobError, match=r"data.valid: .*b\.csv is a file of train, too"):
-        section.look(tmp_path)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "c").symlink_to("b.csv")
+    for name in ("b.csv", "d/../b.csv", "c"):
+        with pytest.raises(JobError, match=r"data.valid: .*b\.csv is a file of train, too"):
+            section.model_copy(update={"valid": (name,), "format": "csv"}).look(tmp_path)
     section.model_copy(update={"train": ("a.csv",)}).look(tmp_path)
     section.model_copy(update={"train": ("b.csv",)}).look(tmp_path)  # as in a first try with one file
 
@@ -516,3 +520,70 @@ def test_a_decimal_is_the_number_of_a_request(tmp_path):
     ids, dense = served({"price": [float(text) for text in texts]})
     assert ids.tolist() == batch.ids.tolist()
     assert dense.tolist() == batch.dense.tolist()
+
+
+def test_a_long_text_in_all_rows_is_hashed_once_and_refused_where_each_row_would_have_a_copy(tmp_path):
+    rows, text = 1024, "a" * (3 << 20)
+    coded = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), [text])
+    columns = {"user": coded, "other": coded}
+    section = section_of(tmp_path, columns, "{user: {}}")
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    section.look(tmp_path)
+    ids = next(section.open(tmp_path, 0).evaluate("train", 0, 1, rows)).ids
+    assert (ids == hash_ids("user", [text])[0]).all()
+    for feature in ("{type: cross, of: [user, other]}", "{type: list, separator: '|'}", "{type: number, bucketise: 2}"):
+        section = section_of(tmp_path, columns, f"{{user: {feature}}}")
+        with pytest.raises(JobError, match=r"row 1: column .user.: a text of 3,145,728 bytes, and 1,024 rows"):
+            section.look(tmp_path)
+
+
+def test_fewer_rows_are_read_at_once_where_they_are_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "READ_BYTES", 50_000)
+    users = [f"{row}" + "u" * 1000 for row in range(400)]
+    source = section_of(tmp_path, {"user": users}, "{user: {}}").tabular(tmp_path).open()._sources["train"]
+    blocks = list(source.blocks(0, 1, None))
+    assert max(map(len, blocks)) < 60
+    assert np.concatenate([block.ids[:, 0] for block in blocks]).tolist() == hash_ids("user", users).tolist()
+
+
+@pytest.mark.parametrize("other", [[1767225600, 1767312000], ["1767225600", "1767312000"]], ids=["numbers", "texts"])
+def test_dates_and_numbers_of_several_files_have_no_order_to_split_rows_by(tmp_path, other):
+    split = {"by": "time", "column": "time", "valid": 0.5}
+    dates = [f"2026-01-0{day} 12:00:00" for day in (1, 2)]
+    section = section_of(tmp_path, {"user": ["u"] * 2, "time": dates}, "{user: {}}", split=split, train="*.parquet")
+    times = pa.array(dates).cast(pa.timestamp("s"))
+    pq.write_table(pa.table({"label": [0, 1], "user": ["u"] * 2, "time": times}), tmp_path / "b.parquet")
+    assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 2, "valid": 2}
+    pq.write_table(pa.table({"label": [0, 1], "user": ["u"] * 2, "time": other}), tmp_path / "c.parquet")
+    for read in (section.look, lambda folder: section.fit(folder, 0)):
+        with pytest.raises(
+            JobError, match=r"c.parquet: row 1: column 'time': has numbers, and dates in the rows before"
+        ):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("values", [pa.nulls(4), [""] * 4], ids=["null", "empty"])
+def test_a_vocabulary_of_a_column_without_values_is_refused_for_that(tmp_path, values):
+    (tmp_path / "v.txt").write_text("a\nb\n")
+    section = section_of(tmp_path, {"user": ["u"] * 4, "item": values}, "{user: {}, item: {vocabulary: v.txt}}")
+    with pytest.raises(JobError, match=r"a.parquet: no row has a value of table 'item', of which .*v.txt has a list"):
+        section.fit(tmp_path, 0)
+
+
+BROKEN = {  # bytes of a file -> others, and what is said: Arrow says nothing of the first
+    "index": (b"\x02\x03\x24\x49", b"\x02\x03\xff\x49", "a dictionary of 3 values has an index from 0 to 3"),
+    "name": (b"user", b"us\xfer", "not a whole Parquet file"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_bytes_of_parquet_are_named(tmp_path, case):
+    whole, broken, said = BROKEN[case]
+    section = section_of(tmp_path, {"user": list("abcabcab")}, "{user: {}}")
+    pq.write_table(pq.read_table(tmp_path / "a.parquet"), tmp_path / "a.parquet", compression="none")
+    section.look(tmp_path)
+    data = (tmp_path / "a.parquet").read_bytes()
+    assert whole in data
+    (tmp_path / "a.parquet").write_bytes(data.replace(whole, broken))
+    with pytest.raises(JobError, match=rf"a\.parquet.*{said}"):
+        section.look(tmp_path)
