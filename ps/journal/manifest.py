@@ -53,7 +53,7 @@ class LogManifest:
     package: str = ""  # version of embershard that wrote it
     mode: str = "fsync"  # of the last process: with "log" it synced nothing
     boot: int = 0  # the start of the machine under which it began to write; 0: not known
-    end_lsn: int = 0  # where it ended when the last process had written its term; 0: not known
+    end_lsn: int = 0  # behind the last event that was safe when this was written; 0: not known
 
     @property
     def last_base_lsn(self) -> int:
