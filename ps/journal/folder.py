@@ -179,9 +179,11 @@ class LogFolder:
             if end.state == "unsynced":
                 _log.warning(
                     "%s: the event log ends before LSN %d, and %d later events or more are lost: the machine was "
-                    "restarted before everything was on disk, or this is a copy of the folder without its newest files",
+                    "restarted before everything was on disk",
                     self.folder, end.position.lsn, end.lost_records,
                 )  # fmt: skip
+            if self.manifest.segment:  # first: it may have no record
+                self.update_manifest(segment=0)
             kept = self._cut(end.position)
             self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
@@ -228,18 +230,23 @@ class LogFolder:
                 self.disk.sync_folder(self.folder)
             except OSError as error:
                 raise SyncFailed(f"{self.folder}: {error.strerror or error}") from error
-        self.update_manifest(first_lsn=base.redo_lsn, bases=bases)
+        self.update_manifest(first_lsn=base.redo_lsn, bases=bases, **self._end_of(journal))
         segments.recycle(base.redo_lsn)
         self._remove_other_bases()
 
     def record_end(self, journal: Journal) -> None:
-        """Have the manifest say how far the log goes, unless it names an event of the newest segment already.
+        """Have the manifest say how far the log goes, and in which segment, unless it names that one already.
 
         Where this file is lost later, the log ends too early, and is refused. OSError: the manifest may not say it yet.
         """
-        safe, newest = journal.safe.lsn, journal.segments.names[-1]
-        if self.manifest.end_lsn <= newest.first_lsn <= safe:
-            self.update_manifest(end_lsn=safe + 1)
+        end = self._end_of(journal)
+        if end["segment"] != self.manifest.segment:
+            self.update_manifest(**end)
+
+    def _end_of(self, journal: Journal) -> dict[str, int]:
+        """The fields of a manifest that say how far a log goes now."""
+        safe = journal.safe.lsn
+        return {"end_lsn": safe + 1, "segment": journal.segments.names_from(safe)[0].id}
 
     def update_manifest(self, **fields: Any) -> None:
         """Put a manifest with other values of these fields in the place of the folder's."""
@@ -266,7 +273,7 @@ class LogFolder:
         with named_errors(self.folder):
             position = self.reader.find(lsn)
             if self.manifest.end_lsn > lsn:  # first: the log may end there from here on
-                self.update_manifest(end_lsn=lsn)
+                self.update_manifest(end_lsn=lsn, segment=0)
             self._sync(self._cut(position))
         self._reader = None
 

@@ -263,13 +263,15 @@ class LogReader:
     def _num_missing(self, position: LogPosition) -> int:
         """How many events the manifest knows of behind the end of the log; LogDamaged where they cannot be missing.
 
-        The last process had synced all of them, or the kernel still has them, unless the machine was started anew.
+        The last process had synced all of them, or the kernel still has them, unless the machine was started anew. That
+        may take records, but no file: the manifest came to the disk after its name.
         """
-        known = self._manifest.end_lsn
+        known, segment = self._manifest.end_lsn, self._manifest.segment
         is_kept = self._manifest.mode == "fsync" or (self._boot != 0 and self._manifest.boot == self._boot)
-        if position.lsn < known and is_kept:
-            reason = f"the log ends there, but it went up to LSN {known - 1} when {MANIFEST} was written"
-            raise self._damaged(position, reason)
+        is_gone = segment and all(one.name.id != segment for one in self.segments)
+        if position.lsn < known and (is_kept or is_gone):
+            where = f", in log-*-{segment:016x}, which is missing" if is_gone else f" when {MANIFEST} was written"
+            raise self._damaged(position, f"the log ends there, but it went up to LSN {known - 1}{where}")
         return max(0, known - position.lsn)
 
     def _was_whole(self, here: StoredSegment, behind: StoredSegment) -> tuple[bool, bool]:

@@ -27,7 +27,7 @@ _TRIES = 3
 _END = {
     "clean": "it ends there",
     "torn": "a record that was not written whole follows; nobody was told that it was safe, and it is left out",
-    "unsynced": "the machine was started anew before everything behind was written, or a copy lacks it; it is left out",
+    "unsynced": "the machine was started anew before everything behind was written; it is left out",
 }
 
 
