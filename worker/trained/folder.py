@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from embershard.proto.errors import BadExport, EmbershardError, Status
+from embershard.proto.snapshot import folders
 from embershard.proto.snapshot.sealed import check_json, seal_json
 from embershard.proto.spec import Initializer
 from embershard.worker.data.batch import Field, IdTable, Schema
@@ -109,10 +110,7 @@ class TensorStream:
 def make_folder(path: Path) -> None:
     """The folder of an export, without an export.json. CannotExport where it cannot be made."""
     try:
-        new = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        for folder in new:
-            _sync(folder.parent)
+        folders.make_folder(path)
     except OSError as error:
         raise _not_written(path, error) from None
     remove_file(path / FACTS)  # until all files are there again, the folder is no export
@@ -171,18 +169,9 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 def move(new: Path, path: Path) -> None:
     """Put a finished file in the place of another one, on the disk: a power cut leaves one of them, whole. OSError."""
-    _sync(new)
+    folders.sync(new)
     os.replace(new, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until the disk has a file's bytes, or the names in a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    folders.sync(path.parent)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
