@@ -12,6 +12,7 @@ intact behind it shows that it was written whole once. What that proves depends 
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections import defaultdict
 from collections.abc import Iterator
@@ -243,11 +244,13 @@ class LogReader:
             state, lost = "unsynced", max(lost, missing)
         return LogEnd(position, state, lost)
 
-    def _missing(self, lsn: int) -> str:
-        """What is said of the first file that is missing: one behind this LSN continues it. Empty: none is."""
+    def _missing(self, lsn: int, last: float = math.inf) -> str:
+        """What is said of the first file that is missing: one behind this LSN, up to the `last`, continues it. Empty:
+        none is.
+        """
         ids = {segment.name.id for segment in self.segments}
         for one in self.segments:
-            previous = one.header.previous if one.header and one.name.first_lsn > lsn else 0
+            previous = one.header.previous if one.header and lsn < one.name.first_lsn <= last else 0
             if previous and previous not in ids:
                 return f"the segment that {one.name} continues is missing, log-*-{previous:016x}"
         return ""
@@ -269,9 +272,10 @@ class LogReader:
         known, segment = self._manifest.end_lsn, self._manifest.segment
         is_kept = self._manifest.mode == "fsync" or (self._boot != 0 and self._manifest.boot == self._boot)
         is_gone = segment and all(one.name.id != segment for one in self.segments)
-        if position.lsn < known and (is_kept or is_gone):
-            where = f", in log-*-{segment:016x}, which is missing" if is_gone else f" when {MANIFEST} was written"
-            raise self._damaged(position, f"the log ends there, but it went up to LSN {known - 1}{where}")
+        gone = f"log-*-{segment:016x} with that is missing" if is_gone else self._missing(position.lsn, known)
+        if position.lsn < known and (is_kept or gone):
+            reason = f"the log ends there, but {MANIFEST} says that it went up to LSN {known - 1}"
+            raise self._damaged(position, f"{reason}: {gone}" if gone else reason)
         return max(0, known - position.lsn)
 
     def _was_whole(self, here: StoredSegment, behind: StoredSegment) -> tuple[bool, bool]:
