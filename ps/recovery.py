@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,19 +45,20 @@ class ShardLog:
         bases: Bases,
         *,
         rate: RecoveryRate | None = None,
+        record_end: Callable[[], None] = lambda: None,
         on_fatal: Callable[[BaseException], None] = end_process,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self.journal, self.bases = journal, bases
         self._clock = clock
-        self._mode, self._on_fatal = mode, on_fatal
+        self._mode, self._on_fatal, self._record_end = mode, on_fatal, record_end
         self._rate = rate or RecoveryRate()
         self._began = 0.0  # when the request that is handled began; 0: nothing is known of it
         self._thread: LogThread | None = None
 
     def start(self) -> None:
         """Write from here on what is appended."""
-        self._thread = LogThread(self.journal, on_fatal=self._on_fatal, clock=self._clock)
+        self._thread = LogThread(self.journal, record_end=self._record_end, on_fatal=self._on_fatal, clock=self._clock)
 
     def close(self, timeout: float) -> bool:
         """Write what was appended, at most for so many seconds; whether all of it was written."""
@@ -122,7 +123,8 @@ def recover(
     found, tail = replay(shard.core, folder, progress, rate)
     journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
     own = Bases(folder, journal, found, tail, on_fatal=on_fatal, clock=clock, **bases)
-    log = ShardLog(journal, mode, own, rate=rate, on_fatal=on_fatal, clock=clock)
+    record_end = partial(folder.record_end, journal)
+    log = ShardLog(journal, mode, own, rate=rate, record_end=record_end, on_fatal=on_fatal, clock=clock)
     for table in shard.core.tables.all():  # what the replay has applied, the processes of before have counted
         table.pushed_rows = table.skipped_rows = 0
     shard.log_to(log, journal.term)
@@ -130,7 +132,7 @@ def recover(
     try:
         while journal.write_group():  # the term, before anybody sees what it begins with
             pass
-        folder.write_manifest(replace(folder.manifest, end_lsn=journal.last_lsn + 1))  # a lost first segment shows
+        record_end()
     except OSError as error:
         raise LogUnusable(path=str(folder.folder), reason=error.strerror or str(error)) from error
     if journal.term > 1:

@@ -10,9 +10,11 @@ import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import has_magic
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from embershard.proto.errors import BadSnapshotName, EmbershardError, SnapshotNotWritten, SnapshotUnreadable
+from embershard.proto.snapshot import folders
 
 
 class Storage:
@@ -51,7 +53,10 @@ class Storage:
     def make_folder(self, path: str) -> None:
         """A folder, and those above it."""
         with self._writing(path):
-            self._files.makedirs(self._full(path), exist_ok=True)
+            if self._local:
+                folders.make_folder(Path(self._full(path)))
+            else:
+                self._files.makedirs(self._full(path), exist_ok=True)
             self._sync_folder(posixpath.dirname(self._full(path)))
 
     @contextmanager
@@ -125,11 +130,7 @@ class Storage:
 
     def _sync_folder(self, full: str) -> None:
         if self._local:
-            handle = os.open(full, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            folders.sync(full)
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[None]:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from embershard.proto.snapshot import folders
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -146,7 +148,7 @@ class LocalDisk:
 
     def make_folder(self, folder: Path) -> None:
         """Make a folder and those above it, where they are missing."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folders.make_folder(folder)
 
     def open(self, path: Path, *, write: bool = False, create: bool = False) -> DiskFile:
         """Open a file; one that `create` makes must be new."""
@@ -168,11 +170,7 @@ class LocalDisk:
 
     def sync_folder(self, folder: Path) -> None:
         """Wait until the names in a folder are on the disk."""
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        folders.sync(folder)
 
     def lock(self, path: Path) -> DiskLock:
         """Lock by this file; BlockingIOError, with its holder, while another process does."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogMismatch, LogUnusable
@@ -93,6 +93,7 @@ class LogFolder:
         self._new_id = new_id
         self._reader: LogReader | None = None
         self._inherited: set[SegmentName] = set()  # of which a sync of an earlier process may have failed
+        self._manifest_lock = SYSTEM_CLOCK.lock()  # of the threads that change the manifest, once there are any
 
     @classmethod
     def open(
@@ -177,9 +178,12 @@ class LogFolder:
             self._check_room(segment_bytes)
             if end.state == "unsynced":
                 _log.warning(
-                    "%s: the machine was restarted before everything was on disk; the event log ends before LSN %d, %d "
-                    "later records are dropped", self.folder, end.position.lsn, end.lost_records
+                    "%s: the event log ends before LSN %d, and %d later events or more are lost: the machine was "
+                    "restarted before everything was on disk",
+                    self.folder, end.position.lsn, end.lost_records,
                 )  # fmt: skip
+            if self.manifest.segment:  # first: it may have no record
+                self.update_manifest(segment=0)
             kept = self._cut(end.position)
             self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
@@ -188,9 +192,9 @@ class LogFolder:
                 else:
                     self._write_inherited_again(kept)
                 self._sync(kept)
+            self._manifest_lock = clock.lock()
             term, boot = self.manifest.term + 1, self.disk.boot_id()
-            found = replace(self.manifest, term=term, mode=mode, boot=boot, end_lsn=end.position.lsn)
-            self.write_manifest(found)
+            self.update_manifest(term=term, mode=mode, boot=boot, end_lsn=end.position.lsn)
             self._remove_other_bases()
             segments = SegmentWriter(
                 self.disk,
@@ -226,14 +230,30 @@ class LogFolder:
                 self.disk.sync_folder(self.folder)
             except OSError as error:
                 raise SyncFailed(f"{self.folder}: {error.strerror or error}") from error
-        self.write_manifest(replace(self.manifest, first_lsn=base.redo_lsn, bases=bases))
+        self.update_manifest(first_lsn=base.redo_lsn, bases=bases, **self._end_of(journal))
         segments.recycle(base.redo_lsn)
         self._remove_other_bases()
 
-    def write_manifest(self, manifest: LogManifest) -> None:
-        """Put another manifest in the place of the folder's."""
-        write_manifest(self.disk, self.folder, manifest)
-        self.manifest = manifest
+    def record_end(self, journal: Journal) -> None:
+        """Have the manifest say how far the log goes, and in which segment, unless it names that one already.
+
+        Where this file is lost later, the log ends too early, and is refused. OSError: the manifest may not say it yet.
+        """
+        end = self._end_of(journal)
+        if end["segment"] != self.manifest.segment:
+            self.update_manifest(**end)
+
+    def _end_of(self, journal: Journal) -> dict[str, int]:
+        """The fields of a manifest that say how far a log goes now."""
+        safe = journal.safe.lsn
+        return {"end_lsn": safe + 1, "segment": journal.segments.names_from(safe)[0].id}
+
+    def update_manifest(self, **fields: Any) -> None:
+        """Put a manifest with other values of these fields in the place of the folder's."""
+        with self._manifest_lock:
+            manifest = replace(self.manifest, **fields)
+            write_manifest(self.disk, self.folder, manifest)
+            self.manifest = manifest
 
     def lost_by_cut(self, lsn: int) -> LostRecords:
         """Count what `cut` at this LSN would remove, also intact records behind damage. Errors as those of `cut`."""
@@ -253,7 +273,7 @@ class LogFolder:
         with named_errors(self.folder):
             position = self.reader.find(lsn)
             if self.manifest.end_lsn > lsn:  # first: the log may end there from here on
-                self.write_manifest(replace(self.manifest, end_lsn=lsn))
+                self.update_manifest(end_lsn=lsn, segment=0)
             self._sync(self._cut(position))
         self._reader = None
 

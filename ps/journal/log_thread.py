@@ -29,18 +29,20 @@ def end_process(error: BaseException) -> None:
 class LogThread:
     """Writes a journal until it is closed.
 
-    `on_fatal` is called, on the thread that found it, with a failed sync, a lost lock, or a defect; nothing is written
-    or acknowledged after it.
+    `record_end` is called now and then, as LogFolder has it. `on_fatal` is called, on the thread that found it, with a
+    failed sync, a lost lock, or a defect; nothing is written or acknowledged after it.
     """
 
     def __init__(
         self,
         journal: Journal,
         *,
+        record_end: Callable[[], None] = lambda: None,
         on_fatal: Callable[[BaseException], None] = end_process,
         clock: SystemClock = SYSTEM_CLOCK,
     ) -> None:
         self._journal = journal
+        self._record_end = record_end
         self._on_fatal = on_fatal
         self._ended = clock.event()
         self._writer = clock.spawn("log", partial(self._until_fatal, self._write))
@@ -90,4 +92,6 @@ class LogThread:
             with suppress(OSError):  # the segments keep it, and it is tried again
                 while not self._ended.is_set() and segments.prepare_spare():
                     pass
+            with suppress(OSError):  # tried again, too: no event waits for it
+                self._record_end()
             segments.wants_spare.wait(_WATCH_SECONDS)

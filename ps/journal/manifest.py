@@ -53,7 +53,8 @@ class LogManifest:
     package: str = ""  # version of embershard that wrote it
     mode: str = "fsync"  # of the last process: with "log" it synced nothing
     boot: int = 0  # the start of the machine under which it began to write; 0: not known
-    end_lsn: int = 0  # where it ended when the last process had written its term; 0: not known
+    end_lsn: int = 0  # behind the last event that was safe when this was written; 0: not known
+    segment: int = 0  # id of the segment with that event, whose name was on the disk before this; 0: not known
 
     @property
     def last_base_lsn(self) -> int:
@@ -89,7 +90,7 @@ def read_manifest(disk: Disk, folder: Path) -> LogManifest | None:
         raise fields.wrong("modules", "texts were expected")
     later: dict[str, Any] = {  # of versions that wrote them
         name: fields.get(name, kind)
-        for name, kind in (("mode", str), ("boot", int), ("end_lsn", int))
+        for name, kind in (("mode", str), ("boot", int), ("end_lsn", int), ("segment", int))
         if name in fields
     }
     manifest = LogManifest(

@@ -12,6 +12,7 @@ intact behind it shows that it was written whole once. What that proves depends 
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections import defaultdict
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ class LogPosition(NamedTuple):
 class LogEnd:
     """Name the ways in which a log ends. `torn`: within a record, half written. `unsynced`: with a loss of power.
 
-    `lost_records` are those that are still intact behind the end of an unsynced log.
+    `lost_records` are those behind the end of an unsynced log that are still intact, or that the manifest knows of.
     """
 
     position: LogPosition
@@ -225,8 +226,8 @@ class LogReader:
                 reason = "the file with it is missing, but later ones are here"
                 raise self._damaged(position, self._missing(0) or reason)
             self._check_base(position)
-            self._check_end(position)
-            return LogEnd(position, "clean")
+            missing = self._num_missing(position)
+            return LogEnd(position, "unsynced" if missing else "clean", missing)
         here = next(segment for segment in self.segments if segment.name == position.segment)
         state: Literal["clean", "torn", "unsynced"] = "torn" if self._is_begun(here, position) else "clean"
         lost = 0
@@ -239,14 +240,17 @@ class LogReader:
                 state = "torn" if is_synced else "unsynced"
                 lost += lsn > 0 and not is_synced
         self._check_base(position)
-        self._check_end(position)
+        if missing := self._num_missing(position):
+            state, lost = "unsynced", max(lost, missing)
         return LogEnd(position, state, lost)
 
-    def _missing(self, lsn: int) -> str:
-        """What is said of the first file that is missing: one behind this LSN continues it. Empty: none is."""
+    def _missing(self, lsn: int, last: float = math.inf) -> str:
+        """What is said of the first file that is missing: one behind this LSN, up to the `last`, continues it. Empty:
+        none is.
+        """
         ids = {segment.name.id for segment in self.segments}
         for one in self.segments:
-            previous = one.header.previous if one.header and one.name.first_lsn > lsn else 0
+            previous = one.header.previous if one.header and lsn < one.name.first_lsn <= last else 0
             if previous and previous not in ids:
                 return f"the segment that {one.name} continues is missing, log-*-{previous:016x}"
         return ""
@@ -259,16 +263,20 @@ class LogReader:
             reason = f"the log ends there, but {base.name} has all events up to {base.lsn}"
             raise LogDamaged(path=path, offset=position.offset, lsn=position.lsn, reason=reason, remedy=NO_COPY)
 
-    def _check_end(self, position: LogPosition) -> None:
-        """LogDamaged where the log ends before the place where the last process began to write.
+    def _num_missing(self, position: LogPosition) -> int:
+        """How many events the manifest knows of behind the end of the log; LogDamaged where they cannot be missing.
 
-        That process synced what it found, or the kernel still has it, unless the machine was started anew since.
+        The last process had synced all of them, or the kernel still has them, unless the machine was started anew. That
+        may take records, but no file: the manifest came to the disk after its name.
         """
-        known = self._manifest.end_lsn
+        known, segment = self._manifest.end_lsn, self._manifest.segment
         is_kept = self._manifest.mode == "fsync" or (self._boot != 0 and self._manifest.boot == self._boot)
-        if position.lsn < known and is_kept:
-            reason = f"the log ends there, but it went up to LSN {known - 1} when the shard last started"
-            raise self._damaged(position, reason)
+        is_gone = segment and all(one.name.id != segment for one in self.segments)
+        gone = f"log-*-{segment:016x} with that is missing" if is_gone else self._missing(position.lsn, known)
+        if position.lsn < known and (is_kept or gone):
+            reason = f"the log ends there, but {MANIFEST} says that it went up to LSN {known - 1}"
+            raise self._damaged(position, f"{reason}: {gone}" if gone else reason)
+        return max(0, known - position.lsn)
 
     def _was_whole(self, here: StoredSegment, behind: StoredSegment) -> tuple[bool, bool]:
         """Whether what one segment holds was on the disk before a later group of another began; before anything did."""

@@ -18,6 +18,7 @@ from embershard.ps.coordination import pushes
 from embershard.ps.coordination.clock import TERM_VERSIONS
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.events import PushEvent, Term
+from embershard.ps.journal import log_thread
 from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.monitoring.export import MonitoredShard
 from embershard.ps.recovery import recover
@@ -25,6 +26,7 @@ from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
+from harness.eventually import eventually
 from harness.logs import open_log
 from harness.raises import raises
 from harness.random_job import OPTIMIZERS, RandomJob, empty_core, replay, state_of
@@ -375,8 +377,47 @@ def test_a_log_whose_only_segment_is_gone_is_damaged(mode):
     disk.kill()
     (name,) = log.journal.segments.names
     disk.remove(log.journal.segments.folder / str(name))
-    with pytest.raises(errors.LogDamaged, match="it went up to LSN 1 when the shard last started"):
+    with pytest.raises(errors.LogDamaged, match=r"it went up to LSN 1: log-.* with that is missing"):
         start(disk, mode)
+
+
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+@pytest.mark.parametrize("number", [-1, 1], ids=["newest", "middle"])
+def test_a_log_without_a_segment_of_several_is_damaged(number, mode, monkeypatch):
+    """The shard began without the last pushes, without a word."""
+    monkeypatch.setattr(log_thread, "_WATCH_SECONDS", 0.05)
+    disk = SimulatedDisk()
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    folder = open_log(disk)
+    log = recover(shard, folder, mode, segment_bytes=2048)
+    log.start()  # the thread, which has the manifest say how far the log goes
+    shard.handle(table_declared())
+    seqs = itertools.count(1)
+    while len(log.journal.segments.names) < 4:
+        shard.handle(push(gradients([1]), seq=(seq := next(seqs)), first=seq))
+    newest, lost = log.journal.segments.names[-1], log.journal.segments.names[number]
+    assert eventually(lambda: folder.manifest.end_lsn > newest.first_lsn)
+    assert log.close(60)
+    disk.kill()
+    disk.remove(folder.folder / str(lost))
+    for _ in range(2):
+        with raises(errors.LogDamaged, lsn=lost.first_lsn):
+            start(disk, mode)
+        disk.kill()
+        disk.boot += 1  # a loss of power does not take the file, either
+
+
+def test_a_loss_of_power_that_takes_known_events_of_mode_log_says_how_many(caplog):
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    write(log)
+    disk.kill()
+    (name,) = log.journal.segments.names
+    disk.content(log.journal.segments.folder / str(name))[:] = b""  # it had its name on the disk, and no records
+    disk.boot += 1
+    assert start(disk)[0].core.lsn == 1  # of its term
+    assert "the event log ends before LSN 1, and 1 later events or more are lost" in caplog.text
 
 
 def test_a_module_that_changed_since_the_log_was_written_is_refused():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import posixpath
 import re
 import secrets
@@ -27,6 +28,7 @@ from embershard.proto.errors import (
     SnapshotTimeout,
     SnapshotTooLate,
     SnapshotUnknown,
+    SnapshotUnreadable,
 )
 from embershard.proto.messages import Restore, Restored, Snapshot, Snapshotted, replace
 from embershard.proto.snapshot.manifest import (
@@ -55,6 +57,7 @@ _CANCEL_TIMEOUT = timedelta(seconds=10)  # a storage that hangs holds nobody lon
 _PAUSES = (0.005, 0.25)  # seconds between two looks at the shards: the first, and the longest
 _MARGIN = 2  # clocks ahead of a synchronous job at which its snapshot is asked for; doubled where that is too late
 _TRIES = 5
+_log = logging.getLogger(__name__)
 _PART = re.compile(r"shard-[0-9]{1,5}-[0-9a-f]{16}")
 
 
@@ -425,12 +428,16 @@ def _prune(storage: Storage, keep: int, newest: str) -> None:
             if parts:
                 _remove(storage, name, parts)
             continue
-        with suppress(EmbershardError, FileNotFoundError):  # what we cannot read is not ours to remove
-            data = storage.read(f"{name}/{MANIFEST}")
-            manifest = unpack_manifest(data, storage.at(name))
-            whole.append((manifest.created, name))
-            if manifest.parent is not None and posixpath.dirname(manifest.parent.path) == "..":
-                parents[name] = posixpath.basename(manifest.parent.path)
+        try:
+            manifest = unpack_manifest(storage.read(f"{name}/{MANIFEST}"), storage.at(name))
+        except SnapshotUnreadable as error:  # nobody knows now what it needs
+            _log.warning("old snapshots stay for now: %s", error)
+            return
+        except (EmbershardError, FileNotFoundError):  # what is damaged, or of a later version, is not ours to remove
+            continue
+        whole.append((manifest.created, name))
+        if manifest.parent is not None and posixpath.dirname(manifest.parent.path) == "..":
+            parents[name] = posixpath.basename(manifest.parent.path)
 
     def first(name: str) -> str:
         while name in parents:
@@ -439,9 +446,11 @@ def _prune(storage: Storage, keep: int, newest: str) -> None:
 
     # increments before what they need; a clock that was set back makes the newest one no older
     whole.sort(key=lambda one: (one[1] == newest, one), reverse=True)
-    kept = list(dict.fromkeys(first(name) for _, name in whole))[:keep]
+    names = {name for _, name in whole}
+    # increments of one that is damaged are of no use: they count for nothing
+    kept = [name for name in dict.fromkeys(first(name) for _, name in whole) if name in names][:keep]
     for _, name in whole:
-        if first(name) not in kept:
+        if first(name) in names and first(name) not in kept:
             storage.remove(f"{name}/{MANIFEST}")  # first: from here on it is none
             _remove(storage, name, [part for part in storage.sizes(name) if _PART.fullmatch(part)])
 

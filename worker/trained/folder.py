@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from embershard.proto.errors import BadExport, EmbershardError, Status
+from embershard.proto.snapshot import folders
 from embershard.proto.snapshot.sealed import check_json, seal_json
 from embershard.proto.spec import Initializer
 from embershard.worker.data.batch import Field, IdTable, Schema
@@ -109,7 +110,7 @@ class TensorStream:
 def make_folder(path: Path) -> None:
     """The folder of an export, without an export.json. CannotExport where it cannot be made."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        folders.make_folder(path)
     except OSError as error:
         raise _not_written(path, error) from None
     remove_file(path / FACTS)  # until all files are there again, the folder is no export
@@ -159,11 +160,18 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         with new.open("wb") as file:
             for part in parts:
                 file.write(part)
-        os.replace(new, path)
+        move(new, path)
     except OSError as error:
         raise _not_written(path, error) from None
     finally:
         new.unlink(missing_ok=True)
+
+
+def move(new: Path, path: Path) -> None:
+    """Put a finished file in the place of another one, on the disk: a power cut leaves one of them, whole. OSError."""
+    folders.sync(new)
+    os.replace(new, path)
+    folders.sync(path.parent)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes | memoryview:

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import io
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +33,7 @@ from embershard.worker.models.user_defined import forward_of, reads_dense
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.wrap import dense_state
-from embershard.worker.trained.folder import ONNX, CannotExport
+from embershard.worker.trained.folder import ONNX, CannotExport, move
 from embershard.worker.trained.reading import pull_all
 
 _NEEDS = ("onnx", "onnxscript")
@@ -217,7 +216,7 @@ def export_onnx(part: DensePart, schema: Schema, out: Path) -> Path:
                 dynamo=True,
                 external_data=False,
             )
-        os.replace(new, path)
+        move(new, path)
         return path
     except Exception as error:  # of torch.export, onnxscript or the disk: each has its own kinds
         new.unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """The folder of a log: whose it is, who may use it, what is wrong with it, and how it is cut."""
 
-import dataclasses
 import errno
 import os
 import random
@@ -293,7 +292,7 @@ def test_a_loss_of_power_may_take_what_was_not_synced_when_the_shard_last_starte
 
 def test_a_cut_that_would_leave_less_than_an_image_holds_is_refused(log):
     folder = LogFolder.existing(FOLDER, disk=log.disk)
-    folder.write_manifest(dataclasses.replace(folder.manifest, bases=(LogBase("b", 20, 15),), first_lsn=15))
+    folder.update_manifest(bases=(LogBase("b", 20, 15),), first_lsn=15)
     for lsn in (14, 15, 20):
         with pytest.raises(LogUnusable):
             folder.cut(lsn)

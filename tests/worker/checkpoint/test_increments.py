@@ -239,6 +239,43 @@ def test_keep_counts_a_full_one_and_its_increments_once(job, monkeypatch):
         assert len(read(open_snapshot(job.url, name))) == 2 * NUM_IDS
 
 
+def test_keep_removes_no_snapshot_while_it_cannot_be_read_what_others_need(job, monkeypatch):
+    """The full one of a chain was removed where the storage did not give the increment behind it, without which nobody
+    knew that the last of the chain needs it.
+    """
+    monkeypatch.setattr(module, "MOST_INCREMENTS", 2)
+    job.take("s0")
+    job.push(np.arange(50))
+    job.take("s1")
+    want, read_file = job.contents(), Storage.read
+
+    def hang(self, path):
+        if path == f"s0/{MANIFEST}" or self.at(path).endswith(f"/s0/{MANIFEST}"):
+            raise errors.SnapshotUnreadable(path=path, reason="no answer")
+        return read_file(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "read", hang)
+        job.take("s2", keep=2)
+    assert list_snapshots(job.url) == ["full", "s0", "s1", "s2"]
+    assert job.restored(2, "s1").contents() == want
+    job.take("s3", keep=1, incremental=False)
+    assert list_snapshots(job.url) == ["s3"]
+
+
+def test_keep_counts_no_increments_of_a_damaged_one(job, monkeypatch):
+    """They took the place of a whole snapshot, which was removed."""
+    monkeypatch.setattr(module, "MOST_INCREMENTS", 2)
+    for name in ("s0", "s1"):
+        job.take(name)
+    storage = Storage(job.url)
+    storage.replace(f"s0/{MANIFEST}", storage.read(f"s0/{MANIFEST}")[:-1])
+    job.take("s2", keep=2)
+    assert all(is_full(job.url))
+    assert "full" in list_snapshots(job.url)
+    job.restored(2, "full")
+
+
 def test_keep_removes_no_parent_of_the_newest_where_the_clock_was_set_back(job, monkeypatch):
     for name, now in (("a", 2000.0), ("b", 1000.0), ("c", 1001.0)):
         monkeypatch.setattr(module.time, "time", lambda now=now: now)

@@ -1,8 +1,10 @@
 """Exports of a trained model, and models from elsewhere brought in."""
 
+import os
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +192,32 @@ def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotExport):
         make_folder(tmp_path / "file" / "out")
+
+
+def test_each_file_is_on_the_disk_before_it_has_its_name_and_export_json_comes_last(tmp_path, monkeypatch):
+    """A power cut after an export could leave empty files, or no folder."""
+    calls, fsync, put = [], os.fsync, os.replace
+
+    def synced(handle):
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}")).relative_to(tmp_path).as_posix()))
+        fsync(handle)
+
+    def replaced(new, path):
+        calls.append(("name", path.name))
+        put(new, path)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(torch.onnx, "export", lambda part, inputs, path, **_: path.write_bytes(b"graph"))
+    out = tmp_path / "a" / "b"
+    make_folder(out)
+    assert set(calls) == {("sync", "a"), ("sync", ".")}
+    del calls[:]
+    write_tensors(out / "model.safetensors", {"w": torch.ones(2)})
+    export_onnx(dense_part(job(), SCHEMA, plain_state()), SCHEMA, out)
+    write_facts(out, ExportFacts(job={}, schema=SCHEMA, inputs=None, tables={}))
+    names = "model.safetensors", "dense.onnx", "export.json"
+    assert calls == [call for name in names for call in (("sync", f"a/b/{name}.new"), ("name", name), ("sync", "a/b"))]
 
 
 @pytest.mark.parametrize(
