@@ -56,6 +56,24 @@ class BiasedModel(nn.Module):
         return {"embedding": ids}
 
 
+class BranchingModel(nn.Module):
+    """Clicks by a sum of rows and two layers, of which about half of the batches leave one out."""
+
+    def __init__(self, num_ids: int, num_dense: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_ids, dim)
+        self.always, self.seldom = nn.Linear(num_dense, 1), nn.Linear(num_dense, 1)
+
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """Return a logit for each sample."""
+        out = self.seldom(dense) if dense.mean() > 0.5 else 0.0
+        return self.embedding(ids).sum((1, 2)) + (out + self.always(dense)).squeeze(1)
+
+    def embedding_inputs(self, ids: torch.Tensor, dense: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the ids that the table reads."""
+        return {"embedding": ids}
+
+
 def random_pairs(count: int, size: int, num_rows: int, *, seed: int) -> Pairs:
     """Batches of three ids per sample, each id as likely, and targets of 0 to 1."""
     made = torch.Generator().manual_seed(seed)

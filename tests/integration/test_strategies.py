@@ -173,6 +173,12 @@ def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path
     assert int(found["steps left out"]) == 2  # one, by both
 
 
+def test_a_part_that_one_workers_batch_leaves_out_of_fsdp_is_named(tmp_path):
+    branching = {"model": {"class": "harness.models:BranchingModel"}}
+    with pytest.raises(AssertionError, match=r"a batch left seldom\.weight, seldom\.bias without a gradient"):
+        run_two("ps", "fsdp", tmp_path / "found.npz", sections=branching)
+
+
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8]}
 data: {reader: ctr_csv, train: clicks.csv, valid: clicks.csv, numeric: [x], ids: global, num_ids: 40}

@@ -160,6 +160,8 @@ def _runs(places: Sequence[ParameterSlice], block: int, blocks: Ids) -> Iterator
 
     Each as the number of its place, from which of its elements to which, and its position in the flat blocks.
     """
+    if not len(blocks):  # where none was finite
+        return
     starts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
     for first, last in zip(starts, [*starts[1:], len(blocks)], strict=True):
         begin, end = (int(blocks[first]) * block, (int(blocks[last - 1]) + 1) * block)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -115,6 +116,26 @@ def all_reduced(model: nn.Module, *, views: bool, group: dist.ProcessGroup | Non
         )
 
 
+def check_used(module: nn.Module, loss: torch.Tensor) -> None:
+    """JobError where backward would give no gradient to a parameter that FSDP is to sum: all would hang."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards a model has imported it
+    if fsdp is None or not any(isinstance(part, fsdp.FSDPModule) for part in module.modules()):
+        return
+    used, seen, nodes = set(), set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return  # its part of the graph is made in backward
+        seen.add(node)
+        used.add(id(getattr(node, "variable", None)))
+        nodes += [before for before, _ in node.next_functions]
+    unused = [name for name, its in module.named_parameters() if its.requires_grad and id(its) not in used]
+    if unused:
+        raise _left_out(unused)
+
+
 def check_reduced(module: nn.Module) -> None:
     """JobError where backward gave a parameter no gradient that DistributedDataParallel is to sum: all would hang."""
     if not isinstance(module, DistributedDataParallel):
@@ -123,12 +144,16 @@ def check_reduced(module: nn.Module) -> None:
         module._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError:
         trained = [(name, parameter) for name, parameter in module.module.named_parameters() if parameter.requires_grad]
-        without = ", ".join(name for name, parameter in trained if parameter.grad is None) or "a parameter"
-        reason = (
-            f"a batch left {without} without a gradient, for which the other workers wait: use every parameter in each "
-            "forward, freeze those that are never used, or use strategy ps and dense.mode ps"
-        )
-        raise JobError(where="model", reason=reason) from None
+        raise _left_out([name for name, parameter in trained if parameter.grad is None]) from None
+
+
+def _left_out(parameters: Sequence[str]) -> JobError:
+    names = ", ".join(parameters) or "a parameter"
+    reason = (
+        f"a batch left {names} without a gradient, for which the other workers wait: use "
+        "every parameter in each forward, freeze those that are never used, or use strategy ps and dense.mode ps"
+    )
+    return JobError(where="model", reason=reason)
 
 
 def _of_collective(error: RuntimeError) -> bool:

@@ -17,6 +17,7 @@ from embershard.worker.job.training import DenseMode
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
 from embershard.worker.strategy.formula_optimizer import RowFormulaOptimizer
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, torch_optimizer
+from embershard.worker.strategy.protocol import StepBatch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -59,9 +60,18 @@ class ReplicatedDense:
             together.weigh_gradients_of(self.module)
 
     def gather(self) -> None:
-        """Have all weights here until the next step: workers evaluate different numbers of batches."""
+        """Have all weights here until the next backward, by collectives in the same order on every worker.
+
+        Workers evaluate different numbers of batches, and a batch may leave a part out.
+        """
         for part in self._sharded:
-            part.unshard()
+            part.unshard(async_op=True)
+
+    def gathered(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """The turns, each with all weights here."""
+        for turn in turns:
+            self.gather()
+            yield turn
 
 
 def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
@@ -79,7 +89,7 @@ def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
         if parameter.requires_grad and id(parameter) not in in_parts:
             average = partial(_averaged, group=mesh.get_group())
             parameter.register_hook(average)  # type: ignore[no-untyped-call]
-    return [fully_shard(part, mesh=mesh) for part in parts]
+    return [fully_shard(part, mesh=mesh, reshard_after_forward=False) for part in parts]
 
 
 def _check_shared(model: nn.Module, parts: Sequence[nn.Module]) -> None:

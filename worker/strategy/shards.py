@@ -155,7 +155,9 @@ class ShardStrategy:
             # a loss may call the model in its own way, but on these ids
             batches = self.session.prefetch(batches, staleness=self._ahead, inputs=lambda item: inputs(item[1]))
         turns = step_batches(batches, own_loss=self._own_loss)
-        return turns if self._together is None else self._together.batches(turns)
+        if self._together is None or self._dense is None:
+            return turns
+        return self._dense.gathered(self._together.batches(turns))
 
     def step(self, weight: float) -> None:
         """Push what backward left, and change the weights that are here."""

@@ -18,7 +18,7 @@ from embershard.worker.data.batch import Batch
 from embershard.worker.device import is_dtensor
 from embershard.worker.nn.averaging import Share, WeightAverage
 from embershard.worker.nn.optimizer import gradients
-from embershard.worker.strategy.allreduce import check_reduced
+from embershard.worker.strategy.allreduce import check_reduced, check_used
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.evaluate import to_device
 
@@ -135,6 +135,7 @@ class TrainStep:
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
             if turn.samples or scaled.requires_grad:  # company has no rows of its own, and they may be all that trains
+                check_used(self._module, scaled)
                 scaled.backward()  # type: ignore[no-untyped-call]
                 check_reduced(self._module)
             value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile

@@ -146,6 +146,14 @@ def test_a_block_that_is_not_finite_is_never_held():
     assert np.isfinite(worker.push(gradients(2))).all()
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_push_without_a_finite_block_sends_and_holds_nothing(shards):
+    worker = Worker(shards=shards)
+    assert np.isnan(worker.push(np.full_like(gradients(0), np.nan))).all()
+    assert not worker.held().any()
+    assert np.isfinite(worker.push(gradients(2))).all()
+
+
 def test_numbers_that_overflow_do_not_spoil_later_steps():
     worker, rows = Worker(), gradients(0)
     rows[:3] *= np.float32(1e38)

@@ -23,6 +23,7 @@ from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
 from embershard.worker.strategy.allreduce import all_reduced
+from embershard.worker.strategy.dense import _shard
 from embershard.worker.strategy.protocol import StepBatch, step_batches
 from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep
 
@@ -184,16 +185,26 @@ def test_workers_that_agree_on_a_norm_clip_by_the_largest(make):
     run.check(rtol=1e-3)
 
 
-def test_a_parameter_without_a_gradient_that_workers_would_sum_ends_the_run_at_once():
-    class HalfUsed(nn.Linear):
-        def forward(self, batch):
-            return nn.functional.linear(batch.dense, self.weight)
+class HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, 1)
+        self.layer.forward = lambda batch: nn.functional.linear(batch.dense, self.layer.weight)
 
+    def forward(self, batch):
+        return self.layer(batch)
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [lambda model: all_reduced(model, views=True), lambda model: (_shard(model, torch.device("cpu")), model)[1]],
+    ids=["ddp", "fsdp"],
+)
+def test_a_parameter_without_a_gradient_that_workers_would_sum_ends_the_run_at_once(joined):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        module = all_reduced(HalfUsed(D, 1), views=True)
-        step = TrainStep(module, lambda module, batch: module(batch).mean(), SimpleNamespace(optimizers=[]))
-        with pytest.raises(JobError, match="a batch left bias without a gradient, for which the other workers wait"):
+        step = TrainStep(joined(HalfUsed()), lambda module, batch: module(batch).mean(), SimpleNamespace(optimizers=[]))
+        with pytest.raises(JobError, match=r"a batch left layer\.bias without a gradient, for which the other workers"):
             step(turn(batches(4)[0]))
     finally:
         dist.destroy_process_group()
