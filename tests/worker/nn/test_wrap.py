@@ -1,4 +1,5 @@
 import copy
+import random
 import time
 
 import numpy as np
@@ -65,6 +66,14 @@ def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(make_session, s
     model.eval()
     reference.eval()
     torch.testing.assert_close(model(BATCHES[0][0]), reference(BATCHES[0][0]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_that_draws_random_numbers_draws_those_of_plain_torch(make_session):
+    net = Net()
+    before = random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())
+    session = make_session(2)
+    losses(es.wrap(net, session, optimizer=es.SGD(lr=0.05)), session.step)
+    assert (random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())) == before
 
 
 def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session):
