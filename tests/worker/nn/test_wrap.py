@@ -256,7 +256,7 @@ def small(change):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -273,6 +273,9 @@ def small(change):
         (lambda: small(lambda it: it[0].register_full_backward_hook(print)), "module '0' has hooks"),
         (lambda: small(lambda it: it[0].register_full_backward_pre_hook(print)), "module '0' has hooks"),
         (lambda: small(lambda it: it[0].register_state_dict_pre_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].register_load_state_dict_pre_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].register_load_state_dict_post_hook(print)), "module '0' has hooks"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), r"wrap torch.nn.Sequential\(model\)"),
         (lambda: small(lambda it: it[0].weight.register_hook(print)), "the weight of module '0' has hooks"),
         (
             lambda: small(lambda it: it[0].weight.register_post_accumulate_grad_hook(print)),
