@@ -65,7 +65,8 @@ class SystemClock:
     now = staticmethod(time.monotonic)  # seconds; only moves on
     since_1970 = staticmethod(time.time)  # seconds
     sleep = staticmethod(time.sleep)
-    uniform = staticmethod(random.uniform)
+    # not of the generator that a user's loop draws from, and may seed with one number on all workers
+    uniform = staticmethod(random.SystemRandom().uniform)
     random_bits = staticmethod(secrets.randbits)  # that nobody can guess
 
     def lock(self) -> ClockLock:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.optimizer import ShardOptimizer
@@ -112,14 +112,23 @@ def _refuse_assign(module: nn.Module, state: object, prefix: str, metadata: Mapp
         )
 
 
-def _watch_parameters(optimizer: Optimizer, *_: object) -> None:
-    """Have DenseWeights find the step of another optimizer: a fused one raises no version of what it changes."""
-    if isinstance(optimizer, ShardOptimizer):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, RemoteParameter):
-                parameter.weights.watch(parameter)
+def _remote_parameters(optimizer: Optimizer) -> Iterator[RemoteParameter]:
+    """The parameters on the shards that another optimizer has."""
+    if not isinstance(optimizer, ShardOptimizer):
+        for group in optimizer.param_groups:
+            yield from (parameter for parameter in group["params"] if isinstance(parameter, RemoteParameter))
 
 
-register_optimizer_step_pre_hook(_watch_parameters)
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for parameter in _remote_parameters(optimizer):
+        parameter.weights.watch(parameter)  # a fused optimizer raises no version of what it changes
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    """ParameterChanged: a loop that never calls session.step() would train this process alone, without a word."""
+    for parameter in _remote_parameters(optimizer):
+        parameter.weights.check_unchanged()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.jit._script import RecursiveScriptModule
 from torch.nn.utils import parametrize
 
 from embershard.proto.arrays import Floats, Ids
@@ -35,7 +36,7 @@ _PORTION = 2**18  # rows loaded at a time
 # of a module, what torch calls around it
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
@@ -102,13 +103,18 @@ def wrap(
     never pushed; frozen dense parameters are loaded once, so that all workers have the same values, and are trained
     when they are unfrozen.
 
-    ValueError if the model cannot be wrapped: it is already wrapped, is tied to a table that cannot be read as a
-    whole, has a tensor or another parameter in the memory of a parameter (self.w = emb.weight.data), or has parameters
-    that are not float32, not initialised, or on the meta device without being a table. OtherParameters if the shards
-    hold other dense weights; TableTooLarge if a use would read a table beyond the limit as a whole.
+    ValueError if the model cannot be wrapped: it is already wrapped, is scripted as a whole, is tied to a table that
+    cannot be read as a whole, has a tensor or another parameter in the memory of a parameter (self.w =
+    emb.weight.data), or has parameters that are not float32, not initialised, or on the meta device without being a
+    table. OtherParameters if the shards hold other dense weights; TableTooLarge if a use would read a table beyond the
+    limit as a whole.
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
+    if isinstance(model, RecursiveScriptModule):
+        raise ValueError(
+            "a scripted model takes no forward hook, which wrap needs: wrap torch.nn.Sequential(model), or script parts"
+        )
     _refuse_wrapped(model)
     if id_space is None:
         id_space = getattr(model, "embedding_id_spaces", {})

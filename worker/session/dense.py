@@ -56,8 +56,9 @@ class ParameterChanged(EmbershardError):
     template = (
         "parameter {parameter!r} was changed in this process, but the shards hold its values, and the next pull would "
         "undo the change: leave optimizer.step() out (session.step() trains the dense weights, too; or "
-        "wrap(..., dense='ddp') leaves them to an optimizer of torch), set first values before wrap, and average with "
-        "embershard.WeightAverage"
+        "wrap(..., dense='ddp') leaves them to an optimizer of torch), set first values before wrap, average with "
+        "embershard.WeightAverage, and assign other values, for all workers, by parameter.copy_(values) under "
+        "torch.no_grad()"
     )
 
 
@@ -174,13 +175,13 @@ class DenseWeights:
 
     def expire(self) -> None:
         """Pull the parameters that are trained before anything reads them: they change on the shards now."""
-        self._check_unchanged()
+        self.check_unchanged()
         slices = zip(self._slices, self._pushed_at, strict=True)
         self._mark_stale([place for place, at in slices if at == self._steps or place.parameter.requires_grad])
 
     def forget(self) -> None:
         """Pull all parameters before anything reads them, whatever the clock says."""
-        self._check_unchanged()
+        self.check_unchanged()
         self._clock = None
         self._mark_stale(self._slices)
 
@@ -202,7 +203,7 @@ class DenseWeights:
     def assign(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         """Give a parameter other values on the shards, past the optimizer, whose state stays."""
         assert self._assign is not None
-        self._check_unchanged()
+        self.check_unchanged()
         block = (values.data_ptr() - self._blocks.data_ptr()) // (4 * BLOCK)
         source = next((its.parameter for its in self._slices if its.start <= block < its.stop), None)
         if isinstance(source, StaleParameter):
@@ -230,18 +231,20 @@ class DenseWeights:
         ).route
 
     def follow(self) -> None:
-        """Go where the model went: to another device, for instance."""
+        """Go where the model went: to another device, for instance. ParameterChanged after a change in place."""
         with torch._C.DisableTorchFunctionSubclass():
             if any(parameter.data_ptr() != pointer for parameter, pointer in self._views):
-                self._check_unchanged()
+                self.check_unchanged()
                 self._bind()
+            elif any(its.parameter._version > at for its, at in zip(self._slices, self._versions, strict=True)):
+                self.check_unchanged()  # a loop without a step would never come to know
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Remember a parameter's values: what is done with its `data` raises no version."""
         place = next(number for number, its in enumerate(self._slices) if its.parameter is parameter)
         self._watched.setdefault(place, parameter.detach().clone())
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
         """ParameterChanged, once, where somebody else than a pull changed a parameter: all are pulled anew then."""
         with torch._C.DisableTorchFunctionSubclass():
             for number, (place, version) in enumerate(zip(self._slices, self._versions, strict=True)):
@@ -295,7 +298,7 @@ class DenseWeights:
     def accept(self, route: Route, rows: Floats, clock: int) -> None:
         """Take the pulled blocks ((U, BLOCK), in route order) over into the parameters."""
         self.follow()
-        self._check_unchanged()
+        self.check_unchanged()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
         values = self._host.numpy()
@@ -316,7 +319,7 @@ class DenseWeights:
     def gradients(self) -> RowGradients | None:
         """Gradients of the parameters that have one, copied once, and clear them; None without any."""
         self.follow()
-        self._check_unchanged()
+        self.check_unchanged()
         present = tuple(place.parameter.grad is not None for place in self._slices)
         self._steps += 1
         pushed = zip(present, self._pushed_at, strict=True)

@@ -217,6 +217,16 @@ def test_a_change_here_that_a_pull_would_undo_is_an_error(counted, change, fresh
     assert all(map(torch.equal, before, now))  # it is said once, and the next use reads the shards
 
 
+@pytest.mark.parametrize("change", ["an optimizer of torch", "a fused optimizer", "an initializer", "detached"])
+def test_a_change_here_is_an_error_in_a_loop_that_never_calls_step(counted, change):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    model(IDS).sum().backward()
+    model.embedding.weight.requires_grad_(False)
+    with pytest.raises(ParameterChanged, match=r"copy_\(values\) under torch.no_grad"):
+        _ = CHANGES[change](model), model(IDS)
+
+
 def test_data_of_weights_that_are_nan_may_be_read(counted):
     session, _ = counted(1)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=100.0, weight_decay=1.0))

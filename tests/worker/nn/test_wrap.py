@@ -1,4 +1,5 @@
 import copy
+import random
 import time
 
 import numpy as np
@@ -65,6 +66,14 @@ def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(make_session, s
     model.eval()
     reference.eval()
     torch.testing.assert_close(model(BATCHES[0][0]), reference(BATCHES[0][0]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_that_draws_random_numbers_draws_those_of_plain_torch(make_session):
+    net = Net()
+    before = random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())
+    session = make_session(2)
+    losses(es.wrap(net, session, optimizer=es.SGD(lr=0.05)), session.step)
+    assert (random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())) == before
 
 
 def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session):
@@ -247,7 +256,7 @@ def small(change):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -264,6 +273,9 @@ def small(change):
         (lambda: small(lambda it: it[0].register_full_backward_hook(print)), "module '0' has hooks"),
         (lambda: small(lambda it: it[0].register_full_backward_pre_hook(print)), "module '0' has hooks"),
         (lambda: small(lambda it: it[0].register_state_dict_pre_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].register_load_state_dict_pre_hook(print)), "module '0' has hooks"),
+        (lambda: small(lambda it: it[0].register_load_state_dict_post_hook(print)), "module '0' has hooks"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), r"wrap torch.nn.Sequential\(model\)"),
         (lambda: small(lambda it: it[0].weight.register_hook(print)), "the weight of module '0' has hooks"),
         (
             lambda: small(lambda it: it[0].weight.register_post_accumulate_grad_hook(print)),
