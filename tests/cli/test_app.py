@@ -25,6 +25,7 @@ from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable,
 from embershard.ps.memory import physical_memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
+from harness.eventually import eventually
 from harness.processes import EMBERSHARD, run_command
 
 HELP = """
@@ -188,6 +189,19 @@ def test_a_help_page_shows_the_defaults_that_its_texts_name(monkeypatch):
     said = CliRunner().invoke(cli.app, ["export", "--help"]).output
     assert "[default: the shards of --ps]" in said
     assert "[required]" in next(line for line in said.splitlines() if " OUT " in line and "Folder" in line)
+
+
+def test_a_shard_whose_output_is_closed_ends_when_it_is_told_to(tmp_path):
+    address = tmp_path / "socket"
+    words = [*EMBERSHARD, "ps", "--shard", "0", "--of", "1", "--listen", f"unix:{address}"]
+    shard = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words])
+    try:
+        eventually(address.exists)
+        shard.terminate()
+        assert shard.wait(timeout=60) == 0
+    finally:
+        shard.kill()
+        shard.wait()
 
 
 def test_a_current_folder_that_was_removed_is_named(tmp_path):

@@ -131,6 +131,7 @@ def _embershard(
 
 def run() -> None:
     """Run the command line; a named error, or a place that cannot be written, ends it with exit code 1."""
+    _open_closed_streams()
     # torch's C++ warnings bring stack frames along, and what they warn of reaches us as an exception
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):  # a locale without the characters of a name must not end a run
@@ -155,6 +156,20 @@ def run() -> None:
         fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
     finally:
         _end_children()
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null where the caller has closed stdin, stdout or stderr, for this process and its children.
+
+    Else an event loop's own file gets that number, and uvloop aborts or hangs at its end.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+        if getattr(sys, name) is None:  # as Python leaves it
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
 
 
 def _has_no_folder() -> bool:
