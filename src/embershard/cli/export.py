@@ -39,12 +39,12 @@ def export(
     context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file with which the model was trained.")],
     source: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="[SOURCE]", help="A checkpoint or a snapshot (folder or URL).  [default: the shards of --ps]"
+            metavar="SOURCE", help="A checkpoint or a snapshot (folder or URL).  [default: the shards of --ps]"
         ),
-    ],
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
+    ] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.  [required]")] = None,
     ps: NamedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
@@ -63,7 +63,9 @@ def export(
     ] = None,
 ) -> None:
     """Write a trained model to a folder: model.safetensors, and the files that options request."""
-    given, folder = (None, Path(source)) if out is None else (source, out)
+    if source is None:
+        raise typer.BadParameter("name the folder to write to", param_hint="OUT")
+    given, folder = (None, Path(source)) if out is None else (source, out)  # one alone is OUT
     check_one_source(context, given, ps)
     if onnx:
         check_onnx()
