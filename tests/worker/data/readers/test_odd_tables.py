@@ -317,7 +317,7 @@ def test_a_folder_of_a_pattern_may_have_brackets_in_its_name(tmp_path):
 
 
 def test_arrays_nested_too_deep_and_packed_files_of_other_kinds_are_named(tmp_path):
-    deep = '{"user": "u", "label": 1, "x": ' + "[" * 9000 + "]" * 9000 + "}\n"
+    deep = '{"user": "u", "label": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
     section = section_of(tmp_path, {"user": ["u"]}, "{user: {}}", "jsonl")
     (tmp_path / "a.jsonl").write_text(deep)
     with pytest.raises(JobError, match=r"a.jsonl:1: no JSON: maximum recursion depth"):
