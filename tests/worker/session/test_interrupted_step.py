@@ -1,5 +1,6 @@
 """A Ctrl-C inside a step: at each place where Python may raise it, the step's job goes on."""
 
+import gc
 import sys
 from collections import Counter
 from datetime import timedelta
@@ -19,16 +20,21 @@ WORKER_CODE = str(Path(session_folder.__path__[0]).parent)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th place inside the worker's code where Python looks for signals."""
+    """Raises KeyboardInterrupt at the n-th place inside the worker's code where Python looks for signals.
+
+    Without the garbage collector, which may run anywhere, and in whose finalizers Python drops what is raised.
+    """
 
     def __init__(self, place: int) -> None:
         self.left = place
 
     def __enter__(self):
+        gc.disable()
         sys.setprofile(self.look)
 
     def __exit__(self, *error):
         sys.setprofile(None)
+        gc.enable()
 
     def look(self, frame, event, arg):
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(WORKER_CODE):
