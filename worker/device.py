@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -34,7 +35,40 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on `device`; the copy runs ahead of the host, which torch's pinned allocator allows for."""
     if device.type == "cpu":
         return tensor
+    if tensor.is_cuda:  # of another stream: its memory is not to be used again before this one is done with it
+        tensor.record_stream(torch.cuda.current_stream(device))
+        return tensor
     return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def unique_on_gpu(ids: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct ids, ascending, (U,) int64 on the host, and the place of each of `ids` among them, on the GPU.
+
+    A GPU sorts them in a tenth of the time that a core takes to find them. On `side_stream`, it does not wait for the
+    steps that were queued before.
+    """
+    stream = side_stream(device)
+    if ids.is_cuda:
+        stream.wait_stream(torch.cuda.current_stream(device))  # where they may still be computed
+    with torch.cuda.stream(stream):
+        there = ids.detach().to(device, non_blocking=ids.is_pinned()).to(torch.int64)
+        unique, places = torch.unique(there, return_inverse=True)
+        return unique.cpu(), places
+
+
+def places_of(places: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """order[places] of places that `unique_on_gpu` gave, computed when it returns; `order` (U,) is on the host."""
+    stream = side_stream(places.device)
+    with torch.cuda.stream(stream):
+        index = order.to(places.device)[places]
+    stream.synchronize()
+    return index
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU for what is computed beside the steps."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def with_current_gpu(work: Callable[[], None]) -> Callable[[], None]:

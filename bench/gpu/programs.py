@@ -6,6 +6,7 @@ where the device is a GPU, as a loader would leave them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, Self
 
@@ -22,6 +23,7 @@ from embershard.proto.spec import Adagrad
 from embershard.proto.timing import span
 from embershard.worker.device import to_device
 from embershard.worker.nn.wrap import wrap
+from embershard.worker.session import reads
 from embershard.worker.session.connect import connect
 from embershard.worker.session.gradients import to_host
 
@@ -83,10 +85,14 @@ class InMemory:
 
 
 class OnShards:
-    """embershard: every weight on shard processes of this machine, rows pulled ahead."""
+    """embershard: every weight on shard processes of this machine, rows pulled ahead.
 
-    def __init__(self, settings: Train, device: torch.device, staleness: int) -> None:
+    With `on_host` a core finds the distinct ids of a batch, and not the GPU.
+    """
+
+    def __init__(self, settings: Train, device: torch.device, staleness: int, *, on_host: bool = False) -> None:
         self.seconds: dict[str, list[float]] = {}
+        self._many_ids, reads.MANY_IDS = reads.MANY_IDS, sys.maxsize if on_host else reads.MANY_IDS
         self._staleness = staleness
         self._shards = LocalShards(settings.shards).__enter__()
         self._session = connect(self._shards.addresses)
@@ -109,6 +115,7 @@ class OnShards:
         return self
 
     def __exit__(self, *_: object) -> None:
+        reads.MANY_IDS = self._many_ids
         self._session.close()
         self._shards.close()
 
@@ -215,6 +222,7 @@ def programs(settings: Train, device: torch.device, threads: int) -> dict[str, C
     return {
         "tables in the device's memory": lambda: InMemory(settings, device),
         "embershard, staleness 1": lambda: OnShards(settings, device, 1),
+        "embershard, staleness 1, distinct ids found by the host": lambda: OnShards(settings, device, 1, on_host=True),
         "embershard, staleness 0": lambda: OnShards(settings, device, 0),
         "torch rpc, one batch ahead": lambda: BehindRpc(settings, device, threads),
     }

@@ -10,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import embershard as es
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.device import to_device
+from embershard.worker.session import reads
 from embershard.worker.session.gradients import to_host
 from embershard.worker.training.saver import RandomNumbers
 from embershard.worker.training.trainer import Trainer
@@ -17,6 +18,14 @@ from harness.clicks import click_data, click_job
 from harness.models import SumModel
 
 pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(params=["host", "gpu"], autouse=True)
+def _finder_of_distinct_ids(request, monkeypatch):
+    """Who finds the distinct ids of a batch: a GPU does it where they are many."""
+    if request.param == "gpu":
+        monkeypatch.setattr(reads, "MANY_IDS", 1)
+
 
 CPU = torch.device("cpu")
 ROWS, DIM = 50, 6
@@ -131,6 +140,20 @@ def auc(session, strategy, device, train):
         train={"epochs": 3, "device": device.type, **train},
     )
     return Trainer(job, click_data(train=3000, test=1000), session, WorkerGroup()).run().figures["test"]["auc"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 300_000])
+@pytest.mark.parametrize("ids_are_there", [False, True], ids=["ids on the host", "ids on the gpu"])
+def test_rows_of_many_ids_are_found_again_for_a_copy_of_them(make_session, gpu, count, ids_are_there):
+    session = make_session(3)
+    table = torch.nn.Embedding(ROWS, DIM)
+    ids = torch.randint(ROWS, (count,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    want = table(ids).detach()
+    model = es.wrap(torch.nn.Sequential(table), session, optimizer=es.SGD(lr=0.1)).to(gpu)
+    batches = [ids.to(gpu) if ids_are_there else ids for _ in range(3)]
+    for batch in session.prefetch(batches, inputs=lambda ids: {"0": ids}, staleness=0):
+        assert torch.equal(model(batch.to(gpu).clone()).cpu(), want)
+    assert session.missed_reads == 0
 
 
 TRAIN = [

@@ -131,7 +131,7 @@ class _RemoteRows(nn.Module):
                 weight.looked_up_at = self.table.session.clock
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _collector(self, route, padding)
+                _collector(self, route, read.index, padding)
             )
         return read.index, rows, padding, route.ids
 
@@ -406,7 +406,9 @@ def _in_order_of_ids(
     return rank[index], rows.index_select(0, order.to(rows.device)), padding
 
 
-def _collector(reader: _RemoteRows, route: Route, padding: int | None) -> Callable[[torch.Tensor], None]:
+def _collector(
+    reader: _RemoteRows, route: Route, index: torch.Tensor, padding: int | None
+) -> Callable[[torch.Tensor], None]:
     """Hands the gradient of a leaf to the session, at the moment when backward has finished it.
 
     Before that only the autograd graph holds the leaf: a forward without a backward leaves nothing behind.
@@ -419,8 +421,8 @@ def _collector(reader: _RemoteRows, route: Route, padding: int | None) -> Callab
         if gradient is None or not gradient.shape[0] or reader.frozen:  # torch, too, drops it if frozen since
             return
         if reader.scale_grad_by_freq:  # here, since torch's own bags divide by the count of another id (2.13, CPU)
-            counts = torch.from_numpy(np.bincount(route.index, minlength=len(route.ids)))
-            gradient = gradient / counts.to(gradient.device).unsqueeze(1)
+            counts = torch.bincount(index.view(-1), minlength=len(route.ids))
+            gradient = gradient / counts.unsqueeze(1)
         table = reader.table
         table.session.collect(RowGradients(table.spec, route, gradient, padding))
 

@@ -12,15 +12,17 @@ import torch
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import MAX_MEMBERS, TableKey
-from embershard.proto.routing import BundleRoute, Placement, Route, ascending, make_bundle, make_routes
+from embershard.proto.routing import BundleRoute, Placement, Route, ascending, make_bundle, make_route, make_routes
 from embershard.proto.shared_memory import empty_floats
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.worker.client.push import Versions
-from embershard.worker.device import pinned, to_device
+from embershard.worker.device import pinned, places_of, to_device, unique_on_gpu
 from embershard.worker.kernels import Mask, overlap, overlap_by_part
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.row_source import RowSource
+
+MANY_IDS = 1 << 17  # a GPU needs about a millisecond to find the distinct ones, however few they are
 
 # What a module makes of the rows of its ids: nothing else, or the sum or mean for each row of 2-D ids; "" where nobody
 # knows, or where more than their sum counts of gradients
@@ -92,6 +94,9 @@ class LookupResult:
         if ids.shape != self.index.shape or ids.dtype not in (torch.int64, torch.int32):
             return False
         index = self.route.index
+        if not len(index):  # it is on the GPU alone, see _gpu_group
+            there = ids.detach().to(self.index.device, torch.int64)
+            return torch.equal(torch.from_numpy(self.route.ids).to(there.device)[self.index], there)
         if self.bundle is not None:
             start, end, _ = self.bundle.bounds[self.member]
             index = index[start:end]
@@ -159,7 +164,7 @@ class _Group:
     route: Route
     missing: Mask  # (U,): rows that were not pulled yet, or have to be pulled again
     rows: dict[TableKey, torch.Tensor]  # table -> (U, dim) on the host
-    index: dict[torch.device, torch.Tensor]  # on the host, ready to go to a device
+    index: dict[torch.device, torch.Tensor]  # on the host, ready to go to a device, or on it
     bundle: BundleRows | None = None
 
     def shared_with(self, table: TableKey, other: Route | Ids) -> Mask:
@@ -199,6 +204,8 @@ class PullBatch:
         for lookup in single:
             # one id space, one tensor: one route, whatever the number of tables
             groups.setdefault((id(lookup.ids), lookup.spec.space_key), []).append(lookup)
+        on_gpu = [key for key, group in groups.items() if _has_many_for_a_gpu(group)]
+        self._groups += [_gpu_group(groups.pop(key), source.placement) for key in on_gpu]
         if not groups:
             return
         versions = [_version(group[0].ids) for group in groups.values()]
@@ -333,6 +340,29 @@ def _bundles(lookups: Sequence[Lookup], source: RowSource) -> tuple[list[list[Lo
     return bundles, single
 
 
+def _has_many_for_a_gpu(lookups: list[Lookup]) -> bool:
+    ids, device = lookups[0].ids, lookups[0].device
+    is_one = device.type == "cuda" and all(lookup.device == device for lookup in lookups)
+    # of ids that cannot be read flat_ids says so
+    return is_one and ids.numel() >= MANY_IDS and ids.dtype in (torch.int64, torch.int32) and not _is_mapped(ids)
+
+
+def _gpu_group(lookups: list[Lookup], placement: Placement) -> _Group:
+    """Tables that modules on one GPU read by many ids: that GPU finds the distinct ones, and keeps the index."""
+    spec, ids, device = lookups[0].spec, lookups[0].ids, lookups[0].device
+    version = _version(ids)
+    with span("route"):
+        unique, places = unique_on_gpu(ids, device)
+        route = make_route(unique.numpy(), spec.space_key, placement)  # each shard's ids ascend, as they do here
+        index = places_of(places, torch.from_numpy(route.index))
+    route = replace(route, index=np.empty(0, np.int64))
+    rows: dict[TableKey, torch.Tensor] = {
+        lookup.spec.name: _memory_for(len(route.ids), lookup.spec.dim, device) for lookup in lookups
+    }
+    missing = np.ones(len(route.ids), np.bool_)
+    return _Group(lookups, [version] * len(lookups), route, missing, rows, {device: index})
+
+
 def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
     """Tables that are read as one."""
     versions = [_version(lookup.ids) for lookup in lookups]
@@ -378,12 +408,17 @@ def flat_ids(spec: TableSpec, ids: torch.Tensor) -> Ids:
     """Ids as (N,) int64 on the host. RuntimeError unless they are int32 or int64."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise RuntimeError(f"table {spec.name!r}: ids must be int64 or int32, got {ids.dtype}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(ids):
+    if _is_mapped(ids):
         raise NotImplementedError(
             f"table {spec.name!r}: ids inside torch.func.vmap have no values to pull by; call emb(ids) outside, and "
             "map over its result"
         )
     return ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
+
+
+def _is_mapped(ids: torch.Tensor) -> bool:
+    """Whether they are inside torch.func.vmap, where they have no values."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(ids)
 
 
 def _covers(route: Route, needed: Route) -> bool:
