@@ -227,6 +227,19 @@ def test_a_change_here_is_an_error_in_a_loop_that_never_calls_step(counted, chan
         _ = CHANGES[change](model), model(IDS)
 
 
+def test_an_evaluation_may_have_other_values_for_a_while(counted):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1)).eval()
+    own = model(IDS).detach()
+    values = model.scale.detach().clone()
+    assert torch.equal(torch.func.functional_call(model, {"scale": 2 * values}, (IDS,)), 2 * own)
+    model.scale.data.copy_(2 * values)
+    assert torch.equal(model(IDS), 2 * own)
+    model.scale.data.copy_(values)
+    session.step()  # no ParameterChanged
+    assert torch.equal(model(IDS), own)
+
+
 def test_a_step_of_torch_looks_once_at_all_weights(counted, monkeypatch):
     session, _ = counted(1)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
