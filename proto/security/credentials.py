@@ -158,7 +158,7 @@ def identity_of(certificate: x509.Certificate) -> str:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = x509.SubjectAlternativeName([])
-    except (ValueError, x509.DuplicateExtension):
+    except (ValueError, x509.UnsupportedGeneralNameType, x509.DuplicateExtension):
         return ""
     uris = [uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith("spiffe://")]
     common = [str(name.value) for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
@@ -219,6 +219,8 @@ def _check_chain(path: Path, chain: Sequence[x509.Certificate]) -> None:
     """Refuse what OpenSSL takes from a file, and the other side then does not."""
     try:
         _ = chain[0].extensions  # which are read now
+    except x509.UnsupportedGeneralNameType:
+        pass  # an X.400 address, say, which OpenSSL takes
     except (ValueError, x509.DuplicateExtension) as error:
         _refuse(path, Problem.UNREADABLE, f"the certificate is malformed ({error})", "Issue it again")
     size = sum(len(one.public_bytes(Encoding.DER)) + _CHAIN_ENTRY_BYTES for one in chain)

@@ -237,11 +237,17 @@ class LogFolder:
     def record_end(self, journal: Journal) -> None:
         """Have the manifest say how far the log goes, and in which segment, unless it names that one already.
 
-        Where this file is lost later, the log ends too early, and is refused. OSError: the manifest may not say it yet.
+        Where this file is lost later, the log ends too early, and is refused. LogLocked: the process has to end.
+        OSError: the manifest may not say it yet.
         """
         end = self._end_of(journal)
-        if end["segment"] != self.manifest.segment:
-            self.update_manifest(**end)
+        if end["segment"] == self.manifest.segment:
+            return
+        if not journal.segments.is_locked:  # the manifest is another process's, of a later term
+            raise LogLocked(path=str(self.folder), holder=LOCK_LOST)
+        if not journal.segments.syncs:  # the segment's name first: not every file system keeps the order of names
+            self.disk.sync_folder(self.folder)
+        self.update_manifest(**end)
 
     def _end_of(self, journal: Journal) -> dict[str, int]:
         """The fields of a manifest that say how far a log goes now."""

@@ -92,6 +92,8 @@ class LogThread:
             with suppress(OSError):  # the segments keep it, and it is tried again
                 while not self._ended.is_set() and segments.prepare_spare():
                     pass
+            if self._ended.is_set():  # the folder may be another process's by now
+                return
             with suppress(OSError):  # tried again, too: no event waits for it
                 self._record_end()
             segments.wants_spare.wait(_WATCH_SECONDS)

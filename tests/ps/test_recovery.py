@@ -19,6 +19,7 @@ from embershard.ps.coordination.clock import TERM_VERSIONS
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.events import PushEvent, Term
 from embershard.ps.journal import log_thread
+from embershard.ps.journal.manifest import MANIFEST
 from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.monitoring.export import MonitoredShard
 from embershard.ps.recovery import recover
@@ -395,7 +396,8 @@ def test_a_log_without_a_segment_of_several_is_damaged(number, mode, monkeypatch
     seqs = itertools.count(1)
     while len(log.journal.segments.names) < 4:
         shard.handle(push(gradients([1]), seq=(seq := next(seqs)), first=seq))
-    newest, lost = log.journal.segments.names[-1], log.journal.segments.names[number]
+    names = log.journal.segments.names  # once: the thread may still begin another one
+    newest, lost = names[-1], names[number]
     assert eventually(lambda: folder.manifest.end_lsn > newest.first_lsn)
     assert log.close(60)
     disk.kill()
@@ -405,6 +407,45 @@ def test_a_log_without_a_segment_of_several_is_damaged(number, mode, monkeypatch
             start(disk, mode)
         disk.kill()
         disk.boot += 1  # a loss of power does not take the file, either
+
+
+@pytest.fixture
+def long_log():
+    """A disk, and the folder and journal of a log of mode log; MANIFEST does not know of its newest segment."""
+    disk = SimulatedDisk()
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    folder = open_log(disk)
+    log = recover(shard, folder, "log", segment_bytes=2048)
+    shard.handle(table_declared())
+    for seq in range(1, 20):
+        shard.handle(push(gradients([1]), seq=seq, first=seq))
+        write(log)
+    assert log.journal.segments.names[-1].id != folder.manifest.segment
+    return disk, folder, log.journal
+
+
+def test_a_process_that_has_lost_its_log_leaves_the_manifest_of_the_next_one(long_log):
+    disk, folder, journal = long_log
+    disk._locks.clear()  # as a network drive does, for another process
+    before = bytes(disk.content(folder.folder / MANIFEST))
+    with raises(errors.LogLocked):
+        folder.record_end(journal)
+    assert disk.content(folder.folder / MANIFEST) == before
+
+
+def test_the_manifest_names_a_segment_once_its_name_is_on_the_disk(long_log):
+    """Not every file system brings names to the disk in their order."""
+    disk, folder, journal = long_log
+    newest = folder.folder / str(journal.segments.names[-1])
+    known = []
+
+    def before(operation, path):
+        if operation == "rename":
+            known.append(newest in disk._durable_names)
+
+    disk.before = before
+    folder.record_end(journal)
+    assert known == [True]
 
 
 def test_a_loss_of_power_that_takes_known_events_of_mode_log_says_how_many(caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -135,7 +136,8 @@ class CheckedDataset:
     def num_samples(self, split: str) -> int | None:
         """Samples of a split, where the reader tells without reading."""
         with user_code(f"{self._name} (num_samples of {split})"):
-            return self._dataset.num_samples(split)
+            count = self._dataset.num_samples(split)
+            return None if count is None else operator.index(count)  # numpy's own integers are no data of JSON
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """This worker's share of an epoch."""

@@ -126,8 +126,8 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     """ParameterChanged: a loop that never calls session.step() would train this process alone, without a word."""
-    for parameter in _remote_parameters(optimizer):
-        parameter.weights.check_unchanged()
+    for weights in {parameter.weights for parameter in _remote_parameters(optimizer)}:  # each looks at all of its own
+        weights.check_unchanged()
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -62,10 +62,11 @@ class ReplicatedDense:
     def gather(self) -> None:
         """Have all weights here until the next backward, by collectives in the same order on every worker.
 
-        Workers evaluate different numbers of batches, and a batch may leave a part out.
+        Workers evaluate different numbers of batches, and a batch may leave a part out. It waits: the weights of a part
+        that does not run would stay sharded here, and a checkpoint would gather them on some workers alone.
         """
         for part in self._sharded:
-            part.unshard(async_op=True)
+            part.unshard()
 
     def gathered(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """The turns, each with all weights here."""

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtensionOID
 
 from embershard.deploy.authority import Authority
@@ -153,17 +153,21 @@ def test_a_damaged_file_is_a_bad_certificate_wherever_its_bytes_are_wrong(tmp_pa
     assert refused
 
 
-def test_a_certificate_with_a_name_that_cannot_be_read_names_nobody(tmp_path):
+@pytest.mark.parametrize("name", [bytes([0x87, 3, 127, 0, 1]), bytes([0xA3, 0])], ids=["three bytes of IP", "X.400"])
+def test_a_certificate_with_a_name_that_cannot_be_read_names_nobody(tmp_path, name):
     issue(tmp_path)
     leaf = Credentials.load(tmp_path).leaf
     assert identity_of(leaf) == "worker"
-    address_of_three_bytes = x509.UnrecognizedExtension(
-        ExtensionOID.SUBJECT_ALTERNATIVE_NAME, bytes([0x30, 5, 0x87, 3, 127, 0, 1])
-    )
+    names = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, bytes([0x30, len(name)]) + name)
     builder = x509.CertificateBuilder(leaf.issuer, leaf.subject, leaf.public_key(), 1)
     builder = builder.not_valid_before(leaf.not_valid_before_utc).not_valid_after(leaf.not_valid_after_utc)
-    odd = builder.add_extension(address_of_three_bytes, critical=False).sign(AUTHORITY.key, hashes.SHA256())
+    odd = builder.add_extension(names, critical=False).sign(AUTHORITY.key, hashes.SHA256())
     assert identity_of(odd) == ""
+    (tmp_path / "tls.crt").write_bytes(odd.public_bytes(serialization.Encoding.PEM))
+    if name[0] == 0xA3:  # it is whole, and OpenSSL takes it
+        assert Credentials.load(tmp_path).leaf == odd
+    else:
+        assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "tls.crt"))
 
 
 def test_a_certificate_that_is_not_valid_yet_is_used_once_it_is(tmp_path, caplog, monkeypatch):

@@ -344,6 +344,19 @@ def test_a_lost_lock_ends_the_process(monkeypatch):
     thread.close(60)
 
 
+def test_a_thread_that_was_closed_while_it_made_a_spare_leaves_the_manifest(monkeypatch):
+    """It may be another process's by then."""
+    written, recorded = Written(SimulatedDisk()), []
+    making, made = threading.Event(), threading.Event()
+    monkeypatch.setattr(written.journal.segments, "prepare_spare", lambda: making.set() or not made.wait(60))
+    thread = LogThread(written.journal, record_end=lambda: recorded.append(1), on_fatal=pytest.fail)
+    assert making.wait(60)
+    thread.close(0)  # its time is up
+    made.set()
+    thread._keeper.join(60)
+    assert not recorded
+
+
 def test_a_defect_in_the_thread_ends_the_process_instead_of_leaving_it_silent():
     disk, fatal = SimulatedDisk(), Fatal()
     written = Written(disk)

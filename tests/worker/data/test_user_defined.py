@@ -1,5 +1,6 @@
 """Readers of users: what training gets from them, and what each mistake of theirs is called, with file and line."""
 
+import json
 import re
 import sys
 from functools import partial
@@ -177,6 +178,13 @@ def test_lists_and_several_labels_are_as_the_schema_says(opened, change, reason)
     (batch,) = dataset.train(0, 0, 1, 8)
     assert batch.ids.tolist() == [[8, 3, -1]]
     assert batch.labels.isnan().tolist() == [[False, True]]
+
+
+def test_a_number_of_samples_may_be_one_of_numpy_and_must_be_whole(opened):
+    data = opened("class it(Base):\n  def num_samples(self, split): return np.int64(27) if split == 'train' else 2.5")
+    assert json.dumps(data.num_samples("train")) == "27"
+    with raises(UserCodeFailed, what=re.compile("num_samples of valid"), reason=re.compile("float")):
+        data.num_samples("valid")
 
 
 def test_a_reader_that_is_not_there_is_named(opened):

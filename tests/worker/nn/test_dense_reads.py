@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import embershard as es
 from embershard.proto.messages import Pull
-from embershard.worker.session.dense import ParameterChanged, may_be_compiled
+from embershard.worker.session.dense import DenseWeights, ParameterChanged, may_be_compiled
 
 IDS = torch.tensor([3, 1, 3])
 
@@ -225,6 +225,29 @@ def test_a_change_here_is_an_error_in_a_loop_that_never_calls_step(counted, chan
     model.embedding.weight.requires_grad_(False)
     with pytest.raises(ParameterChanged, match=r"copy_\(values\) under torch.no_grad"):
         _ = CHANGES[change](model), model(IDS)
+
+
+def test_an_evaluation_may_have_other_values_for_a_while(counted):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1)).eval()
+    own = model(IDS).detach()
+    values = model.scale.detach().clone()
+    assert torch.equal(torch.func.functional_call(model, {"scale": 2 * values}, (IDS,)), 2 * own)
+    model.scale.data.copy_(2 * values)
+    assert torch.equal(model(IDS), 2 * own)
+    model.scale.data.copy_(values)
+    session.step()  # no ParameterChanged
+    assert torch.equal(model(IDS), own)
+
+
+def test_a_step_of_torch_looks_once_at_all_weights(counted, monkeypatch):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    optimizer, looks = torch.optim.SGD(model.parameters(), lr=0.1), []
+    session.read_dense()
+    monkeypatch.setattr(DenseWeights, "check_unchanged", lambda weights: looks.append(weights))
+    optimizer.step()  # without a gradient: it changes nothing
+    assert len(looks) == 1
 
 
 def test_data_of_weights_that_are_nan_may_be_read(counted):
