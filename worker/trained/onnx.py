@@ -29,7 +29,7 @@ from embershard.worker.data.batch import NUM_HASHED_IDS, Batch, Dataset, Schema
 from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import RetrievalModel, id_columns, scores_lists
-from embershard.worker.models.user_defined import forward_of, reads_dense
+from embershard.worker.models.user_defined import forward_of, reads_dense, seeded
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.wrap import dense_state
@@ -75,7 +75,8 @@ def dense_part(job: Job, schema: Schema, state: Mapping[str, Tensor], fixed: Map
 
     `fixed`: the weights of tables that stay in it, by name.
     """
-    model = job.model.build(schema, job.dim, "meta")
+    with seeded(job.train.seed):
+        model = job.model.build(schema, job.dim, "meta")
     tables = [name for name in _tables(model) if name not in fixed]
     for name, table in _tables(model).items():
         table.weight = nn.Parameter(fixed[name] if name in fixed else torch.zeros(1, table.embedding_dim))

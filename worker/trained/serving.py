@@ -22,7 +22,7 @@ from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
-from embershard.worker.models.user_defined import forward_of, in_whole_rows
+from embershard.worker.models.user_defined import forward_of, in_whole_rows, seeded
 from embershard.worker.trained.folder import (
     FACTS,
     INT8,
@@ -69,7 +69,8 @@ class ExportedModel:
         self.job = _job(folder, facts)
         """The job that it was trained by."""
         state = _tensors(folder / MODEL)
-        model = self.job.model.build(self.schema, self.job.dim, "meta")
+        with seeded(self.job.train.seed):
+            model = self.job.model.build(self.schema, self.job.dim, "meta")
         self._inputs = _inputs(folder, facts, id_columns(model, self.schema))
         _put_tables(model, folder, facts.tables)
         _load(model, state, folder / MODEL)

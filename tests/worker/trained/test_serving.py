@@ -307,6 +307,13 @@ class Wide(torch.nn.Module):
         self.first, self.rest = torch.nn.Embedding(num_ids, 1), torch.nn.Linear(num_dense, 1)
     def forward(self, ids, dense):
         return self.first(ids).sum(1) + self.rest(dense)
+class Drawn(Wide):  # what it draws is in no state_dict
+    def __init__(self, num_ids, num_dense):
+        super().__init__(num_ids, num_dense)
+        self.mix = torch.randn(num_dense)
+        self.register_buffer("shift", torch.randn(num_dense), persistent=False)
+    def forward(self, ids, dense):
+        return super().forward(ids, dense * self.mix + self.shift)
 INPUTS = es.RowInputs(
     categorical=(es.CategoricalInput(name="user"), es.CategoricalInput(name="item")),
     numeric=(es.NumericInput(name="age", log=True),),
@@ -320,11 +327,15 @@ def rows(inputs="whole"):
 """
 
 
-def test_a_users_model_and_reader_that_tells_its_inputs_score_rows(make_session, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["Wide", "Drawn"])
+def test_a_users_model_and_reader_that_tells_its_inputs_score_rows(make_session, tmp_path, monkeypatch, name):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "served_own.py").write_text(OWN)
     own = {"reader": "served_own:rows"}
-    export = ReaderExport(make_session(2), tmp_path, {"class": "served_own:Wide"}, own)
+    export = ReaderExport(make_session(2), tmp_path, {"class": f"served_own:{name}"}, own)
+    before = torch.random.get_rng_state()
+    es.load_exported(export.folder)
+    assert torch.equal(torch.random.get_rng_state(), before)
     batch = next(export.data.evaluate("test", 0, 1, 9))
     found = export.served.score({"user": ["a", "b", "c", "a"], "item": [1, 2, 3, 4], "age": [1, 2, 3, None]})
     assert_same(found, export.forward(batch.ids, batch.dense).reshape(-1))
