@@ -403,6 +403,18 @@ class Padded(TwoSpaces):
     def __init__(self, dim):
         super().__init__(dim)
         self.others = nn.EmbeddingBag(60, dim, mode="sum", padding_idx=21)
+class Named(TwoSpaces):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.again = self.first
+    def forward(self, ids):
+        return super().forward(ids) + self.again(ids[:, 0]).sum(1, keepdim=True)
+class Counted(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.all = nn.Embedding(60, dim)
+    def forward(self, ids):
+        return self.all(ids).view(len(ids), -1).sum(1)
 """
 
 
@@ -446,6 +458,22 @@ def test_a_model_that_computes_with_ids_is_not_written_as_onnx(own_job, tmp_path
     model = choose_strategy(settings, job_model(settings, SCHEMA), None, torch.device("cpu")).model.eval()
     with pytest.raises(CannotExport, match="padding_idx" if name == "Padded" else "compute with them"):
         part_of_trained(settings, model, dataset(), tmp_path)
+
+
+def test_a_table_of_two_names_is_one_input_of_the_dense_part(own_job, tmp_path):
+    settings = own_job("Named", "local")
+    model = choose_strategy(settings, job_model(settings, SCHEMA), None, torch.device("cpu")).model.eval()
+    assert part_of_trained(settings, model, dataset(), tmp_path).tables == ["first", "others"]
+
+
+def test_a_model_of_one_batch_size_alone_is_not_written_as_onnx(own_job, tmp_path):
+    pytest.importorskip("onnxscript")
+    settings = own_job("Counted", "local")
+    model = choose_strategy(settings, job_model(settings, SCHEMA), None, torch.device("cpu")).model.eval()
+    part = part_of_trained(settings, model, dataset(), tmp_path)
+    with pytest.raises(CannotExport, match=r"3 rows alone.*write ids\.shape\[0\]"):
+        export_onnx(part, SCHEMA, tmp_path)
+    assert not any(tmp_path.glob("*.onnx*"))
 
 
 def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run):
