@@ -21,6 +21,7 @@ from embershard.worker.trained.folder import (
     CannotExport,
     TableFacts,
     TensorStream,
+    check_tensors,
     make_folder,
     remove_file,
     write_tensors,
@@ -41,9 +42,11 @@ def export_weights(
     exist on the shards. Without a snapshot nothing says which rows were trained, only how many, and tables of hashed
     ids cannot be listed: CannotExport.
     """
+    dense = dense_state(model)
+    check_tensors(out / MODEL, dense)
     make_folder(out)
     weights: dict[str, torch.Tensor | TensorStream] = {
-        name: value.detach().cpu().clone() for name, value in dense_state(model).items()
+        name: value.detach().cpu().clone() for name, value in dense.items()
     }
     pairs: dict[str, torch.Tensor | TensorStream] = {}
     trained: dict[str, torch.Tensor] = {}

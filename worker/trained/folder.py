@@ -33,7 +33,7 @@ MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trai
 ONNX, INT8 = "dense.onnx", "dense.int8.safetensors"
 FORMAT, VERSION = "embershard-export", 2
 
-_DTYPES = {
+DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
     torch.float16: "F16",
@@ -42,8 +42,14 @@ _DTYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 
 
@@ -107,6 +113,15 @@ class TensorStream:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+def check_tensors(path: Path, values: Mapping[str, object]) -> None:
+    """CannotExport where a value of a state_dict is nothing that safetensors can hold."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES:
+            found = value.dtype if isinstance(value, torch.Tensor) else f"{type(value).__name__}, no tensor"
+            reason = f"{name} of the model's state_dict is {found}, which safetensors cannot hold"
+            raise CannotExport(path=str(path), reason=f"{reason}: keep it as another tensor, or out of the state_dict")
+
+
 def make_folder(path: Path) -> None:
     """The folder of an export, without an export.json. CannotExport where it cannot be made."""
     try:
@@ -136,7 +151,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | TensorStream]
     end = 0
     for name, stream in streams.items():
         start, end = end, end + stream.num_bytes
-        entries[name] = {"dtype": _DTYPES[stream.dtype], "shape": stream.shape, "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPES[stream.dtype], "shape": stream.shape, "data_offsets": [start, end]}
     head = json.dumps(entries, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
 

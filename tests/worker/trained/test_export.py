@@ -409,6 +409,20 @@ class Named(TwoSpaces):
         self.again = self.first
     def forward(self, ids):
         return super().forward(ids) + self.again(ids[:, 0]).sum(1, keepdim=True)
+class Odd(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.first, self.hashed = nn.Embedding(20, dim), nn.Embedding(2**62, dim)
+        self.same, self.norm = self.hashed, nn.BatchNorm1d(dim)
+        self.norm_too = self.norm
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("turn", torch.tensor([1 + 2j]))
+        self.register_buffer("places", torch.arange(3, dtype=torch.int32))
+    def forward(self, ids):
+        return self.norm(self.first(ids[:, 0]) + self.hashed(ids[:, 1])).sum(1)
+class Extra(Odd):
+    def get_extra_state(self):
+        return {"turns": 3}
 class Counted(nn.Module):
     def __init__(self, dim):
         super().__init__()
@@ -476,8 +490,32 @@ def test_a_model_of_one_batch_size_alone_is_not_written_as_onnx(own_job, tmp_pat
     assert not any(tmp_path.glob("*.onnx*"))
 
 
-def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run):
-    model, other = run.trained().model, run.trained().model
+def test_buffers_of_any_type_and_hashed_tables_of_two_names_come_back(make_session, own_job, tmp_path):
+    settings, session = own_job("Odd", "ps"), make_session()
+    model = choose_strategy(settings, job_model(settings, SCHEMA), make_session(), torch.device("cpu")).model
+    ids, rows = np.array([2]), np.full((1, 4), 0.5, np.float32)
+    export_weights(model, tmp_path, lambda name: iter([(ids, rows)]), {})
+    state = load_file(tmp_path / "model.safetensors")
+    for name in ("mask", "turn", "places"):
+        assert torch.equal(state[name], model.get_buffer(name))
+    import_state(tmp_path, settings, SCHEMA, session)
+    (hashed,) = (table for table in session.tables if table.spec.name == "hashed")
+    assert torch.equal(hashed.pull(torch.from_numpy(ids)), torch.from_numpy(rows))
+
+
+def test_a_state_that_is_no_tensor_is_named_before_another_export_is_removed(make_session, own_job, tmp_path):
+    settings = own_job("Extra", "ps")
+    model = choose_strategy(settings, job_model(settings, SCHEMA), make_session(), torch.device("cpu")).model
+    (tmp_path / "export.json").touch()
+    with pytest.raises(CannotExport, match=r"_extra_state .* is dict, no tensor"):
+        export_weights(model, tmp_path, None, {})
+    assert (tmp_path / "export.json").exists()
+
+
+def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run, tmp_path):
+    run.export(tmp_path)
+    model, other = run.trained().model, job().model.build(SCHEMA, 4, None)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert quantise(model) == 3
     tensors = int8_tensors(model)
     assert tensors["output.weight"].dtype == torch.int8
@@ -488,6 +526,19 @@ def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run)
             nn.init.zeros_(layer.weight)
     load_int8(other, tensors)
     torch.testing.assert_close(logits(other, run.data), rounded, rtol=0, atol=0)
+
+
+def test_layers_whose_weights_are_computed_or_read_by_others_stay_as_they_are():
+    torch.manual_seed(0)
+    parts = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))
+    transformer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+    model = nn.Sequential(*parts, transformer, nn.Linear(4, 1)).eval()
+    x = torch.randn(5, 3, 4)
+    with torch.no_grad():
+        wanted = model(x)
+        assert quantise(model) == 1
+        assert set(int8_tensors(model)) == {f"3.{name}" for name in ("weight", "scale", "zero_point", "bias")}
+        torch.testing.assert_close(model(x), wanted, rtol=0, atol=0.05)
 
 
 def test_an_int8_layer_is_what_the_format_says():
