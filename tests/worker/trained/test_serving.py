@@ -528,6 +528,21 @@ def test_bags_of_hashed_ids_pool_as_torch_does(mode):
         torch.testing.assert_close(served(*given), bag(*given))
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_rows_above_max_norm_are_scaled_and_the_table_stays_as_it_is(kind, tmp_path):
+    weight, ids = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 2.0]]), torch.tensor([[0, 1], [2, 0]])
+    plain, model = kind(3, 2, max_norm=1.0), torch.nn.ModuleDict({"rows": kind(3, 2, max_norm=1.0)})
+    with torch.no_grad():
+        plain.weight.copy_(weight)
+        state = {"rows.weight": weight.clone()}
+        serving._load(model, state, tmp_path)
+        torch.testing.assert_close(model["rows"](ids), plain(ids))
+    assert torch.equal(state["rows.weight"], weight)  # two threads at once would scale a row twice
+    assert torch.equal(model["rows"].weight, weight)
+    with pytest.raises(IndexError):
+        model["rows"](torch.tensor([[-1]]))
+
+
 def test_a_server_loads_neither_shards_nor_compilers(export):
     code = (
         "import sys, embershard as es; es.load_exported(sys.argv[1]); "
