@@ -51,6 +51,8 @@ def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = 
     BadExport names a file that is missing, damaged, or of another version; CannotServe names what is missing in the
     export or not installed.
     """
+    if "://" in str(folder):
+        raise BadExport(path=str(folder), reason="it is a URL: copy the folder to a disk of this machine")
     path = Path(folder)
     if dense not in get_args(Dense):
         raise ValueError(f"dense must be torch, onnx or int8, got {dense!r}")

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.folders import folder as folder_of
 from embershard.cli.folders import kept_from_others
 from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.security import TokenFileOption
@@ -52,7 +53,7 @@ def export(
             metavar="[SOURCE]", help="A checkpoint or a snapshot (folder or URL).  [default: the shards of --ps]"
         ),
     ],
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
+    out: Annotated[str | None, typer.Argument(metavar="OUT", help="Folder of this machine to write to.")] = None,
     ps: NamedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
@@ -71,7 +72,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a trained model to a folder: model.safetensors, and the files that options request."""
-    given, folder = (None, Path(source)) if out is None else (source, out)
+    given, folder = (None, folder_of(source)) if out is None else (source, folder_of(out))
     check_one_source(context, given, ps)
     if onnx:
         check_onnx()

@@ -478,6 +478,11 @@ def test_a_damaged_or_foreign_folder_is_refused_with_file_and_reason(export, dam
     assert reason in raised.value.fields["reason"]
 
 
+def test_a_url_is_told_from_a_folder_that_is_not_there():
+    with pytest.raises(BadExport, match="cannot serve memory://out: it is a URL"):
+        es.load_exported("memory://out")
+
+
 def test_inputs_of_another_model_or_without_what_was_learnt_are_refused(make_export):
     folder = make_export({"name": "deepfm", "hidden": [8]}, reader="tabular", features=FEATURES).folder
     inputs = json.loads((folder / "export.json").read_text())["inputs"]
