@@ -132,6 +132,7 @@ def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:
     shapes = file.shapes
     state = model.state_dict()
     wanted: dict[str, tuple[int | None, ...]] = {name: tuple(value.shape) for name, value in state.items()}
+    buffers = dict(model.named_buffers(remove_duplicate=False))  # which are not loaded: a mask may have -inf
     # masks, counts of batch norm, hashed ids; of all others any floats will do
     kinds = {name: DTYPES.get(value.dtype) for name, value in state.items() if not value.is_floating_point()}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -151,6 +152,20 @@ def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:
             yield f"{name} has shape {shapes[name]}, the model's is {wanted[name]}"
         elif not file.dtypes[name].startswith(kinds.get(name) or ("F", "BF")):
             yield f"{name} holds {file.dtypes[name]}, the model {kinds.get(name) or 'floats'}"
+        elif name not in {**buffers, **kinds} and not all(part.float().isfinite().all() for part in _parts(file, name)):
+            yield f"{name} has numbers that are not finite in float32"
+        elif name.endswith(".ids") and name not in state and len(file.read(name).unique()) < shapes[name][0]:  # type: ignore[no-untyped-call]
+            yield f"{name} has an id twice"
+
+
+def _parts(file: StateFile, name: str) -> Iterator[torch.Tensor]:
+    """A tensor in portions, of which each fits memory."""
+    shape = file.shapes[name]
+    if len(shape) != 2:
+        yield file.read(name)
+        return
+    for start in range(0, shape[0], PORTION):
+        yield file.read(name, start, min(start + PORTION, shape[0]))
 
 
 def _portions(

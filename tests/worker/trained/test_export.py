@@ -416,6 +416,7 @@ class Odd(nn.Module):
         self.same, self.norm = self.hashed, nn.BatchNorm1d(dim)
         self.norm_too = self.norm
         self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("least", torch.tensor([float("-inf")]))
         self.register_buffer("turn", torch.tensor([1 + 2j]))
         self.register_buffer("places", torch.arange(3, dtype=torch.int32))
     def forward(self, ids):
@@ -501,6 +502,10 @@ def test_buffers_of_any_type_and_hashed_tables_of_two_names_come_back(make_sessi
     import_state(tmp_path, settings, SCHEMA, session)
     (hashed,) = (table for table in session.tables if table.spec.name == "hashed")
     assert torch.equal(hashed.pull(torch.from_numpy(ids)), torch.from_numpy(rows))
+    twice = {name: torch.cat([value] * 2) for name, value in load_file(tmp_path / "tables.safetensors").items()}
+    save_file(twice, tmp_path / "tables.safetensors")
+    with pytest.raises(CannotImport, match=r"hashed\.ids has an id twice"):
+        import_state(tmp_path, settings, SCHEMA, session)
 
 
 def test_a_state_that_is_no_tensor_is_named_before_another_export_is_removed(make_session, own_job, tmp_path):
@@ -586,10 +591,18 @@ GROUP = [{"match": "embeding*", "optimizer": {"name": "sgd", "lr": 0.1}}]
             [f"embedding.weight has shape ({IDS}, 8), the model's is", "output.bias (1,)", "output.extra (1,)"],
         ),
         ({"embedding.weight": torch.zeros(IDS, 4, dtype=torch.int32)}, {}, ["embedding.weight holds I32"]),
+        (
+            {
+                "embedding.weight": torch.full((IDS, 4), 1e39, dtype=torch.float64),
+                "output.bias": torch.tensor([float("nan")]),
+            },
+            {},
+            ["embedding.weight has numbers that are not finite", "output.bias has numbers that are not finite"],
+        ),
         ({}, {"embedding": {"groups": GROUP}}, ["embedding.groups", "embeding"]),
         ({}, {"dense": {"groups": GROUP}}, ["dense.groups", "embeding"]),
     ],
-    ids=["missing", "empty", "pickle", "other tensors", "integers", "embedding group", "dense group"],
+    ids=["missing", "empty", "pickle", "other tensors", "integers", "infinite", "embedding group", "dense group"],
 )
 def test_all_that_does_not_fit_is_named_before_anything_is_changed(make_session, tmp_path, content, settings, wants):
     path, session = tmp_path / "model.safetensors", make_session(1)
