@@ -16,6 +16,7 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.trained.folder import (
     MODEL,
+    SORTING,
     TABLES,
     TRAINED,
     CannotExport,
@@ -102,7 +103,7 @@ def _in_order(read_table: ReadTable, spec: TableSpec, ids: Ids, folder: Path) ->
         yield ids, np.concatenate([rows for _, rows in portions])[order]
         return
     record = np.dtype([("id", np.int64), ("row", np.float32, (spec.dim,))])
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    with tempfile.TemporaryDirectory(prefix=SORTING, dir=folder) as name:
         for some, rows in read_table(spec.name):
             portion = np.searchsorted(firsts, some, "right") - 1
             for number in np.unique(portion).tolist():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from embershard.worker.data.batch import Field, IdTable, Schema
 
 MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"
 ONNX, INT8 = "dense.onnx", "dense.int8.safetensors"
+SORTING = "sorting-"  # begins the names of folders of files by which a large table is sorted
 FORMAT, VERSION = "embershard-export", 2
 
 DTYPES = {
@@ -123,12 +125,16 @@ def check_tensors(path: Path, values: Mapping[str, object]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """The folder of an export, without an export.json. CannotExport where it cannot be made."""
+    """Make the folder of an export, without an export.json and what a killed export left. CannotExport if it fails."""
     try:
         folders.make_folder(path)
     except OSError as error:
         raise _not_written(path, error) from None
     remove_file(path / FACTS)  # until all files are there again, the folder is no export
+    for unfinished in path.glob(f"{SORTING}*"):  # each as large as a table
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for name in (MODEL, TABLES, TRAINED, ONNX, INT8, FACTS):
+        remove_file(path / f"{name}.new")
 
 
 def remove_file(path: Path) -> None:

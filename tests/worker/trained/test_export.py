@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,6 +167,8 @@ def test_a_table_that_is_sorted_in_parts_is_the_same_file(make_run, tmp_path, mo
     run.export(tmp_path / "whole")
     monkeypatch.setattr(export_module, "SORTED_BYTES", 7 * 16)
     monkeypatch.setattr(export_module, "PORTION", 3)
+    (tmp_path / "parts" / "sorting-killed" / "files").mkdir(parents=True)  # by a signal, in an earlier export
+    (tmp_path / "parts" / "dense.onnx.new").touch()
     run.export(tmp_path / "parts")
     whole, parts = ({path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("whole", "parts"))
     assert whole == parts  # and nothing else is left in the folder
@@ -208,7 +211,12 @@ def test_each_file_is_on_the_disk_before_it_has_its_name_and_export_json_comes_l
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(torch.onnx, "export", lambda part, inputs, path, **_: path.write_bytes(b"graph"))
+
+    def written(part, inputs, path, **_):
+        path.write_bytes(b"graph")
+        return SimpleNamespace(model=SimpleNamespace(graph=SimpleNamespace(inputs=[])))
+
+    monkeypatch.setattr(torch.onnx, "export", written)
     out = tmp_path / "a" / "b"
     make_folder(out)
     assert set(calls) == {("sync", "a"), ("sync", ".")}
