@@ -52,6 +52,8 @@ class ServedEmbedding(nn.Module):
 
     def __init__(self, table: SortedRows | NumberedRows, like: nn.Embedding | nn.EmbeddingBag) -> None:
         super().__init__()
+        # a model may have given the module attributes and hooks, which it reads
+        self.__dict__.update({name: value for name, value in vars(like).items() if name != "_parameters"})
         self.table = table
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = like.padding_idx, like.max_norm, like.norm_type

@@ -343,7 +343,10 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
             elif value is not None:
                 module._buffers[key] = value
     for name, module in [*model.named_modules(remove_duplicate=False)]:
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        if type(module) not in (nn.Embedding, nn.EmbeddingBag):  # a subclass has a forward of its own
+            continue
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if module.max_norm is not None and "weight" in module._parameters:
             # torch scales rows in the table itself, some of them twice where threads read them at once
             served = served_table(NumberedRows(module.weight), module)
             served.weight = module.weight  # for models that read it as a whole

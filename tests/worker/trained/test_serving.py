@@ -542,10 +542,25 @@ def test_rows_above_max_norm_are_scaled_and_the_table_stays_as_it_is(kind, tmp_p
         state = {"rows.weight": weight.clone()}
         serving._load(model, state, tmp_path)
         torch.testing.assert_close(model["rows"](ids), plain(ids))
+        model = torch.nn.ModuleDict({"rows": kind(3, 2, max_norm=1.0)})
+        model["rows"].scale = 3.0
+        model["rows"].register_forward_hook(lambda rows, given, found: found * rows.scale)
+        serving._load(model, state, tmp_path)
+        torch.testing.assert_close(model["rows"](ids), 3 * plain(ids))
     assert torch.equal(state["rows.weight"], weight)  # two threads at once would scale a row twice
     assert torch.equal(model["rows"].weight, weight)
     with pytest.raises(IndexError):
         model["rows"](torch.tensor([[-1]]))
+
+
+def test_a_subclass_with_max_norm_keeps_its_forward(tmp_path):
+    class Twice(torch.nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    model = torch.nn.ModuleDict({"rows": Twice(3, 2, max_norm=10.0)})
+    serving._load(model, {"rows.weight": torch.ones(3, 2)}, tmp_path)
+    assert model["rows"](torch.tensor([1])).tolist() == [[2.0, 2.0]]
 
 
 def test_a_server_loads_neither_shards_nor_compilers(export):
