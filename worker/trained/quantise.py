@@ -25,6 +25,7 @@ def quantise(model: nn.Module) -> int:
         for name, layer in module.named_children()
         # neither a subclass, as of parametrizations, nor one whose weight a hook computes, as weight_norm's
         if type(layer) is nn.Linear and "weight" in layer._parameters and not layer._forward_pre_hooks
+        if layer.weight.dtype == torch.float32  # what the int8 layer takes and gives
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces its successor, a package of its own

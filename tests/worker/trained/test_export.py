@@ -545,7 +545,8 @@ def test_layers_whose_weights_are_computed_or_read_by_others_stay_as_they_are():
     torch.manual_seed(0)
     parts = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))
     transformer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
-    model = nn.Sequential(*parts, transformer, nn.Linear(4, 1)).eval()
+    model = nn.Sequential(*parts, transformer, nn.Linear(4, 1), nn.Linear(1, 1).double()).eval()
+    model[3].register_forward_hook(lambda layer, given, found: found.double())
     x = torch.randn(5, 3, 4)
     with torch.no_grad():
         wanted = model(x)
