@@ -127,7 +127,10 @@ def _latest(storage: Storage) -> str:
 
 def _others(storage: Storage) -> str:
     names = list_snapshots(storage.url)
-    return f"Snapshots there: {', '.join(names[-5:])}" if names else "There are no snapshots in it"
+    if names:
+        return f"Snapshots there: {', '.join(names[-5:])}"
+    others = sorted(name for name, size in storage.sizes("").items() if size is None)  # of checkpoints, say
+    return f"There are no snapshots in it{', but the folders ' * bool(others)}{', '.join(others[-5:])}"
 
 
 def _layers(chain: Sequence[StoredSnapshot], blocks: Sequence[TableBlocks | None], what: str) -> Layers:

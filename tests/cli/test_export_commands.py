@@ -145,6 +145,27 @@ def test_a_run_without_shards_is_exported_and_a_plain_export_leaves_no_dense_par
         export(*LOCAL)
 
 
+READS_A_WEIGHT = """
+import torch
+class ReadsAWeight(torch.nn.Module):
+    def __init__(self, num_ids):
+        super().__init__()
+        self.rows, self.head = torch.nn.Embedding(num_ids, 4), torch.nn.Linear(4, 1)
+    def forward(self, ids):
+        return self.rows(ids).sum(1) @ (2 * self.head.weight).T
+"""
+
+
+def test_a_model_that_reads_a_linear_layers_weight_is_not_written_in_int8(monkeypatch):
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("reads_a_weight.py").write_text(READS_A_WEIGHT)
+    job = (*LOCAL, "--set", "model={class: reads_a_weight:ReadsAWeight}")
+    train(*job[1::2])
+    with pytest.raises(CannotExport, match=r"`weight` is no tensor, .*leave --int8 out"):
+        export(*job, "--int8")
+    assert "export.json" not in in_out()
+
+
 def test_two_exports_do_not_write_to_one_folder_at_once():
     train("strategy=local")
     with kept_from_others({"OUT": "out"}), pytest.raises(FolderTaken):

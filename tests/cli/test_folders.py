@@ -45,3 +45,14 @@ def test_one_folder_for_two_purposes_a_url_and_no_folder_are_left_to_a_job(tmp_p
 def test_a_folder_without_a_name_is_not_the_current_one(command, option):
     result = CliRunner().invoke(cli.app, [command, option, ""])
     assert (result.exit_code, "it is empty" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "words", [("export", "job.yaml", "best"), ("train", "job.yaml", "--output"), ("compare", "job.yaml", "--output")]
+)
+def test_a_url_is_not_written_to_as_a_folder_with_a_colon_in_its_name(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    result = CliRunner().invoke(cli.app, [*words, "memory://out"])
+    assert (result.exit_code, "is a URL" in result.output) == (2, True)
+    assert {path.name for path in tmp_path.iterdir()} == {"job.yaml"}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,17 @@ def call(what: str, make: object, args: Mapping[str, object], offered: Mapping[s
         raise UserCodeFailed(what=what, reason=f"{given}, but takes {signature}: {error}", where=where) from None
     with user_code(what):
         return make(**named, **args)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let a model that is built inside draw what it draws in a run with this `train.seed`, and leave torch's generator.
+
+    A user's model may keep tensors that no state_dict has: projections at random, buffers that are not persistent.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def forward_of(model: nn.Module, name: str = "") -> Forward:

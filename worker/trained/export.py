@@ -16,11 +16,13 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.trained.folder import (
     MODEL,
+    SORTING,
     TABLES,
     TRAINED,
     CannotExport,
     TableFacts,
     TensorStream,
+    check_tensors,
     make_folder,
     remove_file,
     write_tensors,
@@ -41,9 +43,11 @@ def export_weights(
     exist on the shards. Without a snapshot nothing says which rows were trained, only how many, and tables of hashed
     ids cannot be listed: CannotExport.
     """
+    dense = dense_state(model)
+    check_tensors(out / MODEL, dense)
     make_folder(out)
     weights: dict[str, torch.Tensor | TensorStream] = {
-        name: value.detach().cpu().clone() for name, value in dense_state(model).items()
+        name: value.detach().cpu().clone() for name, value in dense.items()
     }
     pairs: dict[str, torch.Tensor | TensorStream] = {}
     trained: dict[str, torch.Tensor] = {}
@@ -99,7 +103,7 @@ def _in_order(read_table: ReadTable, spec: TableSpec, ids: Ids, folder: Path) ->
         yield ids, np.concatenate([rows for _, rows in portions])[order]
         return
     record = np.dtype([("id", np.int64), ("row", np.float32, (spec.dim,))])
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    with tempfile.TemporaryDirectory(prefix=SORTING, dir=folder) as name:
         for some, rows in read_table(spec.name):
             portion = np.searchsorted(firsts, some, "right") - 1
             for number in np.unique(portion).tolist():

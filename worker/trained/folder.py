@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,9 +32,10 @@ from embershard.worker.data.batch import Field, IdTable, Schema
 
 MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"
 ONNX, INT8 = "dense.onnx", "dense.int8.safetensors"
+SORTING = "sorting-"  # begins the names of folders of files by which a large table is sorted
 FORMAT, VERSION = "embershard-export", 2
 
-_DTYPES = {
+DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
     torch.float16: "F16",
@@ -42,8 +44,14 @@ _DTYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 
 
@@ -107,13 +115,26 @@ class TensorStream:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+def check_tensors(path: Path, values: Mapping[str, object]) -> None:
+    """CannotExport where a value of a state_dict is nothing that safetensors can hold."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES:
+            found = value.dtype if isinstance(value, torch.Tensor) else f"{type(value).__name__}, no tensor"
+            reason = f"{name} of the model's state_dict is {found}, which safetensors cannot hold"
+            raise CannotExport(path=str(path), reason=f"{reason}: keep it as another tensor, or out of the state_dict")
+
+
 def make_folder(path: Path) -> None:
-    """The folder of an export, without an export.json. CannotExport where it cannot be made."""
+    """Make the folder of an export, without an export.json and what a killed export left. CannotExport if it fails."""
     try:
         folders.make_folder(path)
     except OSError as error:
         raise _not_written(path, error) from None
     remove_file(path / FACTS)  # until all files are there again, the folder is no export
+    for unfinished in path.glob(f"{SORTING}*"):  # each as large as a table
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for name in (MODEL, TABLES, TRAINED, ONNX, INT8, FACTS):
+        remove_file(path / f"{name}.new")
 
 
 def remove_file(path: Path) -> None:
@@ -136,7 +157,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | TensorStream]
     end = 0
     for name, stream in streams.items():
         start, end = end, end + stream.num_bytes
-        entries[name] = {"dtype": _DTYPES[stream.dtype], "shape": stream.shape, "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPES[stream.dtype], "shape": stream.shape, "data_offsets": [start, end]}
     head = json.dumps(entries, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
 

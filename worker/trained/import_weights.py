@@ -18,7 +18,7 @@ from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
-from embershard.worker.trained.folder import MODEL, TABLES, read_facts
+from embershard.worker.trained.folder import DTYPES, MODEL, TABLES, read_facts
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
 from embershard.worker.training.build import choose_strategy, job_model
 
@@ -130,17 +130,18 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
 
 def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:
     shapes = file.shapes
-    wanted: dict[str, tuple[int | None, ...]] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    ids = [
-        name for name, buffer in model.named_buffers() if buffer.dtype == torch.int64
-    ]  # counts of batch norm, and hashed ids
-    for name, module in model.named_modules():
+    state = model.state_dict()
+    wanted: dict[str, tuple[int | None, ...]] = {name: tuple(value.shape) for name, value in state.items()}
+    buffers = dict(model.named_buffers(remove_duplicate=False))  # which are not loaded: a mask may have -inf
+    # masks, counts of batch norm, hashed ids; of all others any floats will do
+    kinds = {name: DTYPES.get(value.dtype) for name, value in state.items() if not value.is_floating_point()}
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             wanted[f"{name}.weight"] = (module.num_embeddings, module.embedding_dim)
             if module.num_embeddings >= NUM_HASHED_IDS:
                 del wanted[f"{name}.weight"]
                 count = shapes.get(f"{name}.ids", (None,))[0]
-                ids.append(f"{name}.ids")
+                kinds[f"{name}.ids"] = "I64"
                 wanted |= {f"{name}.ids": (count,), f"{name}.rows": (count, module.embedding_dim)}
     for name in [*wanted, *(name for name in shapes if name not in wanted)]:
         if name not in shapes:
@@ -149,8 +150,22 @@ def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:
             yield f"{name} {shapes[name]} is not in the model"
         elif shapes[name] != wanted[name]:
             yield f"{name} has shape {shapes[name]}, the model's is {wanted[name]}"
-        elif not file.dtypes[name].startswith("I64" if name in ids else ("F", "BF")):
-            yield f"{name} holds {file.dtypes[name]}, the model {'I64' if name in ids else 'floats'}"
+        elif not file.dtypes[name].startswith(kinds.get(name) or ("F", "BF")):
+            yield f"{name} holds {file.dtypes[name]}, the model {kinds.get(name) or 'floats'}"
+        elif name not in {**buffers, **kinds} and not all(part.float().isfinite().all() for part in _parts(file, name)):
+            yield f"{name} has numbers that are not finite in float32"
+        elif name.endswith(".ids") and name not in state and len(file.read(name).unique()) < shapes[name][0]:  # type: ignore[no-untyped-call]
+            yield f"{name} has an id twice"
+
+
+def _parts(file: StateFile, name: str) -> Iterator[torch.Tensor]:
+    """A tensor in portions, of which each fits memory."""
+    shape = file.shapes[name]
+    if len(shape) != 2:
+        yield file.read(name)
+        return
+    for start in range(0, shape[0], PORTION):
+        yield file.read(name, start, min(start + PORTION, shape[0]))
 
 
 def _portions(

@@ -29,7 +29,7 @@ from embershard.worker.data.batch import NUM_HASHED_IDS, Batch, Dataset, Schema
 from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import RetrievalModel, id_columns, scores_lists
-from embershard.worker.models.user_defined import forward_of, reads_dense
+from embershard.worker.models.user_defined import forward_of, reads_dense, seeded
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.wrap import dense_state
@@ -75,12 +75,13 @@ def dense_part(job: Job, schema: Schema, state: Mapping[str, Tensor], fixed: Map
 
     `fixed`: the weights of tables that stay in it, by name.
     """
-    model = job.model.build(schema, job.dim, "meta")
+    with seeded(job.train.seed):
+        model = job.model.build(schema, job.dim, "meta")
     tables = [name for name in _tables(model) if name not in fixed]
     for name, table in _tables(model).items():
         table.weight = nn.Parameter(fixed[name] if name in fixed else torch.zeros(1, table.embedding_dim))
-    own = model.state_dict()
-    for name in own.keys() - {f"{table}.weight" for table in _tables(model)}:
+    own, named = model.state_dict(), model.named_modules(remove_duplicate=False)  # a table may have several names
+    for name in own.keys() - {f"{table}.weight" for table, module in named if isinstance(module, TABLES)}:
         own[name].copy_(state[name])
     return DensePart(model.eval(), tables, columns=len(schema.labels))
 
@@ -206,7 +207,7 @@ def export_onnx(part: DensePart, schema: Schema, out: Path) -> Path:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # the exporter prints how it goes
             warnings.simplefilter("ignore")
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages that no model here needs
-            torch.onnx.export(
+            program = torch.onnx.export(
                 copy.deepcopy(part),
                 (index, dense, rows),
                 new,
@@ -216,9 +217,17 @@ def export_onnx(part: DensePart, schema: Schema, out: Path) -> Path:
                 dynamo=True,
                 external_data=False,
             )
+        assert program is not None
+        fixed = [
+            dim for one in program.model.graph.inputs if one.shape for dim in one.shape[:1] if isinstance(dim, int)
+        ]
+        if fixed:  # torch.export takes the numbers of its samples, without a word
+            reason = "its forward makes a number of the batch's size, as len(ids) does: write ids.shape[0]"
+            raise RuntimeError(f"it would take {fixed[0]} rows alone, for {reason}, or leave --onnx out")
         move(new, path)
         return path
     except Exception as error:  # of torch.export, onnxscript or the disk: each has its own kinds
         new.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+        cause = error.__cause__ or error  # the exporter's own text is how to report it
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(cause).partition("\n")[0]
         raise CannotExport(path=str(path), reason=reason) from None

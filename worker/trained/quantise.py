@@ -13,16 +13,24 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.ao.nn.quantized.dynamic import Linear as Int8Linear
-from torch.ao.quantization import quantize_dynamic
+from torch.ao.quantization import default_dynamic_qconfig, quantize_dynamic
 
 
 def quantise(model: nn.Module) -> int:
     """Put the linear layers of a model on the CPU into int8, in place; how many there were."""
-    layers = sum(type(module) is nn.Linear for module in model.modules())
+    layers = {
+        f"{parent}.{name}" if parent else name: default_dynamic_qconfig
+        for parent, module in model.named_modules()
+        if not isinstance(module, nn.TransformerEncoderLayer)  # which reads its layers' weights itself
+        for name, layer in module.named_children()
+        # neither a subclass, as of parametrizations, nor one whose weight a hook computes, as weight_norm's
+        if type(layer) is nn.Linear and "weight" in layer._parameters and not layer._forward_pre_hooks
+        if layer.weight.dtype == torch.float32  # what the int8 layer takes and gives
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces its successor, a package of its own
-        quantize_dynamic(model, {nn.Linear}, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
-    return layers
+        quantize_dynamic(model, layers, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
+    return len(layers)
 
 
 def int8_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -35,11 +35,25 @@ class SortedRows:
         return rows[index.reshape(-1)]
 
 
-class ServedEmbedding(nn.Module):
-    """An nn.Embedding or nn.EmbeddingBag over rows of hashed ids, to be read only."""
+class NumberedRows:
+    """Rows of ids from 0 on: `weight` (N, dim), which may lie on the disk. IndexError for another id."""
 
-    def __init__(self, table: SortedRows, like: nn.Embedding | nn.EmbeddingBag) -> None:
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def read(self, ids: Ids) -> Floats:
+        """(n, dim) rows of flat ids (n,), in their order."""
+        rows: Floats = functional.embedding(torch.from_numpy(ids), self._weight).numpy()
+        return rows
+
+
+class ServedEmbedding(nn.Module):
+    """An nn.Embedding or nn.EmbeddingBag over rows of hashed ids, or with a `max_norm`, to be read only."""
+
+    def __init__(self, table: SortedRows | NumberedRows, like: nn.Embedding | nn.EmbeddingBag) -> None:
         super().__init__()
+        # a model may have given the module attributes and hooks, which it reads
+        self.__dict__.update({name: value for name, value in vars(like).items() if name != "_parameters"})
         self.table = table
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = like.padding_idx, like.max_norm, like.norm_type
@@ -57,10 +71,15 @@ class ServedEmbedding(nn.Module):
         return self.rows(input)
 
 
-class ServedEmbeddingBag(ServedEmbedding):
-    """An nn.EmbeddingBag over rows of hashed ids, to be read only."""
+def served_table(table: SortedRows | NumberedRows, like: nn.Embedding | nn.EmbeddingBag) -> ServedEmbedding:
+    """The table that serves these rows in the place of `like`."""
+    return ServedEmbeddingBag(table, like) if isinstance(like, nn.EmbeddingBag) else ServedEmbedding(table, like)
 
-    def __init__(self, table: SortedRows, like: nn.EmbeddingBag) -> None:
+
+class ServedEmbeddingBag(ServedEmbedding):
+    """An nn.EmbeddingBag over rows of hashed ids, or with a `max_norm`, to be read only."""
+
+    def __init__(self, table: SortedRows | NumberedRows, like: nn.EmbeddingBag) -> None:
         super().__init__(table, like)
         self.mode, self.include_last_offset = like.mode, like.include_last_offset
 

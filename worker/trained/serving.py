@@ -22,7 +22,7 @@ from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
-from embershard.worker.models.user_defined import forward_of, in_whole_rows
+from embershard.worker.models.user_defined import forward_of, in_whole_rows, seeded
 from embershard.worker.trained.folder import (
     FACTS,
     INT8,
@@ -35,7 +35,7 @@ from embershard.worker.trained.folder import (
 )
 from embershard.worker.trained.quantise import load_int8
 from embershard.worker.trained.served_inputs import Inputs, make_inputs
-from embershard.worker.trained.served_tables import ServedEmbedding, ServedEmbeddingBag, SortedRows
+from embershard.worker.trained.served_tables import NumberedRows, ServedEmbedding, SortedRows, served_table
 
 Dense = Literal["torch", "onnx", "int8"]
 Score = Callable[[Tensor, Tensor | None], Floats]  # ids (N, C), dense (N, D) -> logits
@@ -51,6 +51,8 @@ def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = 
     BadExport names a file that is missing, damaged, or of another version; CannotServe names what is missing in the
     export or not installed.
     """
+    if "://" in str(folder):
+        raise BadExport(path=str(folder), reason="it is a URL: copy the folder to a disk of this machine")
     path = Path(folder)
     if dense not in get_args(Dense):
         raise ValueError(f"dense must be torch, onnx or int8, got {dense!r}")
@@ -69,7 +71,8 @@ class ExportedModel:
         self.job = _job(folder, facts)
         """The job that it was trained by."""
         state = _tensors(folder / MODEL)
-        model = self.job.model.build(self.schema, self.job.dim, "meta")
+        with seeded(self.job.train.seed):
+            model = self.job.model.build(self.schema, self.job.dim, "meta")
         self._inputs = _inputs(folder, facts, id_columns(model, self.schema))
         _put_tables(model, folder, facts.tables)
         _load(model, state, folder / MODEL)
@@ -137,10 +140,11 @@ class ExportedModel:
             known = ", ".join(self.tables) or "none"
             raise CannotServe(what=f"embedding {name!r}", reason=f"the model has no such table (known: {known})")
         wanted = _array("ids", ids, "iu").astype(np.int64)
+        is_hashed = isinstance(found, ServedEmbedding) and isinstance(found.table, SortedRows)
+        if not is_hashed and wanted.size and not 0 <= wanted.min() <= wanted.max() < found.num_embeddings:
+            raise BadIds(what="ids", reason=f"table {name!r} has ids 0..{found.num_embeddings - 1}")
         if isinstance(found, ServedEmbedding):
             return cast(Floats, found.rows(torch.from_numpy(wanted)).numpy())
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < found.num_embeddings:
-            raise BadIds(what="ids", reason=f"table {name!r} has ids 0..{found.num_embeddings - 1}")
         return cast(Floats, found.weight.detach()[torch.from_numpy(wanted)].numpy())
 
     @property
@@ -228,14 +232,12 @@ class ExportedModel:
         return score
 
 
-def _rows_of(table: nn.Module, ids: Tensor) -> Floats:
+def _rows_of(table: ServedEmbedding | nn.Embedding | nn.EmbeddingBag, ids: Tensor) -> Floats:
     """Rows (U, dim) of ids (U,); zeros for those that the table does not have, which are another one's."""
-    if isinstance(table, ServedEmbedding):
-        return cast(Floats, table.rows(ids).numpy())
-    weight: Tensor = table.get_parameter("weight").detach()
-    rows = torch.zeros(len(ids), weight.shape[1], dtype=torch.float32, device="cpu")
-    inside = (ids >= 0) & (ids < len(weight))
-    rows[inside] = weight[ids[inside]]
+    rows = torch.zeros(len(ids), table.embedding_dim, dtype=torch.float32, device="cpu")
+    inside = (ids >= 0) & (ids < table.num_embeddings)
+    own = ids[inside]
+    rows[inside] = table.rows(own) if isinstance(table, ServedEmbedding) else table.weight.detach()[own]
     return cast(Floats, rows.numpy())
 
 
@@ -318,12 +320,8 @@ def _put_tables(model: nn.Module, folder: Path, tables: Mapping[str, TableFacts]
         if shapes != (torch.int64, (facts.rows,), torch.float32, (facts.rows, facts.dim)):
             raise BadExport(path=str(folder / TABLES), reason=f"table {name!r} is {shapes}, not what {FACTS} says")
         served = SortedRows(ids.numpy(), rows.numpy(), initializer, seed)
-        parent, _, child = name.rpartition(".")
-        if isinstance(like, nn.EmbeddingBag):
-            setattr(model.get_submodule(parent), child, ServedEmbeddingBag(served, like))
-        else:
-            assert isinstance(like, nn.Embedding)
-            setattr(model.get_submodule(parent), child, ServedEmbedding(served, like))
+        assert isinstance(like, nn.Embedding | nn.EmbeddingBag)
+        model.set_submodule(name, served_table(served, like))
 
 
 def _load(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
@@ -344,6 +342,15 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
                 module._parameters[key] = nn.Parameter(value, requires_grad=False)
             elif value is not None:
                 module._buffers[key] = value
+    for name, module in [*model.named_modules(remove_duplicate=False)]:
+        if type(module) not in (nn.Embedding, nn.EmbeddingBag):  # a subclass has a forward of its own
+            continue
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if module.max_norm is not None and "weight" in module._parameters:
+            # torch scales rows in the table itself, some of them twice where threads read them at once
+            served = served_table(NumberedRows(module.weight), module)
+            served.weight = module.weight  # for models that read it as a whole
+            model.set_submodule(name, served)
 
 
 def _quantise(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:

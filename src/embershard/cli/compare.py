@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from embershard.cli.folders import folder
 from embershard.cli.job_file import DataOption
 from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import ENVIRONMENT, is_from_environment
@@ -92,7 +93,10 @@ def compare(
         ),
     ] = UNLIMITED,
     output: Annotated[
-        Path | None, typer.Option(help="Folder of the runs and the report.  [default: runs/compare-JOB]")
+        Path | None,
+        typer.Option(
+            parser=folder, metavar="<path>", help="Folder of the runs and the report.  [default: runs/compare-JOB]"
+        ),
     ] = None,
     tune: Annotated[
         str, typer.Option(help="Multiples of the job's learning rates to try for each arm, such as 0.5,1,2.")

@@ -11,13 +11,14 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.cli.folders import folder as folder_of
 from embershard.cli.folders import kept_from_others
 from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
 from embershard.cli.source import check_one_source, open_source
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
-from embershard.proto.errors import JobError
+from embershard.proto.errors import JobError, UserCodeFailed
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
@@ -27,7 +28,15 @@ from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.trained.export import export_weights
-from embershard.worker.trained.folder import INT8, ONNX, ExportFacts, remove_file, write_facts, write_tensors
+from embershard.worker.trained.folder import (
+    INT8,
+    ONNX,
+    CannotExport,
+    ExportFacts,
+    remove_file,
+    write_facts,
+    write_tensors,
+)
 from embershard.worker.trained.onnx import check_onnx, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.reading import Averaged, average_of, trained
@@ -44,7 +53,9 @@ def export(
             metavar="SOURCE", help="A checkpoint or a snapshot (folder or URL).  [default: the shards of --ps]"
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.  [required]")] = None,
+    out: Annotated[
+        str | None, typer.Argument(metavar="OUT", help="Folder of this machine to write to.  [required]")
+    ] = None,
     ps: NamedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
@@ -65,7 +76,7 @@ def export(
     """Write a trained model to a folder: model.safetensors, and the files that options request."""
     if source is None:
         raise typer.BadParameter("name the folder to write to", param_hint="OUT")
-    given, folder = (None, Path(source)) if out is None else (source, out)  # one alone is OUT
+    given, folder = (None, folder_of(source)) if out is None else (source, folder_of(out))  # one alone is OUT
     check_one_source(context, given, ps)
     if onnx:
         check_onnx()
@@ -122,7 +133,11 @@ def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Avera
     before = evaluator.evaluate()
     with averaged():
         layers = quantise(strategy.model)
-    after = evaluator.evaluate()
+    try:
+        after = evaluator.evaluate()
+    except UserCodeFailed as error:  # which it was not before
+        reason = f"with its linear layers in int8, whose `weight` is no tensor, {error}: leave --int8 out"
+        raise CannotExport(path=str(out / INT8), reason=reason) from None
     write_tensors(out / INT8, int8_tensors(strategy.model))
     typer.echo(f"{out / INT8}: {layers} linear layers")
     differences = {}

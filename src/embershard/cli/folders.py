@@ -14,9 +14,14 @@ from embershard.proto.errors import EmbershardError, Status
 
 
 def folder(text: str) -> Path:
-    """The folder that an option names; none, as of a variable that is not set, would be the current folder."""
+    """The folder that an option names; none, as of a variable that is not set, would be the current folder.
+
+    A URL would be a folder here, with a colon in its name.
+    """
     if not text:
         raise typer.BadParameter("it is empty; name a folder")
+    if "://" in text:
+        raise typer.BadParameter(f"{text} is a URL; name a folder of this machine, and copy what is in it then")
     return Path(text)
 
 

@@ -28,6 +28,7 @@ from embershard.cli.engines import (
     WorkerResourcesOption,
     parse_resources,
 )
+from embershard.cli.folders import folder as folder_of
 from embershard.cli.folders import kept_from_others
 from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.local_job import LocalJob
@@ -93,7 +94,9 @@ def train(
     output: Annotated[
         Path | None,
         typer.Option(
-            help=("Folder of the run: run log, workers' output and TensorBoard events. [default: runs/JOB-TIME]")
+            parser=folder_of,
+            metavar="<path>",
+            help=("Folder of the run: run log, workers' output and TensorBoard events. [default: runs/JOB-TIME]"),
         ),
     ] = None,
     overrides: SetOption = None,

@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,6 +167,8 @@ def test_a_table_that_is_sorted_in_parts_is_the_same_file(make_run, tmp_path, mo
     run.export(tmp_path / "whole")
     monkeypatch.setattr(export_module, "SORTED_BYTES", 7 * 16)
     monkeypatch.setattr(export_module, "PORTION", 3)
+    (tmp_path / "parts" / "sorting-killed" / "files").mkdir(parents=True)  # by a signal, in an earlier export
+    (tmp_path / "parts" / "dense.onnx.new").touch()
     run.export(tmp_path / "parts")
     whole, parts = ({path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("whole", "parts"))
     assert whole == parts  # and nothing else is left in the folder
@@ -208,7 +211,12 @@ def test_each_file_is_on_the_disk_before_it_has_its_name_and_export_json_comes_l
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(torch.onnx, "export", lambda part, inputs, path, **_: path.write_bytes(b"graph"))
+
+    def written(part, inputs, path, **_):
+        path.write_bytes(b"graph")
+        return SimpleNamespace(model=SimpleNamespace(graph=SimpleNamespace(inputs=[])))
+
+    monkeypatch.setattr(torch.onnx, "export", written)
     out = tmp_path / "a" / "b"
     make_folder(out)
     assert set(calls) == {("sync", "a"), ("sync", ".")}
@@ -403,6 +411,33 @@ class Padded(TwoSpaces):
     def __init__(self, dim):
         super().__init__(dim)
         self.others = nn.EmbeddingBag(60, dim, mode="sum", padding_idx=21)
+class Named(TwoSpaces):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.again = self.first
+    def forward(self, ids):
+        return super().forward(ids) + self.again(ids[:, 0]).sum(1, keepdim=True)
+class Odd(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.first, self.hashed = nn.Embedding(20, dim), nn.Embedding(2**62, dim)
+        self.same, self.norm = self.hashed, nn.BatchNorm1d(dim)
+        self.norm_too = self.norm
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("least", torch.tensor([float("-inf")]))
+        self.register_buffer("turn", torch.tensor([1 + 2j]))
+        self.register_buffer("places", torch.arange(3, dtype=torch.int32))
+    def forward(self, ids):
+        return self.norm(self.first(ids[:, 0]) + self.hashed(ids[:, 1])).sum(1)
+class Extra(Odd):
+    def get_extra_state(self):
+        return {"turns": 3}
+class Counted(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.all = nn.Embedding(60, dim)
+    def forward(self, ids):
+        return self.all(ids).view(len(ids), -1).sum(1)
 """
 
 
@@ -448,8 +483,52 @@ def test_a_model_that_computes_with_ids_is_not_written_as_onnx(own_job, tmp_path
         part_of_trained(settings, model, dataset(), tmp_path)
 
 
-def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run):
-    model, other = run.trained().model, run.trained().model
+def test_a_table_of_two_names_is_one_input_of_the_dense_part(own_job, tmp_path):
+    settings = own_job("Named", "local")
+    model = choose_strategy(settings, job_model(settings, SCHEMA), None, torch.device("cpu")).model.eval()
+    assert part_of_trained(settings, model, dataset(), tmp_path).tables == ["first", "others"]
+
+
+def test_a_model_of_one_batch_size_alone_is_not_written_as_onnx(own_job, tmp_path):
+    pytest.importorskip("onnxscript")
+    settings = own_job("Counted", "local")
+    model = choose_strategy(settings, job_model(settings, SCHEMA), None, torch.device("cpu")).model.eval()
+    part = part_of_trained(settings, model, dataset(), tmp_path)
+    with pytest.raises(CannotExport, match=r"3 rows alone.*write ids\.shape\[0\]"):
+        export_onnx(part, SCHEMA, tmp_path)
+    assert not any(tmp_path.glob("*.onnx*"))
+
+
+def test_buffers_of_any_type_and_hashed_tables_of_two_names_come_back(make_session, own_job, tmp_path):
+    settings, session = own_job("Odd", "ps"), make_session()
+    model = choose_strategy(settings, job_model(settings, SCHEMA), make_session(), torch.device("cpu")).model
+    ids, rows = np.array([2]), np.full((1, 4), 0.5, np.float32)
+    export_weights(model, tmp_path, lambda name: iter([(ids, rows)]), {})
+    state = load_file(tmp_path / "model.safetensors")
+    for name in ("mask", "turn", "places"):
+        assert torch.equal(state[name], model.get_buffer(name))
+    import_state(tmp_path, settings, SCHEMA, session)
+    (hashed,) = (table for table in session.tables if table.spec.name == "hashed")
+    assert torch.equal(hashed.pull(torch.from_numpy(ids)), torch.from_numpy(rows))
+    twice = {name: torch.cat([value] * 2) for name, value in load_file(tmp_path / "tables.safetensors").items()}
+    save_file(twice, tmp_path / "tables.safetensors")
+    with pytest.raises(CannotImport, match=r"hashed\.ids has an id twice"):
+        import_state(tmp_path, settings, SCHEMA, session)
+
+
+def test_a_state_that_is_no_tensor_is_named_before_another_export_is_removed(make_session, own_job, tmp_path):
+    settings = own_job("Extra", "ps")
+    model = choose_strategy(settings, job_model(settings, SCHEMA), make_session(), torch.device("cpu")).model
+    (tmp_path / "export.json").touch()
+    with pytest.raises(CannotExport, match=r"_extra_state .* is dict, no tensor"):
+        export_weights(model, tmp_path, None, {})
+    assert (tmp_path / "export.json").exists()
+
+
+def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run, tmp_path):
+    run.export(tmp_path)
+    model, other = run.trained().model, job().model.build(SCHEMA, 4, None)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert quantise(model) == 3
     tensors = int8_tensors(model)
     assert tensors["output.weight"].dtype == torch.int8
@@ -460,6 +539,20 @@ def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run)
             nn.init.zeros_(layer.weight)
     load_int8(other, tensors)
     torch.testing.assert_close(logits(other, run.data), rounded, rtol=0, atol=0)
+
+
+def test_layers_whose_weights_are_computed_or_read_by_others_stay_as_they_are():
+    torch.manual_seed(0)
+    parts = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))
+    transformer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+    model = nn.Sequential(*parts, transformer, nn.Linear(4, 1), nn.Linear(1, 1).double()).eval()
+    model[3].register_forward_hook(lambda layer, given, found: found.double())
+    x = torch.randn(5, 3, 4)
+    with torch.no_grad():
+        wanted = model(x)
+        assert quantise(model) == 1
+        assert set(int8_tensors(model)) == {f"3.{name}" for name in ("weight", "scale", "zero_point", "bias")}
+        torch.testing.assert_close(model(x), wanted, rtol=0, atol=0.05)
 
 
 def test_an_int8_layer_is_what_the_format_says():
@@ -507,10 +600,18 @@ GROUP = [{"match": "embeding*", "optimizer": {"name": "sgd", "lr": 0.1}}]
             [f"embedding.weight has shape ({IDS}, 8), the model's is", "output.bias (1,)", "output.extra (1,)"],
         ),
         ({"embedding.weight": torch.zeros(IDS, 4, dtype=torch.int32)}, {}, ["embedding.weight holds I32"]),
+        (
+            {
+                "embedding.weight": torch.full((IDS, 4), 1e39, dtype=torch.float64),
+                "output.bias": torch.tensor([float("nan")]),
+            },
+            {},
+            ["embedding.weight has numbers that are not finite", "output.bias has numbers that are not finite"],
+        ),
         ({}, {"embedding": {"groups": GROUP}}, ["embedding.groups", "embeding"]),
         ({}, {"dense": {"groups": GROUP}}, ["dense.groups", "embeding"]),
     ],
-    ids=["missing", "empty", "pickle", "other tensors", "integers", "embedding group", "dense group"],
+    ids=["missing", "empty", "pickle", "other tensors", "integers", "infinite", "embedding group", "dense group"],
 )
 def test_all_that_does_not_fit_is_named_before_anything_is_changed(make_session, tmp_path, content, settings, wants):
     path, session = tmp_path / "model.safetensors", make_session(1)

@@ -307,6 +307,13 @@ class Wide(torch.nn.Module):
         self.first, self.rest = torch.nn.Embedding(num_ids, 1), torch.nn.Linear(num_dense, 1)
     def forward(self, ids, dense):
         return self.first(ids).sum(1) + self.rest(dense)
+class Drawn(Wide):  # what it draws is in no state_dict
+    def __init__(self, num_ids, num_dense):
+        super().__init__(num_ids, num_dense)
+        self.mix = torch.randn(num_dense)
+        self.register_buffer("shift", torch.randn(num_dense), persistent=False)
+    def forward(self, ids, dense):
+        return super().forward(ids, dense * self.mix + self.shift)
 INPUTS = es.RowInputs(
     categorical=(es.CategoricalInput(name="user"), es.CategoricalInput(name="item")),
     numeric=(es.NumericInput(name="age", log=True),),
@@ -320,11 +327,15 @@ def rows(inputs="whole"):
 """
 
 
-def test_a_users_model_and_reader_that_tells_its_inputs_score_rows(make_session, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["Wide", "Drawn"])
+def test_a_users_model_and_reader_that_tells_its_inputs_score_rows(make_session, tmp_path, monkeypatch, name):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "served_own.py").write_text(OWN)
     own = {"reader": "served_own:rows"}
-    export = ReaderExport(make_session(2), tmp_path, {"class": "served_own:Wide"}, own)
+    export = ReaderExport(make_session(2), tmp_path, {"class": f"served_own:{name}"}, own)
+    before = torch.random.get_rng_state()
+    es.load_exported(export.folder)
+    assert torch.equal(torch.random.get_rng_state(), before)
     batch = next(export.data.evaluate("test", 0, 1, 9))
     found = export.served.score({"user": ["a", "b", "c", "a"], "item": [1, 2, 3, 4], "age": [1, 2, 3, None]})
     assert_same(found, export.forward(batch.ids, batch.dense).reshape(-1))
@@ -467,6 +478,11 @@ def test_a_damaged_or_foreign_folder_is_refused_with_file_and_reason(export, dam
     assert reason in raised.value.fields["reason"]
 
 
+def test_a_url_is_told_from_a_folder_that_is_not_there():
+    with pytest.raises(BadExport, match="cannot serve memory://out: it is a URL"):
+        es.load_exported("memory://out")
+
+
 def test_inputs_of_another_model_or_without_what_was_learnt_are_refused(make_export):
     folder = make_export({"name": "deepfm", "hidden": [8]}, reader="tabular", features=FEATURES).folder
     inputs = json.loads((folder / "export.json").read_text())["inputs"]
@@ -515,6 +531,36 @@ def test_bags_of_hashed_ids_pool_as_torch_does(mode):
         (torch.tensor([[0, 1]]), None, torch.tensor([[2.0, 3.0]])) if mode == "sum" else (torch.tensor([[1]]),),
     ):
         torch.testing.assert_close(served(*given), bag(*given))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_rows_above_max_norm_are_scaled_and_the_table_stays_as_it_is(kind, tmp_path):
+    weight, ids = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 2.0]]), torch.tensor([[0, 1], [2, 0]])
+    plain, model = kind(3, 2, max_norm=1.0), torch.nn.ModuleDict({"rows": kind(3, 2, max_norm=1.0)})
+    with torch.no_grad():
+        plain.weight.copy_(weight)
+        state = {"rows.weight": weight.clone()}
+        serving._load(model, state, tmp_path)
+        torch.testing.assert_close(model["rows"](ids), plain(ids))
+        model = torch.nn.ModuleDict({"rows": kind(3, 2, max_norm=1.0)})
+        model["rows"].scale = 3.0
+        model["rows"].register_forward_hook(lambda rows, given, found: found * rows.scale)
+        serving._load(model, state, tmp_path)
+        torch.testing.assert_close(model["rows"](ids), 3 * plain(ids))
+    assert torch.equal(state["rows.weight"], weight)  # two threads at once would scale a row twice
+    assert torch.equal(model["rows"].weight, weight)
+    with pytest.raises(IndexError):
+        model["rows"](torch.tensor([[-1]]))
+
+
+def test_a_subclass_with_max_norm_keeps_its_forward(tmp_path):
+    class Twice(torch.nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    model = torch.nn.ModuleDict({"rows": Twice(3, 2, max_norm=10.0)})
+    serving._load(model, {"rows.weight": torch.ones(3, 2)}, tmp_path)
+    assert model["rows"](torch.tensor([1])).tolist() == [[2.0, 2.0]]
 
 
 def test_a_server_loads_neither_shards_nor_compilers(export):
