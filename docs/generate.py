@@ -62,8 +62,9 @@ def _with_comments(schema: _Schema, sections: dict[str, type]) -> _Schema:
     """The schema with what the source says beside each field."""
     for name, definition in {**schema["$defs"], "Job": schema}.items():
         for field, comment in _comments(sections[name]).items() if name in sections else ():
-            if field in definition.get("properties", {}):
-                definition["properties"][field].setdefault("description", comment)
+            shown = getattr(getattr(sections[name], "model_fields", {}).get(field), "alias", None) or field
+            if shown in definition.get("properties", {}):
+                definition["properties"][shown].setdefault("description", comment)
     return schema
 
 
