@@ -24,7 +24,9 @@ from embershard.worker.compression.settings import advice
 from embershard.worker.patterns import matches
 from embershard.worker.session.codec_switch import settings_of
 
-compression = typer.Typer(no_args_is_help=True, help="Show or switch the codecs of tables while workers train.")
+compression = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Show or switch the codecs of tables while workers train."
+)
 
 
 @compression.command("show")

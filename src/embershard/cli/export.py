@@ -41,7 +41,7 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="[SOURCE]", help="A checkpoint or a snapshot (folder or URL).  [default: the shards of --ps]"
+            metavar="SOURCE", help="The folder or URL of a run, a checkpoint or a snapshot. With --ps leave it out."
         ),
     ],
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
@@ -62,7 +62,7 @@ def export(
         list[str] | None, typer.Option("--import", help="Module with row optimizers of a snapshot; may be repeated.")
     ] = None,
 ) -> None:
-    """Write a trained model to a folder: model.safetensors, and the files that options request."""
+    """Write a trained model to a folder: tables.safetensors, model.safetensors, and what the options add."""
     given, folder = (None, Path(source)) if out is None else (source, out)
     check_one_source(context, given, ps)
     if onnx:
