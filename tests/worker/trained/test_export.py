@@ -151,7 +151,7 @@ def test_tables_of_hashed_ids_are_written_as_pairs(make_run, tmp_path):
     assert torch.equal(pairs["embedding.rows"], run.table("embedding").pull(pairs["embedding.ids"]))
     assert facts["embedding"].file == "tables.safetensors"
     assert "embedding.weight" not in load_file(tmp_path / "out" / "model.safetensors")
-    with pytest.raises(CannotExport):  # only a snapshot lists them
+    with pytest.raises(CannotExport, match="take a snapshot"):  # which lists them
         export_weights(run.trained().model, tmp_path / "other", None, {})
     facts = export_weights(run.trained().model, tmp_path / "empty", lambda table: iter(()), {"embedding": 30})
     pairs = load_file(tmp_path / "empty" / "tables.safetensors")
