@@ -252,6 +252,15 @@ class TabularSection(DataSection):
         return any(f.type == "number" and f.bucketise is None for f in self.features.values())
 
     @property
+    def single_valued(self) -> list[str]:
+        """The features of which a sample has one id."""
+        return [
+            name
+            for name, f in self.features.items()
+            if f.type in (None, "category", "cross") or f.bucketise is not None or f.max_length == 1
+        ]
+
+    @property
     def hashed(self) -> bool:
         """Whether some ids are hashes, of which no table can hold all."""
         numbered: dict[str, bool] = {}  # by table

@@ -44,6 +44,10 @@ REFUSED = {  # name: (the parts of a job, what is said)
         {"rest": "strategy: local"},
         "give each table buckets, vocabulary, min_count or ids: exact",
     ),
+    "groups of no feature": (
+        {"rest": "evaluate: {groups: nope}"},
+        "evaluate.groups: 'nope' is no feature of one value",
+    ),
     "gauc without groups": ({"rest": "metrics: [auc, gauc]"}, ":11: metrics.1: 'gauc' needs evaluate.groups"),
     "weights of other labels": (
         {"data": "label: [a, b]", "model": "{name: mmoe}", "rest": "loss: {name: bce, label_weights: [1]}"},
