@@ -56,7 +56,9 @@ class CodecsSection(Section):
         return list(self.schedule.at.values())
 
 
-Codecs = Annotated[CodecsSection, BeforeValidator(_schedule, json_schema_input_type=str | bool | CodecsSection)]
+Codecs = Annotated[
+    CodecsSection, BeforeValidator(_schedule, json_schema_input_type=str | Literal[False] | CodecsSection)
+]
 
 
 class DirectionsSection(Section):

@@ -83,10 +83,10 @@ class Job(Section):
     metrics: tuple[Metric, ...] = ()  # metrics of an evaluation; by default those of the data (docs/models.md)
     callbacks: tuple[Code, ...] = ()  # your observers of the run (docs/howto/own-model.md)
     freeze: tuple[Pattern, ...] = ()  # patterns of parameters or modules that are not trained
-    evaluate: EvaluateSection = EvaluateSection()  # when, and by which metric the best is chosen
+    evaluate: EvaluateSection = EvaluateSection()  # when to evaluate, and which metric decides
     checkpoint: Annotated[
         CheckpointSection, BeforeValidator(_or_default, json_schema_input_type=CheckpointSection | None)
-    ] = CheckpointSection()  # where, when and how many
+    ] = CheckpointSection()  # where, when and how many checkpoints
     compression: AnyCompression = None  # codecs of gradients and rows; auto: those that a measurement chooses
     network: NetworkSection = NetworkSection()  # emulated bandwidth
     workers: Workers = 1  # number of workers
@@ -95,7 +95,7 @@ class Job(Section):
     durability: Literal["memory", "log", "fsync"] = "memory"
     """Which failures the rows survive, of shards that `train` starts (docs/durability.md)."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""
-    """Text before the names of tables, so that several jobs can share shards."""
+    """Text before the names of tables, which keeps models on the same shards apart."""
     output: Path | None = None
     """Folder of the run; by default runs/JOB-TIME."""
 

@@ -196,7 +196,9 @@ Staleness = Annotated[
 _LOCAL = re.compile(r"local\(([1-9]\d{0,6})\)")
 
 
-_Staleness = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=rf"^(off|{_LOCAL.pattern})$")] | bool | None
+_Staleness = (
+    Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=rf"^(off|{_LOCAL.pattern})$")] | Literal[False] | None
+)
 
 
 def _consistency(value: object) -> int | str | None:
@@ -259,12 +261,13 @@ class TrainSection(StepSection):
     lr_schedule: ScheduleSection = ScheduleSection()  # how the learning rates change
     early_stop: EarlyStopSection | None = None  # when to stop before the end
     staleness: Annotated[int | str | None, PlainValidator(_consistency, json_schema_input_type=_Staleness)] = None
+    """0, a number of clocks, off (the default), or local(k)."""
     staleness_aware_lr: bool = False
-    lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
-    recovery_timeout: Annotated[float, Field(ge=0.0, le=86_400)] = 1800.0  # seconds
-    restart_workers: Annotated[int, Field(ge=0)] = 0
-    recover: bool | None = None
-    prefetch: Staleness = 0
+    lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds until a silent worker is evicted
+    recovery_timeout: Annotated[float, Field(ge=0.0, le=86_400)] = 1800.0  # seconds to wait for a recovering shard
+    restart_workers: Annotated[int, Field(ge=0)] = 0  # number of lost workers that are restarted
+    recover: bool | None = None  # continue from the latest checkpoint after a failure
+    prefetch: Staleness = 0  # pushes of the same worker that a batch may miss; off: rows are not pulled in advance
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if torch sees one
     linear: Literal["auto", "torch", "onednn"] = "auto"  # library for linear layers on a CPU; auto: the faster one
     threads: Count | None = None  # torch threads of each worker; by default half of the cores, divided by the workers
