@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from embershard.proto.monitoring.exporter import loopback_host
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -111,4 +113,4 @@ def meeting(first: Place, port: int) -> dict[str, str]:
     """The environment by which workers find each other for torch.distributed: at the first one's machine."""
     if first.host:
         return {"MASTER_ADDR": first.host, "MASTER_PORT": str(port)}
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    return {"MASTER_ADDR": loopback_host(), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}

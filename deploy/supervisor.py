@@ -25,6 +25,7 @@ from typing import IO, Self
 from embershard.deploy import sessions
 from embershard.deploy.engine import LOCAL, ClusterEngine
 from embershard.proto.errors import ShardFailed
+from embershard.proto.monitoring.exporter import loopback_host, show_address
 from embershard.proto.user_modules import environment_for_child
 
 MEMORY_PERCENT = 80  # of the machine, or its container, for the tables of all shards
@@ -269,7 +270,9 @@ class LocalShards:
         self._forward = _unless_unread(forward)
         ports = [base_port + index if base_port else 0 for index in range(num_shards)]
         # once they serve, where they do: a shard of this machine that is started again has its port
-        self._listen = [f"{place.host or '127.0.0.1'}:{port}" for place, port in zip(self._places, ports, strict=True)]
+        self._listen = [
+            show_address(place.host or loopback_host(), port) for place, port in zip(self._places, ports, strict=True)
+        ]
         self._processes: list[_Process] = []
         self._restarts = [0] * num_shards  # how often each was started again
         self._watchers: list[threading.Thread] = []

@@ -19,6 +19,7 @@ from typing import IO, Self
 from embershard.deploy import sessions
 from embershard.deploy.engine import LOCAL, ClusterEngine, meeting
 from embershard.proto.errors import EmbershardError, WorkerLost
+from embershard.proto.monitoring.exporter import loopback_host
 from embershard.proto.user_modules import environment_for_child
 
 LAST_LINES = 12  # of a worker that died, shown with the report
@@ -311,7 +312,8 @@ def _reserve_port() -> socket.socket:
 
     The first worker binds it seconds from now, when torch is imported; SO_REUSEADDR, which torch sets too, lets it.
     """
-    reserved = socket.socket()
+    host = loopback_host()
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
+    reserved.bind((host, 0))
     return reserved

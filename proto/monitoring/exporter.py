@@ -21,7 +21,7 @@ from embershard.proto.errors import CannotListen
 from embershard.proto.monitoring.exposition import CONTENT_TYPE, Exposition
 from embershard.proto.monitoring.metrics import Metric, Sample
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = ("127.0.0.1", "::1")  # in the order in which they are tried
 _IDLE_SECONDS = 10.0  # for a client to ask, and to take the answer
 _TICK_SECONDS = 1.0
 _MOST_CLIENTS = 16  # at a time; a scraper is one
@@ -76,12 +76,29 @@ def stuck(idle_seconds: Mapping[str, float]) -> str:
     return "; ".join(f"the {name} has not moved for {seconds:.0f} s" for name, seconds in found.items())
 
 
+def loopback_host() -> str:
+    """Return the address at which processes of this machine reach each other: 127.0.0.1, or ::1 where it has no IPv4.
+
+    127.0.0.1, too, where it has neither: whoever listens there says so.
+    """
+    return next(filter(_can_listen, LOOPBACK), LOOPBACK[0])
+
+
+def _can_listen(host: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of "host:port", ":port" or "port", the last two on loopback; CannotListen where it is none."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise CannotListen(address=text, reason="write host:port, with a port of 0..65535")
-    return host.strip("[]") or LOOPBACK, int(port)
+    return host.strip("[]") or loopback_host(), int(port)
 
 
 def names_this_machine(host: str, names: Collection[str] = ("localhost",)) -> bool:
@@ -139,7 +156,7 @@ class MetricsServer:
         with self._writing:
             return self._exposition.text(() if self.monitored is None else self.monitored.samples())
 
-    def answer(self, path: str, host: str = LOOPBACK) -> tuple[HTTPStatus, str, bytes]:
+    def answer(self, path: str, host: str = LOOPBACK[0]) -> tuple[HTTPStatus, str, bytes]:
         """The status, content type and body of a page; `host` is how the client names this server."""
         if self._is_local and not names_this_machine(host):
             refusal = b"metrics on loopback are not served under that name: ask for 127.0.0.1 or localhost\n"
@@ -227,7 +244,7 @@ def _listen(address: str, owner: MetricsServer) -> _Server:
 
         def do_GET(self) -> None:
             try:
-                status, content_type, body = owner.answer(self.path, self.headers.get("Host", LOOPBACK))
+                status, content_type, body = owner.answer(self.path, self.headers.get("Host", LOOPBACK[0]))
             except Exception:
                 _log.exception("a defect while answering %s", self.path)
                 status, content_type, body = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", b"see the log\n"

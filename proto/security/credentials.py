@@ -26,6 +26,8 @@ from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY, REVOKED
 
 _EXPIRES_SOON = timedelta(days=7)
 _FOLDER = f"A folder of certificates holds {CERTIFICATE}, {KEY} and {AUTHORITIES} (`embershard keys issue`)"
+_LONGEST_CHAIN = 100_000  # bytes; OpenSSL ends a handshake at 100 KiB, which the message's other fields count in
+_CHAIN_ENTRY_BYTES = 5  # beside each certificate: its length, and that of its extensions
 _READS = 3  # of files that are replaced meanwhile
 
 _log = logging.getLogger(__name__)
@@ -50,10 +52,12 @@ class Credentials:
         for _ in range(_READS):
             certificate, key = _read(folder / CERTIFICATE), _read(folder / KEY)
             authorities, revoked = _read(folder / AUTHORITIES), _read(folder / REVOKED, optional=True)
-            leaf, trusted = (
-                _certificates(folder / CERTIFICATE, certificate)[0],
+            chain, trusted = (
+                _certificates(folder / CERTIFICATE, certificate),
                 _certificates(folder / AUTHORITIES, authorities),
             )
+            leaf = chain[0]
+            _check_chain(folder / CERTIFICATE, chain)
             _check_key(folder, leaf, _private_key(folder / KEY, key))
             _check_dates(folder / CERTIFICATE, leaf)
             lists = _revocation_lists(folder / REVOKED, revoked, trusted)
@@ -154,7 +158,7 @@ def identity_of(certificate: x509.Certificate) -> str:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = x509.SubjectAlternativeName([])
-    except ValueError:
+    except (ValueError, x509.DuplicateExtension):
         return ""
     uris = [uri for uri in names.get_values_for_type(x509.UniformResourceIdentifier) if uri.startswith("spiffe://")]
     common = [str(name.value) for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
@@ -209,6 +213,18 @@ def _certificates(path: Path, data: bytes) -> list[x509.Certificate]:
     except (ValueError, x509.InvalidVersion) as error:
         _refuse(path, Problem.UNREADABLE, f"it holds no certificate in PEM ({error})", "Issue it again")
     return found
+
+
+def _check_chain(path: Path, chain: Sequence[x509.Certificate]) -> None:
+    """Refuse what OpenSSL takes from a file, and the other side then does not."""
+    try:
+        _ = chain[0].extensions  # which are read now
+    except (ValueError, x509.DuplicateExtension) as error:
+        _refuse(path, Problem.UNREADABLE, f"the certificate is malformed ({error})", "Issue it again")
+    size = sum(len(one.public_bytes(Encoding.DER)) + _CHAIN_ENTRY_BYTES for one in chain)
+    if size > _LONGEST_CHAIN:
+        reason = f"its {len(chain)} certificates take {size:,} bytes, and the other side takes {_LONGEST_CHAIN:,}"
+        _refuse(path, Problem.OTHER, reason, "Keep this side's certificate and the intermediate ones alone there")
 
 
 def _private_key(path: Path, data: bytes) -> PrivateKeyTypes:

@@ -96,6 +96,9 @@ def explain(error: Exception, peer: str, name: str = "") -> EmbershardError | No
             error.verify_code, (Problem.OTHER, error.verify_message, "Issue it again, or trust its authority in ca.crt")
         )
         return UntrustedCertificate(peer=peer, problem=problem, reason=reason.format(name=name), remedy=remedy)
+    if isinstance(error, ValueError):  # of what reads a certificate that OpenSSL has verified
+        reason = f"it is malformed ({error})"
+        return UntrustedCertificate(peer=peer, problem=Problem.UNREADABLE, reason=reason, remedy="Issue it again")
     if not isinstance(error, ssl.SSLError):
         return None
     words = error.reason or str(error)

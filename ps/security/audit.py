@@ -186,12 +186,9 @@ def verify(path: Path, expect: str | None = None) -> tuple[int, str, bool]:
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
     """The lines of a file, each checked by itself."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                yield number, _fields(path, number, line)
-    except OSError as error:
-        raise AuditDamaged(path=str(path), line=0, reason=error.strerror or str(error)) from None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            yield number, _fields(path, number, line)
 
 
 def _fields(path: Path, number: int, line: bytes) -> Mapping[str, object]:

@@ -128,9 +128,13 @@ class ShardService:
         if not pem:
             return ""  # by a Unix socket
         from embershard.proto.security.credentials import identity_of, read_certificate
+        from embershard.proto.security.problems import explain
 
-        certificate = read_certificate(bytes(pem[0]))
-        identity = identity_of(certificate)
+        try:
+            certificate = read_certificate(bytes(pem[0]))
+            identity = identity_of(certificate)
+        except ValueError as error:
+            raise explain(error, f"the client at {context.peer()}") or error from None
         self._certificates.current.check_peer(certificate, f"the client {identity!r}")
         return identity
 

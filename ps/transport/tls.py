@@ -55,10 +55,10 @@ class TLSPort:
         """Have a connection go on inside TLS; UntrustedCertificate, CertificateRefused, or OSError where it breaks."""
         try:
             transport = await start_tls(outer, protocol, self.certificates.current.server_context)
-        except OSError as error:
+            certificate = read_certificate(transport.get_extra_info("ssl_object").getpeercert(True))
+            return transport, Inside(self.certificates, certificate, outer, f"the client at {peer}")
+        except (OSError, ValueError) as error:
             raise explain(error, f"the client at {peer}") or error from None
-        certificate = read_certificate(transport.get_extra_info("ssl_object").getpeercert(True))
-        return transport, Inside(self.certificates, certificate, outer, f"the client at {peer}")
 
 
 class Inside:

@@ -25,7 +25,8 @@ from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable,
 from embershard.ps.memory import physical_memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
-from harness.processes import run_command
+from harness.eventually import eventually
+from harness.processes import EMBERSHARD, run_command
 
 HELP = """
 import sys
@@ -165,7 +166,7 @@ def test_a_size_has_a_unit_of_1000_or_of_1024(text, size):
     assert memory_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 giga", "nan", "10", "1e9", "99999999999TiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 giga", "nan", "10", "1e9", "99999999999TiB", "101 %"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(typer.BadParameter):
         memory_bytes(text)
@@ -175,6 +176,49 @@ def test_what_is_no_size_is_refused(text):
 def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(monkeypatch, limit):
     monkeypatch.setattr(machine, "smallest_memory_limit", lambda: limit)
     assert memory_bytes("40%") == int(40 * 0.01 * min(limit or physical_memory(), physical_memory()))
+
+
+@pytest.mark.parametrize("words", [("--log-format", "json"), ("--log-format=json", "--shard", "9", "--of", "2")])
+def test_wrong_usage_is_a_line_of_json_where_the_log_is(words):
+    done = run_command("ps", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--shard" in json.loads(done.stderr)["event"]
+
+
+def test_a_help_page_shows_the_defaults_that_its_texts_name(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    said = CliRunner().invoke(cli.app, ["export", "--help"]).output
+    assert "[default: the shards of --ps]" in said
+    assert "[required]" in next(line for line in said.splitlines() if " OUT " in line and "Folder" in line)
+
+
+def test_a_shard_whose_output_is_closed_ends_when_it_is_told_to(tmp_path):
+    address = tmp_path / "socket"
+    words = [*EMBERSHARD, "ps", "--shard", "0", "--of", "1", "--listen", f"unix:{address}"]
+    shard = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words])
+    try:
+        eventually(address.exists)
+        shard.terminate()
+        assert shard.wait(timeout=60) == 0
+    finally:
+        shard.kill()
+        shard.wait()
+
+
+def test_a_current_folder_that_was_removed_is_named(tmp_path):
+    words = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", words, "sh", *EMBERSHARD, "status"], cwd=tmp_path, text=True, timeout=250, capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: the current folder was removed")
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nb", "a\udcffb"])
+def test_a_folder_whose_name_nothing_can_show_is_refused(run, tmp_path, name):
+    error = run("train", "job.yaml", "--output", name).exception
+    assert isinstance(error, CannotWrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 
 @pytest.mark.parametrize(("value", "code"), [("banana", 1), ("", 0), ("ON", 0), ("off", 0)])

@@ -74,3 +74,9 @@ def test_a_log_that_is_whole_is_said_to_be_and_another_is_not(folder):
     (folder / "audit.jsonl").write_text((folder / "audit.jsonl").read_text().replace("done", "gone", 1))
     with pytest.raises(AuditDamaged):
         run(audit, "verify", "audit.jsonl")
+
+
+def test_an_audit_log_that_cannot_be_read_is_not_said_to_be_changed(folder):
+    done = run(audit, "verify", "nothere.jsonl")
+    assert done.exit_code == 1
+    assert "nothere.jsonl cannot be read: No such file" in done.output

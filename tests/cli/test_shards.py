@@ -1,13 +1,18 @@
 """`--ps` and EMBERSHARD_PS: where a command finds its shards."""
 
 import json
+import socket
 
 import pytest
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import evaluate, export, local_job, shards
+from embershard.deploy import workers
+from embershard.deploy.engine import LOCAL, meeting
+from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import BadAddress, BadToken
+from embershard.proto.monitoring.exporter import parse_address
 from embershard.proto.security.tokens import new_token
 
 JOB = """\
@@ -33,6 +38,20 @@ def test_the_option_overrides_the_environment_and_that_the_shards_of_up(monkeypa
     assert asked(ps="127.0.0.1:2,127.0.0.1:4") == ["127.0.0.1:2", "127.0.0.1:4"]
     assert asked() == asked(ps="") == ["127.0.0.1:3"]
     assert isinstance(run("status", "--ps", "").exception, BadAddress)  # as of a script's variable that is not set
+
+
+def test_what_runs_on_this_machine_alone_uses_ipv6_where_there_is_no_ipv4(monkeypatch):
+    monkeypatch.setattr("embershard.proto.monitoring.exporter._can_listen", lambda host: host == "::1")
+    assert shards.first_of_up() == "[::1]:7700"
+    assert LocalShards(2, base_port=7800).addresses == ("[::1]:7800", "[::1]:7801")
+    assert parse_address(":7790") == ("::1", 7790)  # of the metrics
+    assert meeting(LOCAL.workers(1)[0], 7)["MASTER_ADDR"] == "::1"
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    with workers._reserve_port() as reserved:
+        assert reserved.getsockname()[0] == "::1"
 
 
 @pytest.mark.parametrize(("text", "mode"), [(None, 0), ("a token", 0o644), ("no token", 0o600)])

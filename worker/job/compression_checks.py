@@ -6,7 +6,6 @@ from embershard.proto.codec.name import CodecName
 from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import OptimizerSection
 from embershard.worker.job.yaml import Problems
 
 _WARM_UP = "dgc begins with a quarter of all elements, which later steps do not send; set warmup_steps to 0"
@@ -45,10 +44,7 @@ def compression_advice(job: Job) -> list[str]:
 
 
 def _cannot_serve(job: Job, section: CompressionSection) -> Problems:
-    momenta = {
-        False: _momentum(job.embedding.optimizer),
-        True: _momentum(job.dense.optimizer or job.embedding.optimizer),
-    }
+    optimizers = {False: job.embedding.optimizer, True: job.dense.optimizer or job.embedding.optimizer}
     seen = set()
     for at, direction, dense, codec in section.choices():
         try:
@@ -56,10 +52,17 @@ def _cannot_serve(job: Job, section: CompressionSection) -> Problems:
         except ValueError as error:
             yield ("compression", *at), str(error)
             continue
-        if codec.select == "dgc" and momenta[dense] and not _in_groups(job, at, dense) and at not in seen:
+        optimizer = optimizers[dense]
+        momentum = float(getattr(optimizer, "momentum", 0.0))
+        if codec.select == "dgc" and momentum and not _in_groups(job, at, dense) and at not in seen:
             seen.add(at)
-            reason = f"{codec} applies momentum before it selects, and the optimizer's {momenta[dense]:g} would again"
+            reason = f"{codec} applies momentum before it selects, and the optimizer's {momentum:g} would again"
             yield ("compression", *at), f"{reason}; set the optimizer's momentum to 0"
+        beta1 = section.momentum and float(getattr(optimizer, "beta1", 0.0))
+        if codec.select == "dgc" and beta1 and not _in_groups(job, at, dense) and at not in seen:
+            seen.add(at)
+            reason = f"{codec} applies compression.momentum before it selects, and {optimizer.name} its beta1 after it"
+            yield ("compression", *at), f"{reason}; remove compression.momentum"
         if codec.select == "dgc" and job.train.local_steps and at not in seen:
             seen.add(at)
             reason = (
@@ -71,10 +74,6 @@ def _cannot_serve(job: Job, section: CompressionSection) -> Problems:
 def _in_groups(job: Job, at: tuple[str, ...], dense: bool) -> bool:
     """Whether a codec is that of tables which may have the optimizer of a group: it is known once the tables are."""
     return at[0] == "tables" and bool((job.dense if dense else job.embedding).groups)
-
-
-def _momentum(optimizer: OptimizerSection) -> float:
-    return float(getattr(optimizer, "momentum", 0.0))
 
 
 def _without_meaning(section: CompressionSection) -> Problems:

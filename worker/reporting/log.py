@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import platform
+import re
 import tempfile
 import time
 from functools import cached_property
@@ -35,10 +36,17 @@ _log = logging.getLogger(__name__)
 
 
 OTHER_OUTPUT = "choose another folder with --output"  # the remedy of each command that writes a run
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # the last are bytes of a name that is no UTF-8
 
 
 def make_folder(path: Path) -> Path:
-    """The folder of --output, made where there was none. CannotWrite where no file can be made in it."""
+    """The folder of --output, made where there was none. CannotWrite where no file can be made in it.
+
+    A name that is no UTF-8, which TensorBoard cannot open, or with control characters, which the terminal would obey,
+    is refused, too.
+    """
+    if _UNPRINTABLE.search(str(path)):
+        raise CannotWrite(path=str(path), reason="it has control characters, or is no UTF-8", remedy=OTHER_OUTPUT)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

@@ -9,14 +9,16 @@ import io
 import keyword
 import logging
 import os
+import re
 import sys
-from typing import NoReturn
+from itertools import pairwise
+from typing import NoReturn, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from embershard.proto.errors import EmbershardError, Status
-from embershard.proto.monitoring.logs import logs_json
+from embershard.proto.monitoring.logs import log_as_json, logs_json
 
 # in the order of the help; each is the function, or the group of commands, of that name in the module of that name
 COMMANDS = {
@@ -44,9 +46,13 @@ COMMANDS = {
     "audit": "Check an audit log of a shard.",
     "bench": "Measure pull and push, training, and how their cost scales.",
 }
+_MARKUP = re.compile(r"\[(?=[a-zA-Z#/@])")
 OF_TRAINING = ("torch", "pyarrow")  # packages of the extra `train`, without which shards serve
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])  # for which typer has no name
 
 
 class LazyCommands(TyperGroup):
@@ -65,6 +71,17 @@ class LazyCommands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and _load(str(command.name)), rest
 
+    def invoke(self, ctx):  # type: ignore[no-untyped-def]  # as above
+        """Run the command; wrong usage is a line of JSON where the log is."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            if not logs_json():
+                if "--log-format=json" not in sys.argv and ("--log-format", "json") not in pairwise(sys.argv):
+                    raise
+                log_as_json(sys.stderr)  # the command was not reached, which would have done so
+            fail(error.format_message(), 2)
+
 
 def _load(name: str) -> TyperCommand:
     word = f"{name}_" if keyword.iskeyword(name) else name
@@ -72,11 +89,21 @@ def _load(name: str) -> TyperCommand:
     if not gc.isenabled():  # see main: what was imported is left out of every later search for garbage
         gc.freeze()
         gc.enable()
-    if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)  # type: ignore[return-value]
-    one = typer.Typer(add_completion=False)
-    one.command(name)(found)
-    return typer.main.get_command(one)  # type: ignore[return-value]
+    if not isinstance(found, typer.Typer):
+        function, found = found, typer.Typer(add_completion=False)
+        found.command(name)(function)
+    command: TyperCommand = typer.main.get_command(found)  # type: ignore[assignment]
+    _escape_brackets(command)
+    return command
+
+
+def _escape_brackets(command: TyperCommand) -> None:
+    """Have the help of options show brackets, as in "[default: all]", which rich would take for markup."""
+    for param in command.params:
+        if text := getattr(param, "help", None):
+            param.help = _MARKUP.sub(r"\\[", text)  # type: ignore[attr-defined]
+    for one in getattr(command, "commands", {}).values():
+        _escape_brackets(one)
 
 
 app = typer.Typer(
@@ -104,6 +131,7 @@ def _embershard(
 
 def run() -> None:
     """Run the command line; a named error, or a place that cannot be written, ends it with exit code 1."""
+    _open_closed_streams()
     # torch's C++ warnings bring stack frames along, and what they warn of reaches us as an exception
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for stream in (sys.stdout, sys.stderr):  # a locale without the characters of a name must not end a run
@@ -121,11 +149,36 @@ def run() -> None:
             raise
         fail(f"this command needs {missing}, which is not installed: pip install 'embershard[train]' (README.md)")
     except OSError as error:
+        if _has_no_folder():
+            fail("the current folder was removed; change to another one, and run the command again")
         if error.errno not in _NOT_OURS:
             raise
         fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
     finally:
         _end_children()
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null where the caller has closed stdin, stdout or stderr, for this process and its children.
+
+    Else an event loop's own file gets that number, and uvloop aborts or hangs at its end.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+        if getattr(sys, name) is None:  # as Python leaves it
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
+def _has_no_folder() -> bool:
+    """Whether somebody has removed the current folder."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 class BadEnvironment(EmbershardError):

@@ -30,7 +30,10 @@ def verify(
     Someone who can write the file can still rewrite all of it, or truncate it. To detect this, keep the printed hash in
     another place, and pass it with --expect the next time.
     """
-    count, last, found = verify_log(file, expect)
+    try:
+        count, last, found = verify_log(file, expect)
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror}; name the audit.jsonl that a shard wrote with --audit")
     if not found:
         fail(f"{file}: no line has the hash {expect}: the audit log was truncated or rewritten")
     typer.echo(f"{file}: {count} lines, none changed; the last one has the hash {last}")

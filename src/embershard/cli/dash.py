@@ -15,12 +15,13 @@ from embershard.cli.shards import ENVIRONMENT, find_shards
 from embershard.cli.signals import ParentPidOption, end_with_parent
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import EmbershardError
+from embershard.proto.monitoring.exporter import loopback_host, show_address
 from embershard.proto.transport.addresses import shard_addresses
 
 if TYPE_CHECKING:
     from embershard.dash.sampler import Sampler
 
-DEFAULT_LISTEN = "127.0.0.1:7780"
+DEFAULT_PORT = 7780
 FROM_STDIN = "-"
 
 RunOption = Annotated[Path | None, typer.Option(help="Folder of a run, to show its loss, metric, speed and events.")]
@@ -61,8 +62,12 @@ def dash(
     token_file: TokenFileOption = None,
     run: RunOption = None,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="host:port of the page; port 0: any free port.")
-    ] = DEFAULT_LISTEN,
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f"host:port of the page; port 0: any free port.  [default: 127.0.0.1:{DEFAULT_PORT}]",
+        ),
+    ] = None,
     host: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,7 +88,7 @@ def dash(
     end_with_parent(parent_pid)
     addresses = [] if ps == FROM_STDIN else watched(ps, run)
     log = None if run is None else FollowedLog(run, wait=of_job)
-    sock = listen_on(listen, or_free_port=of_job)
+    sock = listen_on(listen or show_address(loopback_host(), DEFAULT_PORT), or_free_port=of_job)
     sampler = Sampler(addresses, log, tls=tls_of(tls, tls_server_name))
     if ps == FROM_STDIN:
         threading.Thread(target=_follow_stdin, args=(sampler,), name="stdin", daemon=True).start()

@@ -39,12 +39,13 @@ def export(
     context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file with which the model was trained.")],
     source: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="SOURCE", help="The folder or URL of a run, a checkpoint or a snapshot. With --ps leave it out."
+            metavar="SOURCE",
+            help="The folder or URL of a run, a checkpoint or a snapshot.  [default: the shards of --ps]",
         ),
-    ],
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.")] = None,
+    ] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write to.  [required]")] = None,
     ps: NamedShards = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
@@ -63,7 +64,9 @@ def export(
     ] = None,
 ) -> None:
     """Write a trained model to a folder: tables.safetensors, model.safetensors, and what the options add."""
-    given, folder = (None, Path(source)) if out is None else (source, out)
+    if source is None:
+        raise typer.BadParameter("name the folder to write to", param_hint="OUT")
+    given, folder = (None, Path(source)) if out is None else (source, out)  # one alone is OUT
     check_one_source(context, given, ps)
     if onnx:
         check_onnx()

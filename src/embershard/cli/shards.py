@@ -9,12 +9,12 @@ import typer
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus
+from embershard.proto.monitoring.exporter import loopback_host, show_address
 from embershard.proto.transport.addresses import shard_addresses, transport_for
 from embershard.proto.transport.transport import Unreachable
 
 ENVIRONMENT = "EMBERSHARD_PS"
 DEFAULT_PORT = 7700  # of the first shard of `embershard up`
-FIRST_OF_UP = f"127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT = timedelta(seconds=2)
 
 # of commands about running shards, and of those that can do without
@@ -55,13 +55,18 @@ def find_shards(ps: str | None) -> list[str]:
     """
     addresses = shard_addresses(ps) if ps is not None else shards_of_up()
     if not addresses:
-        raise NoShards(address=FIRST_OF_UP)
+        raise NoShards(address=first_of_up())
     return addresses
+
+
+def first_of_up() -> str:
+    """Return the address of the first shard of `embershard up` with its default port."""
+    return show_address(loopback_host(), DEFAULT_PORT)
 
 
 def shards_of_up() -> list[str]:
     """Return the addresses of `embershard up` with its default port, as its first shard says; none if it is silent."""
-    transport = transport_for(FIRST_OF_UP)
+    transport = transport_for(first_of_up())
     try:
         status = transport.submit(GetStatus(), _TIMEOUT).result()  # which a shard answers that recovers, too
         count = getattr(status, "num_shards", 0)
@@ -69,7 +74,7 @@ def shards_of_up() -> list[str]:
         count = 0
     finally:
         transport.close()
-    return [f"127.0.0.1:{DEFAULT_PORT + i}" for i in range(count)]
+    return [show_address(loopback_host(), DEFAULT_PORT + i) for i in range(count)]
 
 
 def is_from_environment(context: typer.Context) -> bool:

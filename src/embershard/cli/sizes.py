@@ -21,6 +21,8 @@ def memory_bytes(text: str) -> int:
     from embershard.doctor import machine  # with all that compiles, for which `embershard train` need not wait
 
     whole = min(machine.smallest_memory_limit() or physical_memory(), physical_memory())
+    if float(found[1]) > 100:
+        raise typer.BadParameter(f"{text!r} is more than there is; write at most 100%", param_hint="--memory")
     return _checked(text, float(found[1]) * 0.01 * whole, "--memory")
 
 

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from embershard.cli.security import TokenFileOption
-from embershard.cli.shards import FIRST_OF_UP, RunningShards, shards_of_up
+from embershard.cli.shards import RunningShards, first_of_up, shards_of_up
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.dash.shards import health_of
 from embershard.doctor.check import size
@@ -70,7 +70,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show the state again every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show every shard, its tables, and the members of the job; exit code 1 if a shard does not serve."""
-    named = shard_addresses(ps) if ps is not None else shards_of_up() or [FIRST_OF_UP]
+    named = shard_addresses(ps) if ps is not None else shards_of_up() or [first_of_up()]
     certificates = tls_of(tls, tls_server_name)
     transports = [transport_for(address, tls=certificates) for address in named]
     try:

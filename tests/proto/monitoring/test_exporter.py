@@ -195,3 +195,17 @@ def test_every_metric_is_named_as_prometheus_wants_it():
     for metric in (*SHARD_METRICS, *WORKER_METRICS):
         assert metric.name.endswith("_total") == (metric.type == "counter"), metric.name
         assert metric.help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("there", "host"),
+    [(("127.0.0.1", "::1"), "127.0.0.1"), (("127.0.0.1",), "127.0.0.1"), (("::1",), "::1"), ((), "127.0.0.1")],
+)
+def test_loopback_is_ipv4_where_the_machine_has_it(there, host, monkeypatch):
+    monkeypatch.setattr(exporter, "_can_listen", lambda host: host in there)
+    assert exporter.loopback_host() == host
+
+
+def test_an_address_of_this_machine_can_be_listened_at_and_another_cannot():
+    assert exporter._can_listen(exporter.loopback_host())
+    assert not exporter._can_listen("192.0.2.1")  # of documentation

@@ -10,9 +10,10 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtensionOID
 
 from embershard.deploy.authority import Authority
-from embershard.proto.errors import BadCertificate
+from embershard.proto.errors import BadCertificate, UntrustedCertificate
 from embershard.proto.security import credentials
 from embershard.proto.security.credentials import CertificateFolder, Credentials, identity_of
+from embershard.proto.security.problems import explain
 from embershard.proto.security.tls import TLS
 from harness.certificates import AUTHORITY, DAY, issue, replace, revoke
 
@@ -51,6 +52,30 @@ def test_a_key_of_another_certificate_is_refused(tmp_path):
     other = issue(tmp_path / "other")
     replace(tmp_path, {"tls.key": (other.path / "tls.key").read_bytes()})
     assert problem_of(tmp_path) == ("wrong_key", str(tmp_path / "tls.key"))
+
+
+@pytest.mark.parametrize("names", [b"\x30\x05\x82\x09abc", b"\x30\x06\x82\x04a\xe9bb"], ids=["cut short", "latin1"])
+def test_a_certificate_whose_names_cannot_be_read_is_refused(tmp_path, monkeypatch, names):
+    malformed = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, names)
+    monkeypatch.setattr(x509, "SubjectAlternativeName", lambda _: malformed)
+    issue(tmp_path)
+    monkeypatch.undo()
+    assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "tls.crt"))
+
+
+def test_a_malformed_certificate_of_the_other_side_is_said_to_be_one():
+    error = explain(UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "invalid"), "the client at 10.0.0.1:7")
+    assert isinstance(error, UntrustedCertificate)
+    assert error.fields["problem"] == "unreadable"
+
+
+def test_a_chain_that_openssl_would_not_receive_is_refused(tmp_path):
+    issue(tmp_path)
+    certificate = (tmp_path / "tls.crt").read_bytes()
+    replace(tmp_path, {"tls.crt": certificate * 50})
+    Credentials.load(tmp_path)
+    replace(tmp_path, {"tls.crt": certificate * 500})
+    assert problem_of(tmp_path) == ("other", str(tmp_path / "tls.crt"))
 
 
 def test_an_encrypted_key_is_refused_and_no_terminal_is_asked(tmp_path):

@@ -526,6 +526,7 @@ strategy=local; compression={push: int8} -> compression: strategy local has no s
 dense.mode=ddp; compression={dense: {push: int8}} -> compression.dense: torch all-reduces the dense weights
 embedding.optimizer.momentum=0.9; compression={push: dgc:0.01} -> compression.push: dgc:0.01 applies momentum
 dense.optimizer={name: sgd, lr: 1, momentum: 0.5}; compression={dense: {push: dgc:0.01}} -> compression.dense.push:
+dense.optimizer={name: adam, lr: 1}; compression={dense: {push: dgc:0.1}, momentum: 0.9} -> compression.dense.push: dgc
 train.staleness=local(4); compression={push: dgc:0.1} -> compression.push: dgc:0.1 keeps a momentum of
 compression={push: int8, residual_rows: 9} -> compression.residual_rows: no codec of an embedding table leaves
 compression={dense: {push: onebit}, residual_rows: 9} -> compression.residual_rows: no codec of an embedding
