@@ -62,8 +62,9 @@ def _with_comments(schema: _Schema, sections: dict[str, type]) -> _Schema:
     """The schema with what the source says beside each field."""
     for name, definition in {**schema["$defs"], "Job": schema}.items():
         for field, comment in _comments(sections[name]).items() if name in sections else ():
-            if field in definition.get("properties", {}):
-                definition["properties"][field].setdefault("description", comment)
+            shown = getattr(getattr(sections[name], "model_fields", {}).get(field), "alias", None) or field
+            if shown in definition.get("properties", {}):
+                definition["properties"][shown].setdefault("description", comment)
     return schema
 
 
@@ -178,9 +179,9 @@ def _kind(part: _Schema, schema: _Schema) -> str:
         names = [re.findall(r"\(#(.*)\)", kind) for kind in kinds]
         if sum(map(bool, names)) > 1:  # a choice of sections
             return ", ".join(f"[{_choice(name[0], schema)}](#{name[0]})" for name in names if name)
-        return " or ".join(kind for kind in kinds if kind != "null")
-    if "const" in part or "enum" in part:
-        return ", ".join(f"`{value}`" for value in part.get("enum", [part.get("const")]))
+        return " or ".join(kind for kind in kinds if kind not in ("null", ""))
+    if "const" in part or "enum" in part:  # False is how YAML 1.1 reads `off`
+        return ", ".join(f"`{value}`" for value in part.get("enum", [part.get("const")]) if value is not False)
     match part.get("type"):
         case "array":
             return f"list of {_kind(part.get('items', {}), schema)}"
@@ -207,7 +208,7 @@ def _choice(anchor: str, schema: _Schema) -> str:
 
 def _range(part: _Schema) -> str:
     words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {part[word]:g}" for word, sign in words.items() if word in part]
+    bounds = [f"{sign} {part[word]:.15g}" for word, sign in words.items() if word in part]
     return f" {', '.join(bounds)}" if bounds else ""
 
 

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 from embershard.cli.app import COMMANDS, _load
 from embershard.ps.security.access_file import parse_access
 from embershard.worker.job.load import load_job
+from embershard.worker.job.sections import InitializerSection, OptimizerSection
 from harness.pages import LANGUAGES, PAGES, ROOT, blocks, run_page
 from harness.served import ServedShard
 
@@ -157,6 +158,18 @@ def test_the_schema_of_jobs_and_the_tables_of_metrics_are_those_of_the_code():
     """`python docs/generate.py` writes them."""
     assert (ROOT / "docs" / "monitoring.md").read_text() == generator().monitoring_page()
     assert json.loads((ROOT / "docs" / "job.schema.json").read_text()) == generator().job_schema()
+
+
+def test_every_field_of_a_job_is_described():
+    """A text beside the field or in its section; the numbers of optimizers and initializers are called as in torch."""
+    as_in_torch = {
+        section.__name__ for base in (OptimizerSection, InitializerSection) for section in base.__subclasses__()
+    }
+    schema = generator().job_schema()
+    for name, section in {"Job": schema, **schema["$defs"]}.items():
+        about = section["description"]
+        for field, part in section.get("properties", {}).items() if name not in as_in_torch else ():
+            assert field in ("name", "reader") or part.get("description") or f"`{field}" in about, f"{name}.{field}"
 
 
 def test_the_references_name_every_command_field_and_public_name(tmp_path):

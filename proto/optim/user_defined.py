@@ -96,13 +96,13 @@ def row_optimizer(
     state_per_row: int | Callable[[Settings], int] = 0,
     initial_state: float | str = 0.0,
 ) -> Callable[[RowFunction], RowOptimizer]:
-    """Declare `def f(row, state, grad, hyper) -> None` a row optimizer.
+    """Make a row optimizer of `def f(row, state, grad, hyper) -> None`, as a decorator; shards compile it.
 
     row: (dim,) float32, changed in place. state: (num_state,) float32, changed in place. grad: (dim,) float32.
     hyper: float64, hyper[0] is the learning rate, then the settings in the order given here; the last one is the row's
-    age, how many gradients are summed in grad (1, but for what compression kept back). The function is compiled by
-    numba and called once per pushed row. `initial_state` may name a setting. TypeError when it does not take four
-    arguments, ValueError when a setting is named as a common one.
+    age: the number of gradients that grad sums up (1 without a codec that delays gradients). The function is compiled
+    by numba and called once per pushed row. `initial_state` may name a setting. TypeError if the function does not take
+    four arguments, ValueError if a setting has the name of a common one (lr, clip_value, ...).
     """
     own = dict(settings or {})
     for name in ("lr", *COMMON):

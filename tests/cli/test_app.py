@@ -57,6 +57,7 @@ def test_every_command_has_a_help_page(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])
     assert done.exit_code == 0, done.output
     assert f"{name} [OPTIONS]" in done.output
+    assert "--install-completion" not in done.output  # an option of `embershard` alone
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def shown():
 
 
 def test_tables_are_switched_under_a_new_revision():
-    plain = {"push": "none", "pull": "none", "told": None}
+    plain = {"push": "none", "pull": "none", "set": None}
     assert shown() == {"revision": 0, "tables": {"embedding": plain, "embedding.more": plain}}
     assert run("set", "embedding.more", "push=int8", "pull=fp16s") == (
         "table embedding.more: push=int8 pull=fp16s (revision 1); workers switch before their next step\n"
@@ -43,15 +43,15 @@ def test_tables_are_switched_under_a_new_revision():
     run("set", "embedding.more", "pull=none")
     found = shown()
     assert found["revision"] == 2
-    assert found["tables"]["embedding.more"]["told"] == {"push": "int8", "pull": "none"}
-    assert "told (revision 2)" in run("show")
+    assert found["tables"]["embedding.more"]["set"] == {"push": "int8", "pull": "none"}
+    assert "set (revision 2)" in run("show")
 
 
 def test_a_pattern_switches_all_that_it_fits_and_a_poor_choice_is_said():
     out = run("set", "embedding", "push=topk:0.010")
     assert "table embedding: push=topk:0.01 (revision 1)" in out
     assert "table embedding.more: push=topk:0.01 (revision 1)" in out
-    assert "topk:0.01 in front of adam changes" in out
+    assert "topk:0.01 with adam changes" in out
 
 
 def test_what_one_table_cannot_have_or_is_not_there_is_refused_for_all():
@@ -65,7 +65,7 @@ def test_what_one_table_cannot_have_or_is_not_there_is_refused_for_all():
 @pytest.mark.parametrize(
     ("words", "want"),
     [
-        ([], "Missing argument 'push=CODEC|pull=CODEC, as in push=topk:0.01'"),
+        ([], "Missing argument 'push=CODEC|pull=CODEC'"),
         (["int8"], "'int8' must read push=CODEC or pull=CODEC"),
         (["both=int8"], "'both=int8' must read"),
         (["push=int8", "push=none"], "push is given twice"),

@@ -84,6 +84,7 @@ def files(tmp_path, monkeypatch):
         (installation.compiler, {"shutil.which": None}, COMPILES, FAIL, "train.compile is true"),
         (machine.system_time, {}, NOBODY, OK, ""),
         (machine.open_files, {"resource.getrlimit": (1024, 4096)}, OF_64_SHARDS, OK, ""),
+        (machine.open_files, {"resource.getrlimit": (1024, 4096)}, NOBODY, OK, "1 shard and 1 worker"),
         (machine.open_files, {"resource.getrlimit": (256, 4096)}, OF_64_SHARDS, FAIL, "about 512 are needed for 64"),
         (machine.memory, memory(64 * GIB), BIG, OK, ""),
         (machine.memory, memory(3 * GIB), BIG, WARN, ""),

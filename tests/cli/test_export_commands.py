@@ -178,7 +178,7 @@ def test_sources_that_are_none_are_named():
     with pytest.raises(SnapshotNotFound, match="there is no such folder"):
         export(source="nowhere")
     Path("empty").mkdir()
-    with pytest.raises(SnapshotNotFound):
+    with pytest.raises(SnapshotNotFound, match="no checkpoint in it either"):
         export(source="empty")
     train("strategy=local")
     with pytest.raises(OtherJob, match="strategy is 'ps' here and 'local' there"):

@@ -202,7 +202,7 @@ def test_evaluate_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(s
             "evaluate.every=2_500",
         )
         sets = [word for one in ("train.samples=5_000", *first_is_best) for word in ("--set", one)]
-        assert "best weights: kept/step-000000005, put back at the end" in said(start(PLAIN, *words[2:], *sets))
+        assert "best weights: kept/step-000000005, restored at the end" in said(start(PLAIN, *words[2:], *sets))
         found = run_command(*words)
         assert found.returncode == 0, found.stderr
     figures = json.loads(found.stdout)

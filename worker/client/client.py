@@ -133,7 +133,7 @@ class Client:
 
     @property
     def timeout(self) -> timedelta:
-        """Within which a call ends; it may be set anew, and before `join` for those of the membership, too."""
+        """Maximum time of a call. It may be set; set before `join`, it applies to calls of the membership too."""
         return self.connections.timeout
 
     @timeout.setter
@@ -142,11 +142,11 @@ class Client:
 
     @property
     def placement(self) -> Placement:
-        """Which shard has which ids now."""
+        """Return the placement: which shard holds which ids."""
         return self.directory.current
 
     def use_placement(self, placement: Placement) -> None:
-        """Use a newer placement of the same shards: pushes that wait here for one of them move with their ids."""
+        """Switch to a newer placement of the same shards; pushes that wait for a shard move with their ids."""
         assert set(placement.shards) <= set(self.connections.shards)
         with self._push_lock:
             self.directory.move(placement)
@@ -157,11 +157,11 @@ class Client:
         return self.placement.num_shards
 
     def packs_ids(self, table: str) -> bool:
-        """Whether ids of a table may travel packed, which they do where its rows or its gradients are coded."""
+        """Whether ids of a table are packed on the wire: if a codec encodes its rows or its gradients."""
         return table in self.compressor.coded_pushes or table in self.compressor.coded_pulls
 
     def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
-        """Those of some tables whose rows may travel together."""
+        """Return those of the tables that may be pulled and pushed together, as a bundle."""
         can = all(one.greeting.bundles for one in self.connections)
         return self.compressor.in_bundles(tables) if can else frozenset()
 
@@ -180,13 +180,13 @@ class Client:
 
     @property
     def certificate_expires(self) -> datetime | None:
-        """When the certificate that this side shows on its next connection ceases to be valid; None without TLS."""
+        """Return when the certificate of the next connection expires; None without TLS."""
         ways: list[ClientTLS | None] = [getattr(one.transport, "tls", None) for one in self.connections]
         return min((tls.credentials().expires for tls in ways if tls is not None), default=None)
 
     @property
     def stats(self) -> ClientStats:
-        """Counters until now; a copy, so that two of them can be compared."""
+        """Return a copy of the counters since the start."""
         transports = [connection.transport for connection in self.connections]
         sent = sum(transport.sent_bytes for transport in transports)
         received = sum(transport.received_bytes for transport in transports)
@@ -202,16 +202,16 @@ class Client:
 
     @property
     def byte_counter(self) -> ByteCounter:
-        """The bytes by direction and part."""
+        """Return the counter of bytes, by direction and part of a message."""
         return self.connections.byte_counter
 
     @property
     def lost_leases(self) -> int:
-        """Times that the other workers went on without this one."""
+        """Return how often this worker was evicted."""
         return 0 if self.membership is None else self.membership.lost_leases
 
     def join(self, terms: Terms, clock: int = 0) -> Membership:
-        """Become a member of the job: from here on pulls wait, and pushes count, by its clock. RowsLost."""
+        """Become a member of the job, whose clock pulls and pushes then follow. RowsLost if a shard lost its rows."""
         self.lineage.check()
         self.membership = self._new_membership(terms)
         self.membership.join(clock)
@@ -220,7 +220,10 @@ class Client:
         return self.membership
 
     def enter_run(self, run: int) -> None:
-        """Have all shards refuse what workers of earlier runs send, and earlier processes of this worker. StaleRun."""
+        """Begin a run: shards then refuse workers of earlier runs, and earlier processes of this worker.
+
+        StaleRun if a worker with a higher run number has joined.
+        """
         terms = Terms(workers=1, staleness=None, run=run)
         member = self._new_membership(terms)
         member.join(0)
@@ -237,12 +240,12 @@ class Client:
         )
 
     def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:
-        """Create a table on every shard where it is missing; returns the shards on which this call created it.
+        """Create a table on every shard that does not have it; returns the shards on which this call created it.
 
-        With `load` the caller must `load` those shards, to the last message; until then others wait. A `dense` table
-        holds the weights of layers, which more codecs serve. TableMismatch where the table exists with other settings,
-        RowsLost where a shard lost the rows of this job, UnknownOptimizer and UnknownCodec where a shard, or this
-        process, was not started with what it needs, ValueError for a codec that cannot serve it.
+        With `load` the caller must load first values onto those shards, until a `load` with `last`; other workers wait
+        for it. A `dense` table holds dense weights, which more codecs can encode. TableMismatch if the table exists
+        with other settings, RowsLost if a shard lost the rows of this job, UnknownOptimizer or UnknownCodec if a shard
+        or this process has not imported one, ValueError for a codec that the table cannot use.
         """
         spec = self.compressor.with_codecs(spec, dense=dense)
         replies = self.lineage.declare(Declare(spec, self.worker, load, dense))
@@ -262,9 +265,8 @@ class Client:
     ) -> None:
         """Assign `rows` ((U, dim) float32, in route order) to the ids of a route, on the shards named (default: all).
 
-        `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state,
-        and what this worker holds back of their gradients. Such a change of a member that lost its lease is dropped, as
-        its pushes are: it is of rows that the others have changed since.
+        `last` ends the loading that `declare` began. With `keep_state` existing rows keep their optimizer state and
+        their residuals; such a change is dropped if this member has lost its lease, as its pushes are.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         with self._push_lock:  # loads and pushes are numbered together
@@ -296,9 +298,10 @@ class Client:
     ) -> list[Floats]:
         """Pull the rows of every (table, route), (U, dim) float32 in route order; `out` are C-ordered arrays to fill.
 
-        In place of a table there may be the members of a bundle. `keep` asks the shards to keep the ids, so that a push
-        by the same route need not send them again. A member's pull for `clock` waits until the shards are as far as its
-        staleness wants. `versions` are lowered to those read. With `exact` rows come as the shards keep them.
+        Instead of a table, a read may name the members of a bundle. `keep` asks the shards to keep the ids, so that a
+        push with the same route does not send them again. A member's pull for `clock` waits until the clocks are closed
+        that its staleness requires. `versions` are lowered to the versions of the rows. With `exact` rows are sent as
+        float32, without the pull codec.
         """
         specs = [self.spec(table) for table, _ in reads]
         if out is None:
@@ -418,12 +421,12 @@ class Client:
         self._pushes.await_safe(self.connections.shards, self.timeout)
 
     def empty_waiting_pushes(self) -> None:
-        """Change nothing by pushes that got no answer, after a restore; `flush` could not deliver them before it."""
+        """Drop the gradients of pushes that got no answer, after a restore; the pushes are sent empty."""
         with self._push_lock:
             self._pushes.empty()
 
     def status(self) -> tuple[ShardStatus, ...]:
-        """Health, sizes and counters of every shard, in the order of their ids."""
+        """Return health, sizes and counters of every shard, in the order of the shards."""
         return tuple(reply for reply in self.ask_all(GetStatus()) if isinstance(reply, ShardStatus))
 
     def close(self) -> None:
@@ -444,7 +447,7 @@ class Client:
             connection.transport.close()
 
     def spec(self, table: TableKey) -> TableSpec:
-        """Return the spec of a table that was declared, or of a bundle's first. UnknownTable."""
+        """Return the spec of a declared table, or of the first table of a bundle. UnknownTable if there is none."""
         table = table if isinstance(table, str) else table[0]
         spec = self._specs.get(table)
         if spec is None:
@@ -453,7 +456,7 @@ class Client:
         return spec
 
     def ask_all(self, request: Request) -> list[Outcome]:
-        """Send one request to every shard; the replies in the order of their ids. Raises the first error."""
+        """Send a request to every shard; return the replies in the order of the shards. Raises the first error."""
         return self.connections.call_all(request)
 
 

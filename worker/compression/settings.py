@@ -19,13 +19,13 @@ def advice(optimizer: str, push: CodecName) -> str:
     """Return why a codec suits an optimizer badly, by name (docs/compression.md); "" where it suits it."""
     if optimizer in ADAPTIVE and push.has_feedback:
         return (
-            f"{push} in front of {optimizer} changes the size of its steps, for gradients that waited are divided by "
-            "another history. int8 does not: it is the better choice here, and top-k in front of sgd"
+            f"{push} with {optimizer} changes the size of its steps, because it delays gradients: use int8, "
+            "which does not, or sgd (docs/compression.md)"
         )
     if optimizer == "sgd" and push.select == "all" and not push.is_plain and not push.has_feedback:
         return (
-            f"in front of sgd topk:0.01+fp16s sends far less than {push}, and what it leaves out is sent later; "
-            "quantisation is the better choice in front of adagrad and adam"
+            f"{push} with sgd sends far more than topk:0.01+fp16s, which delays gradients and loses none "
+            "(docs/compression.md)"
         )
     return ""
 
@@ -156,7 +156,7 @@ def check_momentum(spec: TableSpec, push: CodecName, momentum: float) -> None:
         )
     if momentum > 0 and params.get("beta1", 0.0) > 0:
         raise ValueError(
-            f"table {spec.name!r}: {push} with momentum {momentum:g} in front of {spec.optimizer.name}, which has one "
+            f"table {spec.name!r}: {push} with momentum {momentum:g} and {spec.optimizer.name}, which has one "
             "of its own (beta1), would count gradients twice; leave Compression(momentum=0)"
         )
 

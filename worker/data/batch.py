@@ -30,9 +30,9 @@ class Samples:
 
     @classmethod
     def of(cls, ids: object, dense: object, labels: object, weights: object = None) -> Samples:
-        """Samples of arrays or tensors, with the types above; `dense` and `weights` may be None.
+        """Convert arrays or tensors to samples, with the types above; `dense` and `weights` may be None.
 
-        ValueError for other shapes, other lengths, ids that are no integers, and what is no number.
+        ValueError if shapes or lengths do not fit, if ids are not integers, or if other values are not numbers.
         """
         numbers = _numbers("ids", ids, np.int64, 2)
         floats = None if dense is None else _numbers("dense features", dense, np.float32, 2)
@@ -60,7 +60,7 @@ class Samples:
         )
 
     def batch(self) -> Batch:
-        """These samples as one batch, without a copy."""
+        """Return these samples as one batch, without a copy."""
         import torch
 
         dense = None if self.dense is None else torch.from_numpy(self.dense)
@@ -69,7 +69,7 @@ class Samples:
 
     @staticmethod
     def concat(parts: Sequence[Samples]) -> Samples:
-        """All samples of at least one part, in order."""
+        """Concatenate one or more parts, in order."""
         if len(parts) == 1:
             return parts[0]
         dense = [part.dense for part in parts if part.dense is not None]
@@ -120,7 +120,7 @@ class RowsDataset:
         }
 
     def set_defaults(self, where: str, seed: int) -> None:
-        """Give it these where it was made without."""
+        """Set the name in errors and the seed, if the dataset has none."""
         self._where = self._where or where
         self._seed = seed if self._seed is None else self._seed
 
@@ -136,7 +136,7 @@ class RowsDataset:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of all splits but train."""
+        """Return the names of all splits except train."""
         return tuple(name for name in self._rows if name != "train")
 
     def num_samples(self, split: str) -> int | None:
@@ -170,7 +170,7 @@ NUM_HASHED_IDS = 1 << 62  # hashed ids are 0..2**62-1: non-negative int64, as to
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples for one step, of the columns that a Schema names."""
+    """The samples of one batch, as tensors; a Schema describes their columns."""
 
     ids: torch.Tensor  # (B, C) int64
     dense: torch.Tensor | None  # (B, D) float32
@@ -183,7 +183,7 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Return the number of samples, or the sum of their weights: how much its loss counts beside other batches."""
+        """Return the number of samples, or the sum of their weights: by which the loss is weighted among batches."""
         return len(self) if self.weights is None else float(self.weights.double().sum())
 
 
@@ -194,7 +194,7 @@ Pooling = Literal["none", "mean", "sum", "max", "sequence"]
 class Field:
     """The columns of one feature in a batch: `width` columns of ids, filled from the left, the rest PADDING.
 
-    `pooling` makes one vector of a list's rows; "none" is that of a single value, "sequence" leaves them one by one.
+    `pooling`: how the rows of a list become one vector. "none": the feature has one value; "sequence": no pooling.
     """
 
     name: str
@@ -207,7 +207,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class IdTable:
-    """An embedding table and its ids."""
+    """Describe an embedding table: its name, the number of its ids, and its dim."""
 
     name: str
     num_ids: int | None  # None: hashes in 0..2**62-1

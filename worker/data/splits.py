@@ -20,7 +20,7 @@ class SplitQueue:
 
     @property
     def returned(self) -> int:
-        """Splits that were dealt a second time, since the worker that had them was lost."""
+        """Number of input splits that were assigned again, because their worker was lost."""
         return sum(self._returned.values())
 
     def deal(self, epoch: int, *, ahead: bool = False) -> Iterator[int]:
@@ -83,11 +83,11 @@ class SplitSampler(Sampler[int]):
 
     @property
     def returned(self) -> int:
-        """Splits that were dealt a second time, since the worker that had them was lost."""
+        """Number of input splits that were assigned again, because their worker was lost."""
         return self._queue.returned
 
     def set_epoch(self, epoch: int) -> None:
-        """Which pass over the data the next iteration is a part of, from 0; they come in order."""
+        """Set the epoch of the next iteration, from 0; epochs must come in ascending order."""
         if epoch < self._epoch:
             raise ValueError(f"epochs come in order: {epoch} after {self._epoch}")
         self._epoch = epoch

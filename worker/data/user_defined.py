@@ -79,7 +79,7 @@ class Reader:
             start = (start - len(block)) % world_size
 
     def set_defaults(self, where: str, seed: int) -> None:
-        """Take the job's seed where it has none."""
+        """Use the job's seed if the reader has none."""
         self.seed = seed if self.seed is None else self.seed
 
     @property
@@ -97,7 +97,7 @@ class Reader:
         return None
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """This worker's share of an epoch."""
+        """Yield the batches of this worker's share of an epoch."""
         check_share(rank, world_size, batch_size)
         blocks = _checked(self.read_share, self.schema, "train", rank, world_size)
         if self.shuffle_rows:
@@ -105,7 +105,7 @@ class Reader:
         return (rows.batch() for rows in in_batches(blocks, batch_size))
 
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """This worker's share of a split, in the order of reading."""
+        """Yield the batches of this worker's share of a split, in the order of reading."""
         check_share(rank, world_size, batch_size)
         blocks = _checked(self.read_share, self.schema, split, rank, world_size)
         return (rows.batch() for rows in in_batches(blocks, batch_size))
@@ -140,7 +140,7 @@ class CheckedDataset:
             return None if count is None else operator.index(count)  # numpy's own integers are no data of JSON
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """This worker's share of an epoch."""
+        """Yield the batches of this worker's share of an epoch."""
         share = "" if world_size == 1 else f" for share {rank + 1} of {world_size}"
         return self._epoch(epoch, lambda: self._dataset.train(epoch, rank, world_size, batch_size), share)
 

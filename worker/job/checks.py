@@ -297,13 +297,17 @@ def check_opened(job: Job, dataset: Dataset) -> None:
         raise JobError(where=".".join(map(str, at)), reason=reason)
 
 
+def _groups(job: Job, single: Sequence[str]) -> Problems:
+    groups = job.evaluate.groups
+    if groups is not None and groups not in single:
+        reason = f"{groups!r} is no feature of one value; data.reader {job.data.reader} has {', '.join(single)}"
+        yield ("evaluate", "groups"), reason
+
+
 def _opened(job: Job, dataset: Dataset) -> Problems:
     schema, reader, model = dataset.schema, job.data.reader, job.model.name
-    groups = job.evaluate.groups
     single = [field.name for field in schema.fields if field.width == 1] if schema.fields else schema.features
-    if groups is not None and groups not in single:
-        reason = f"{groups!r} is no feature of one value; data.reader {reader} has {', '.join(single)}"
-        yield ("evaluate", "groups"), reason
+    yield from _groups(job, single)
     yield from _several_labels(job, schema.labels)
     if job.model.needs == "pairs" and len(schema.features) != 2 and (model not in _LISTS or len(schema.features) < 2):
         reason = f"{model} needs a user and an item per sample, but data.reader {reader} has {len(schema.features)}"
@@ -510,6 +514,8 @@ def _judging(job: Job) -> Problems:
         yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"
     if job.evaluate.groups is not None and job.data.evaluation != "pointwise":
         yield ("evaluate", "groups"), f"has no meaning for data.reader {job.data.reader}; remove it"
+    if isinstance(job.data, TabularSection):
+        yield from _groups(job, job.data.single_valued)
     if job.evaluate.top_k is not None and job.data.evaluation == "pointwise":
         yield ("evaluate", "top_k"), f"has no meaning for data.reader {job.data.reader}; remove it"
     if not job.data.judged_on:

@@ -40,9 +40,10 @@ def _from_step_0(at: dict[int, str]) -> dict[int, str]:
 
 
 class CodecsSection(Section):
-    """The codec from each step on."""
+    """Switch the codec during training."""
 
     at: Annotated[dict[Annotated[int, Field(ge=0)], _CodecText], AfterValidator(_from_step_0)]
+    """Step -> the codec from this step on; step 0 must be there."""
 
     @property
     def schedule(self) -> CodecSchedule:
@@ -55,14 +56,16 @@ class CodecsSection(Section):
         return list(self.schedule.at.values())
 
 
-Codecs = Annotated[CodecsSection, BeforeValidator(_schedule, json_schema_input_type=str | bool | CodecsSection)]
+Codecs = Annotated[
+    CodecsSection, BeforeValidator(_schedule, json_schema_input_type=str | Literal[False] | CodecsSection)
+]
 
 
 class DirectionsSection(Section):
-    """The codecs of some tables: each a text, or a schedule by step, such as {at: {0: none, 1000: topk:0.01}}."""
+    """The codecs of some tables: each a name, or a schedule by step, such as {at: {0: none, 1000: topk:0.01}}."""
 
-    push: Codecs | None = None
-    pull: Codecs | None = None
+    push: Codecs | None = None  # codec of the gradients
+    pull: Codecs | None = None  # codec of the rows
 
     def given(self) -> Iterator[tuple[Direction, CodecsSection]]:
         """The directions that it says something of."""
@@ -83,7 +86,7 @@ class CompressionSection(DirectionsSection):
     that fit the optimizer. With `unless_slower` it tries the job's codecs, and switches them off if steps take longer.
     """
 
-    dense: DirectionsSection = DirectionsSection()
+    dense: DirectionsSection = DirectionsSection()  # codecs of dense weights
     tables: dict[str, DirectionsSection] = Field(default_factory=dict)
     residual_rows: Count = 1_000_000
     warmup_steps: Annotated[int, Field(ge=0)] = 100

@@ -30,7 +30,7 @@ def check_compression(job: Job) -> Problems:
 
 
 def compression_advice(job: Job) -> list[str]:
-    """A line for every codec that is a poor choice in front of its optimizer; the job is trained all the same."""
+    """A line for every codec that is a poor choice for its optimizer; the job is trained all the same."""
     section = job.compression
     if section is None:
         return []

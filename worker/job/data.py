@@ -34,8 +34,8 @@ class NcfFilesSection(DataSection):
 
     reader: Literal["ncf"]
     prefix: Path
-    negatives: Negatives = 4
-    negatives_by: DrawnBy = "uniform"
+    negatives: Negatives = 4  # negative samples for each interaction, drawn again in each epoch
+    negatives_by: DrawnBy = "uniform"  # popularity: in proportion to how often each item was taken
     pairs = True
 
     @property
@@ -75,12 +75,12 @@ class ListsSection(DataSection):
     """Interaction lists, a line per user (Gowalla and its like), evaluated by ranking all items."""
 
     reader: Literal["lists"]
-    train: Path
-    test: Path
-    negatives: Negatives = 0
+    train: Path  # file with the items that each user took, to train on
+    test: Path  # file with the items that each user took later, to evaluate on
+    negatives: Negatives = 0  # items that the user did not take, added to each sample
     history: Annotated[int, Field(ge=0)] = 0
-    """Columns with other items that the user took."""
-    negatives_by: DrawnBy = "uniform"
+    """Number of other items that the user took, added to each sample (SimpleX)."""
+    negatives_by: DrawnBy = "uniform"  # popularity: in proportion to how often each item was taken
     pairs = True
 
     @property
@@ -111,17 +111,18 @@ class ListsSection(DataSection):
 
 
 class SequencesSection(DataSection):
-    """A file of actions in the order of time; each user's last one is to be found among `candidates` other items."""
+    """A file of actions in the order of time; a model ranks each user's last one among `candidates` other items."""
 
     reader: Literal["sequences"]
-    actions: Path
-    max_length: Count = 50
-    negatives: Count = 1
+    actions: Path  # file with one `user item` per line, ordered by time
+    max_length: Count = 50  # the last actions of a user that the model reads
+    negatives: Count = 1  # negative items at each position, in training
     negatives_by: DrawnBy = "uniform"
-    """Those of training; candidates are drawn uniformly."""
+    """popularity: in proportion to how often each item was taken. Candidates are always drawn uniformly."""
     candidates: Count = 100
-    users: Annotated[int, Field(ge=0)] = 10_000
+    users: Annotated[int, Field(ge=0)] = 10_000  # number of users to evaluate, drawn once; 0: all
     delimiter: Delimiter = " "
+    """Character between user and item."""
     sequences = True
 
     @property
@@ -166,13 +167,16 @@ class SequencesSection(DataSection):
 
 
 class _ColumnsSection(DataSection):
-    label: str = "label"
-    categorical: tuple[str, ...] = ()
-    numeric: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
+    label: str = "label"  # column of the label
+    categorical: tuple[str, ...] = ()  # categorical columns; by default all that no other field names
+    numeric: tuple[str, ...] = ()  # columns of numbers; a missing number is 0
+    skip: tuple[str, ...] = ()  # columns that are not read
     ids: Literal["global", "hashed"] = "hashed"
+    """hashed: the 62-bit hash of (column, text); global: integers that no two columns share."""
     num_ids: Count | None = None
+    """Global ids are 0 to num_ids - 1."""
     log: bool = False
+    """Replace each number x by log(1 + max(x, 0))."""
 
     @property
     def has_dense(self) -> bool:
@@ -213,12 +217,14 @@ class CtrCsvSection(_ColumnsSection):
     """CSV files with a header line, in memory or (stream) read anew in each epoch."""
 
     reader: Literal["ctr_csv"]
-    train: Path
-    valid: Path | None = None
-    test: Path | None = None
+    train: Path  # file to train on
+    valid: Path | None = None  # file to evaluate on
+    test: Path | None = None  # another file to evaluate on
     delimiter: Delimiter = ","
+    """Character between the columns."""
     halve_valid_by: str | None = None
-    stream: bool = False
+    """Column by whose hash the rows of `valid` are divided into valid and test."""
+    stream: bool = False  # read the files anew in each epoch, instead of keeping all samples in memory
 
     @property
     def judged_on(self) -> tuple[str, ...]:
@@ -269,9 +275,9 @@ class ParquetSection(_ColumnsSection):
     """Parquet files, or folders of them."""
 
     reader: Literal["parquet"]
-    train: SomePaths
-    valid: Paths = ()
-    test: Paths = ()
+    train: SomePaths  # files or folders to train on
+    valid: Paths = ()  # files or folders to evaluate on
+    test: Paths = ()  # other files or folders to evaluate on
 
     @property
     def costs_cpu(self) -> bool:
@@ -301,10 +307,10 @@ class CriteoSection(DataSection):
     """Criteo's files as published, in memory or (stream) read anew in each epoch."""
 
     reader: Literal["criteo"]
-    train: SomePaths
-    valid: Paths = ()
-    test: Paths = ()
-    stream: bool = False
+    train: SomePaths  # files to train on
+    valid: Paths = ()  # files to evaluate on
+    test: Paths = ()  # other files to evaluate on
+    stream: bool = False  # read the files anew in each epoch, instead of keeping all samples in memory
 
     @property
     def has_dense(self) -> bool:
@@ -342,11 +348,12 @@ class AdultSection(DataSection):
     """Reads the files of the Adult census data."""
 
     reader: Literal["adult"]
-    train: Path
-    test: Path | None = None
-    standardise: bool = False
-    shuffle: bool = True
+    train: Path  # file to train on (adult.data)
+    test: Path | None = None  # file to evaluate on (adult.test)
+    standardise: bool = False  # scale each number to mean 0 and standard deviation 1
+    shuffle: bool = True  # train in another order in each epoch; false: in the order of the file
     labels: Annotated[tuple[Literal["income", "never_married"], ...], Field(min_length=1)] = ("income",)
+    """The labels that a sample has."""
     skip: tuple[str, ...] = ()
     """Categorical features that are left out."""
 
@@ -389,11 +396,11 @@ class AdultSection(DataSection):
 
 
 class ClicksSection(DataSection):
-    """The built-in click stream, endless where no `samples` (of an epoch) are given."""
+    """The built-in click stream; `samples` is the length of an epoch, without which the stream is endless."""
 
     reader: Literal["clicks"]
     samples: Count | None = None
-    eval_samples: Count = 100_000
+    eval_samples: Count = 100_000  # samples of valid, and of test
 
     @property
     def has_dense(self) -> bool:
@@ -425,13 +432,14 @@ class ClicksSection(DataSection):
 class UserReaderSection(DataSection):
     """A reader of a user, `module:name`; fields that are not named here are its arguments.
 
-    What its samples have is known once it is open: until then every model may fit them.
+    Whether a model fits its samples is checked when it is opened.
     """
 
     model_config = ConfigDict(extra="allow", serialize_by_alias=True)
 
     reader: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
     evaluates: Annotated[Literal["pointwise", "candidates"], Field(alias="evaluation")] = "pointwise"
+    """pointwise: of labels; candidates: of ranked lists, for a reader whose batches have groups."""
     labels: Literal["probability", "any"] | None = None
     """probability: in 0..1, as binary cross-entropy needs them. Without it: any where the job has a loss of its own."""
     pairs = True

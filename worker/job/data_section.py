@@ -37,10 +37,11 @@ def _parts(value: object) -> int | str | None:
 
 
 class DataSection(Section):
-    """A reader and its files. Relative paths start at `root`, which itself starts at the job file's folder."""
+    """A reader and its files. Relative paths start at `root`."""
 
     reader: str
     root: Path = Path()
+    """Folder of the files; a relative one starts at the job file's folder."""
     loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
     """1: a separate process beside each worker reads the batches; 0: the worker reads them. By default 1 if reading
     costs CPU time and there are free cores.

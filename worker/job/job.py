@@ -70,32 +70,34 @@ class Job(Section):
     """
 
     strategy: StrategyName = "ps"
-    model: AnyModel
-    data: AnyData
+    model: AnyModel  # what is trained: a built-in model or yours (docs/models.md)
+    data: AnyData  # reader and files (docs/data.md)
     features: Annotated[
         Mapping[str, FeatureSection],
         BeforeValidator(_with_defaults, json_schema_input_type=Mapping[str, FeatureSection | None]),
-    ] = {}  # of data.reader tabular or ray
-    embedding: EmbeddingSection
-    dense: DenseSection = DenseSection()
-    train: TrainSection
-    loss: AnyLoss | None = None  # instead of the model's own loss
-    metrics: tuple[Metric, ...] = ()  # instead of the default metrics of the data
-    callbacks: tuple[Code, ...] = ()  # observers of the run: worker/reporting/callbacks.py
-    freeze: tuple[Pattern, ...] = ()  # patterns: parameters or modules that are not trained
-    evaluate: EvaluateSection = EvaluateSection()
+    ] = {}  # name -> the columns that it reads, for data.reader tabular and ray
+    embedding: EmbeddingSection  # embedding tables: dim, optimizer, first values
+    dense: DenseSection = DenseSection()  # all other weights
+    train: TrainSection  # length of the run, batch size, staleness, ...
+    loss: AnyLoss | None = None  # by default the loss of the model's paper
+    metrics: tuple[Metric, ...] = ()  # metrics of an evaluation; by default those of the data (docs/models.md)
+    callbacks: tuple[Code, ...] = ()  # your observers of the run (docs/howto/own-model.md)
+    freeze: tuple[Pattern, ...] = ()  # patterns of parameters or modules that are not trained
+    evaluate: EvaluateSection = EvaluateSection()  # when to evaluate, and which metric decides
     checkpoint: Annotated[
         CheckpointSection, BeforeValidator(_or_default, json_schema_input_type=CheckpointSection | None)
-    ] = CheckpointSection()
-    compression: AnyCompression = None
-    network: NetworkSection = NetworkSection()
-    workers: Workers = 1
+    ] = CheckpointSection()  # where, when and how many checkpoints
+    compression: AnyCompression = None  # codecs of gradients and rows; auto: those that a measurement chooses
+    network: NetworkSection = NetworkSection()  # emulated bandwidth
+    workers: Workers = 1  # number of workers
     shards: Annotated[Shards, BeforeValidator(_number_of_shards, json_schema_input_type=Shards)] = 2
-    durability: Literal["memory", "log", "fsync"] = "memory"  # of shards that `train` starts: docs/durability.md
-    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = (
-        ""  # prefix of the names of tables
-    )
+    """Number of shards that `train` starts."""
+    durability: Literal["memory", "log", "fsync"] = "memory"
+    """Which failures the rows survive, of shards that `train` starts (docs/durability.md)."""
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""
+    """Text before the names of tables, which keeps models on the same shards apart."""
     output: Path | None = None
+    """Folder of the run; by default runs/JOB-TIME."""
 
     @model_validator(mode="after")
     def _give_features(self) -> Self:

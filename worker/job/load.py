@@ -59,7 +59,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     try:
         job = Job.model_validate(source.values)
     except ValidationError as error:
-        found = [_mistake(details, source) for details in error.errors(include_url=False)]
+        found = [_mistake(details, source) for details in _one_per_value(error.errors(include_url=False))]
         raise JobFileError(_in_order([*source.mistakes, *found])) from None
     found = [Mistake(source.where(at), ".".join(map(str, at)), why) for at, why in check_job(job, path.parent)]
     if source.mistakes or found:
@@ -79,9 +79,39 @@ def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
     return sorted(mistakes, key=line)
 
 
+_KIND = re.compile(r"constrained-\w+|(tuple|dict|list|literal)\[.*\]")  # pydantic's names of what a value may be
+
+
+def _one_per_value(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """The errors of a value that may be of several kinds as one, where pydantic has one for each kind."""
+    found: list[ErrorDetails] = []
+    by_value: dict[Location, list[ErrorDetails]] = {}
+    for details in errors:
+        loc = details["loc"]  # such as ("features", "hour", "bucketise", "tuple[float, ...]", 1)
+        at = next((i for i, part in enumerate(loc) if _KIND.fullmatch(str(part))), len(loc))
+        if at == len(loc):
+            found.append(details)
+            continue
+        details["loc"] = (*loc[:at], *loc[at + 1 :])
+        by_value.setdefault(loc[:at], []).append(details)
+    for value, group in by_value.items():
+        inner = [details for details in group if len(details["loc"]) > len(value)]
+        if len(group) > 1 and not inner:
+            kinds = [_plain(one["msg"]).removeprefix("Input should be ").partition(", unable")[0] for one in group]
+            group[0]["msg"] = f"Must be {' or '.join(kinds)}"
+            group[0]["type"] = "kinds"
+        found += inner or group[:1]
+    return found
+
+
+def _plain(message: str) -> str:
+    """A message of pydantic with YAML's words in place of Python's."""
+    return message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
+
+
 def _mistake(details: ErrorDetails, source: JobSource) -> Mistake:
     location, section = _without_tags(details["loc"])
-    kind, context, message = details["type"], details.get("ctx", {}), details["msg"]
+    kind, context, message = details["type"], details.get("ctx", {}), _plain(details["msg"])
     if kind == "extra_forbidden":
         known = sorted(_fields(section))
         near = difflib.get_close_matches(str(location[-1]), known, 1)

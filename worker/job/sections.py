@@ -62,12 +62,14 @@ def _code_name(value: str) -> str:
 
 
 class CodeSection(Section):
-    """A class or function of a user, `module:name`; a class is called with `args`, so is a function that has some."""
+    """A class or function of yours. A class is called with `args`; so is a function, if there are any."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     code: Annotated[str, Field(alias="class"), AfterValidator(_code_name)]
+    """Its name, `module:name`."""
     args: dict[str, Any] = {}
+    """Its arguments by name."""
 
     @property
     def short_name(self) -> str:
@@ -120,7 +122,7 @@ class ModelSection(Section):
 
 
 class NcfSection(ModelSection):
-    """The models of the NCF paper; `factors` decides all their widths."""
+    """The models of the NCF paper; `factors` sets the widths of all layers."""
 
     name: Literal["gmf", "mlp", "neumf"]
     factors: Count = 8
@@ -133,7 +135,7 @@ class NcfSection(ModelSection):
 
 
 class ShallowSection(ModelSection):
-    """LR and FM, which have no shape of their own."""
+    """The models LR and FM, without other fields."""
 
     name: Literal["lr", "fm"]
 
@@ -144,39 +146,39 @@ class ShallowSection(ModelSection):
 
 
 class DeepSection(ModelSection):
-    """The models Wide&Deep and DeepFM: MLP sizes and batch norm."""
+    """The models Wide&Deep and DeepFM."""
 
     name: Literal["wide_deep", "deepfm"]
-    hidden: tuple[Count, ...] = (400, 400, 400)
-    batch_norm: bool = False
-    dropout: Share = 0.0
+    hidden: tuple[Count, ...] = (400, 400, 400)  # widths of the layers of the MLP
+    batch_norm: bool = False  # after each layer of an MLP
+    dropout: Share = 0.0  # probability, after each layer of an MLP
 
 
 class XDeepFMSection(DeepSection):
-    """xDeepFM: `cin` are the maps of each layer of its compressed interaction network."""
+    """xDeepFM; `cin` is the number of feature maps of each layer of the compressed interaction network."""
 
     name: Literal["xdeepfm"]  # type: ignore[assignment]
     cin: Annotated[tuple[Count, ...], Field(min_length=1)] = (100, 100)
 
 
 class MMoESection(ModelSection):
-    """MMoE: shared experts of layers `expert`, and for each label a gate and a tower."""
+    """MMoE: experts that all labels share, MLPs with layers of the widths `expert`; a gate and a tower per label."""
 
     name: Literal["mmoe"]
-    experts: Count = 4
+    experts: Count = 4  # number of experts
     expert: Annotated[tuple[Count, ...], Field(min_length=1)] = (256,)
-    tower: tuple[Count, ...] = (64,)
-    batch_norm: bool = False
-    dropout: Share = 0.0
+    tower: tuple[Count, ...] = (64,)  # widths of the layers of each label's MLP
+    batch_norm: bool = False  # after each layer of an MLP
+    dropout: Share = 0.0  # probability, after each layer of an MLP
     labels = True
 
 
 class PLESection(MMoESection):
-    """PLE: levels of `experts` for each label, and `shared_experts` for all."""
+    """PLE: in each level every label has `experts` of its own, and all labels share `shared_experts`."""
 
     name: Literal["ple"]  # type: ignore[assignment]
-    levels: Count = 2
-    experts: Count = 2
+    levels: Count = 2  # number of levels
+    experts: Count = 2  # experts of each label in each level
     shared_experts: Count = 2
 
 
@@ -186,10 +188,10 @@ class DINSection(ModelSection):
     name: Literal["din"]
     target: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
     history: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
-    attention: tuple[Count, ...] = (80, 40)
-    hidden: tuple[Count, ...] = (200, 80)
-    batch_norm: bool = False
-    dropout: Share = 0.0
+    attention: tuple[Count, ...] = (80, 40)  # widths of the layers that weigh an item of the history
+    hidden: tuple[Count, ...] = (200, 80)  # widths of the layers of the MLP
+    batch_norm: bool = False  # after each layer of an MLP
+    dropout: Share = 0.0  # probability, after each layer of an MLP
     reads_sequences = True
 
     @model_validator(mode="after")
@@ -200,50 +202,52 @@ class DINSection(ModelSection):
 
 
 class DcnSection(ModelSection):
-    """The model DCN-V2: cross layers and MLP sizes."""
+    """The model DCN-V2."""
 
     name: Literal["dcn_v2"]
-    cross_layers: Count = 3
+    cross_layers: Count = 3  # number of cross layers
     structure: Literal["stacked", "parallel"] = "parallel"
-    hidden: tuple[Count, ...] = (400, 400, 400)
-    batch_norm: bool = False
-    dropout: Share = 0.0
+    """stacked: the MLP reads the output of the cross layers; parallel: both read the embeddings."""
+    hidden: tuple[Count, ...] = (400, 400, 400)  # widths of the layers of the MLP
+    batch_norm: bool = False  # after each layer of an MLP
+    dropout: Share = 0.0  # probability, after each layer of an MLP
 
 
 class DlrmSection(ModelSection):
-    """DLRM; `bottom` is the MLP of the dense features, where there are any."""
+    """DLRM."""
 
     name: Literal["dlrm"]
-    bottom: tuple[Count, ...] = (512, 256, 64)
-    hidden: tuple[Count, ...] = (512, 256)
+    bottom: tuple[Count, ...] = (512, 256, 64)  # widths of the layers of the MLP of the dense features
+    hidden: tuple[Count, ...] = (512, 256)  # widths of the layers of the top MLP
     interaction: Literal["dot", "cat"] = "dot"
-    batch_norm: bool = False
-    dropout: Share = 0.0
+    """dot: the dot products of all pairs of vectors; cat: the concatenated vectors."""
+    batch_norm: bool = False  # after each layer of an MLP
+    dropout: Share = 0.0  # probability, after each layer of an MLP
 
 
 class PersiaSection(ModelSection):
-    """PERSIA's model of the Adult data."""
+    """PERSIA's model for the Adult data."""
 
     name: Literal["persia_dnn"]
     needs = "dense"
 
 
 class TwoTowerSection(ModelSection):
-    """Two towers, trained with a softmax over the batch's items, corrected for how often each is there."""
+    """Two towers, trained with a softmax over the items of the batch, corrected for item frequency."""
 
     name: Literal["two_tower"]
-    hidden: tuple[Count, ...] = ()
-    normalize: bool = True
-    temperature: Annotated[float, Field(gt=0.0)] = 0.1
+    hidden: tuple[Count, ...] = ()  # widths of the layers of each tower's MLP; [] for no MLP
+    normalize: bool = True  # scale the towers' outputs to length 1, so that scores are cosines
+    temperature: Annotated[float, Field(gt=0.0)] = 0.1  # by which scores are divided
     needs = "pairs"
 
 
 class SimpleXSection(ModelSection):
-    """SimpleX: a user's embedding and the mean of what the user took; `gamma` is the share of the first."""
+    """SimpleX: the mean of a user's embedding, with the weight `gamma`, and of the items that the user took."""
 
     name: Literal["simplex"]
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    dropout: Share = 0.0
+    dropout: Share = 0.0  # probability, of the user's vector
     needs = "pairs"
 
     def shape(self, schema: Schema) -> dict[str, object]:
@@ -253,13 +257,14 @@ class SimpleXSection(ModelSection):
 
 
 class SASRecSection(ModelSection):
-    """SASRec: self-attention over what a user took last."""
+    """SASRec: self-attention over the items that a user took last."""
 
     name: Literal["sasrec"]
-    blocks: Count = 2
-    heads: Count = 1
-    dropout: Share = 0.5
+    blocks: Count = 2  # number of transformer blocks
+    heads: Count = 1  # number of attention heads
+    dropout: Share = 0.5  # probability
     pre_norm: bool = False
+    """true: normalise only the inputs of attention and feed-forward layers; false: as the authors' code does."""
     needs = "sequences"
 
     def shape(self, schema: Schema) -> dict[str, object]:
@@ -268,10 +273,10 @@ class SASRecSection(ModelSection):
 
 
 class UserModelSection(CodeSection):
-    """A model of a user: an nn.Module class, or a function that returns a module.
+    """A model of yours: an nn.Module class, or a function that returns a module.
 
-    It is called with `args`, and with those of num_ids, num_fields, num_dense, dim and features that its signature
-    names and `args` does not give. worker/models/user_defined.py says what its forward takes and gives.
+    It is called with `args`, and with those of num_ids, num_fields, num_dense, features, dim and schema that its
+    signature has and `args` does not (docs/howto/own-model.md).
     """
 
     needs: ClassVar[Needs] = "features"
@@ -292,7 +297,7 @@ class UserModelSection(CodeSection):
 
 
 class LossSection(Section):
-    """A built-in loss by its name; bpr and sampled_softmax compare a row's own item with others."""
+    """A built-in loss by its name; bpr and sampled_softmax compare the item of a sample with other items."""
 
     name: Literal["bpr", "sampled_softmax"]
 
@@ -308,7 +313,7 @@ class LossSection(Section):
 
 
 class BceSection(LossSection):
-    """Binary cross-entropy; `label_weights` say how much each of several labels counts, in their order."""
+    """Binary cross-entropy; `label_weights` are the weights of several labels, in their order."""
 
     name: Literal["bce"]  # type: ignore[assignment]
     label_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()
@@ -320,11 +325,11 @@ class BceSection(LossSection):
 
 
 class CclSection(LossSection):
-    """The cosine contrastive loss; negatives whose cosine is below the margin do not count."""
+    """The cosine contrastive loss."""
 
     name: Literal["ccl"]  # type: ignore[assignment]
-    margin: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.9
-    negative_weight: Annotated[float, Field(ge=0.0)] = 150.0
+    margin: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.9  # a negative counts only if its cosine is above it
+    negative_weight: Annotated[float, Field(ge=0.0)] = 150.0  # weight of the negatives in the loss
 
 
 class OptimizerSection(Section):
@@ -343,10 +348,10 @@ class OptimizerSection(Section):
 
 
 class CustomOptimizerSection(OptimizerSection):
-    """A user-defined optimizer, `module:function`, of a module that the shards were started with."""
+    """A row optimizer of yours, `module:function`, of a module that the shards import (`--import`)."""
 
     lr: float
-    settings: dict[str, float] = {}
+    settings: dict[str, float] = {}  # its own settings
     clip_value: float = 0.0
     clip_norm: float = 0.0
 
@@ -372,13 +377,16 @@ class InitializerSection(Section):
 
 
 def _mirror(cls: type[spec.Optimizer] | type[spec.Initializer], base: type[Section]) -> type[Section]:
-    """A section with the fields and defaults of a dataclass of proto/spec.py, so that they are written once."""
+    """A section with the text, fields and defaults of a dataclass of proto/spec.py, so that they are written once."""
     fields: dict[str, tuple[object, object]] = {"name": (Literal[cls.kind], ...)}
     for f in dataclasses.fields(cls):
         kind = bool if f.type in (bool, "bool") else float
         fields[f.name] = (kind, ... if f.default is dataclasses.MISSING else f.default)
     create: Callable[..., type[Section]] = create_model
-    return create(f"{cls.__name__}Section", __base__=base, __module__=__name__, **fields)
+    made = create(f"{cls.__name__}Section", __base__=base, __module__=__name__, **fields)
+    shared = inspect.getdoc(spec.Optimizer) if issubclass(cls, spec.Optimizer) else None
+    made.__doc__ = "\n\n".join([inspect.getdoc(cls) or "", (shared or "").partition("\n\n")[2]]).strip()
+    return made
 
 
 def _choice(sections: Mapping[str, type[Section]], colon: str = "") -> object:

@@ -158,11 +158,11 @@ class SplitSection(Section):
     """random: by a hash of the row; user: all rows of a user in one split; time: the latest rows in test."""
     column: Name | None = None
     """Column of the user, or of the time."""
-    valid: Share = 0.0
-    test: Share = 0.0
+    valid: Share = 0.0  # share of the rows
+    test: Share = 0.0  # share of the rows
     at: Annotated[tuple[Any, ...], Field(max_length=2)] = ()
     """Times at which valid and test begin (or only test), instead of shares."""
-    seed: int = 0
+    seed: int = 0  # of the hash: another seed gives another split
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -199,7 +199,9 @@ class TabularSection(DataSection):
     format: Literal["parquet", "csv", "tsv", "jsonl"] | None = None
     """Format of the files; by default the files' names show it."""
     delimiter: Delimiter | None = None
+    """Character between the columns of text; by default a comma, or a tab in TSV."""
     encoding: Annotated[str, AfterValidator(_encoding)] = "utf-8"
+    """Encoding of text, such as cp1252."""
     decimal: Literal[".", ","] = "."
     """Decimal separator of numbers in CSV."""
     missing: Annotated[tuple[str, ...], ONE_OR_MORE] = ("",)
@@ -211,6 +213,7 @@ class TabularSection(DataSection):
     1.
     """
     label_range: tuple[float, float] | Literal["any"] = (0.0, 1.0)
+    """Smallest and largest label. Others than 0..1 need a loss of your own."""
     label_values: Annotated[
         LabelTexts | dict[Name, LabelTexts] | None,
         BeforeValidator(_texts_of_labels, json_schema_input_type=_GivenTexts | dict[str, _GivenTexts] | None),
@@ -221,6 +224,7 @@ class TabularSection(DataSection):
     split: SplitSection | None = None
     """Divides the rows of `train` into splits, instead of files `valid` and `test`."""
     negatives: NegativesSection | None = None
+    """Negative samples, for interactions without a label."""
     features: Mapping[Name, FeatureSection] = {}
     """Set by the job's section `features`."""
     fitted: Annotated[
@@ -246,6 +250,15 @@ class TabularSection(DataSection):
     def has_dense(self) -> bool:
         """Whether samples have dense features."""
         return any(f.type == "number" and f.bucketise is None for f in self.features.values())
+
+    @property
+    def single_valued(self) -> list[str]:
+        """The features of which a sample has one id."""
+        return [
+            name
+            for name, f in self.features.items()
+            if f.type in (None, "category", "cross") or f.bucketise is not None or f.max_length == 1
+        ]
 
     @property
     def hashed(self) -> bool:

@@ -45,14 +45,14 @@ class GroupSection(Section):
     `match`.
     """
 
-    match: Pattern
-    optimizer: AnyOptimizer
+    match: Pattern  # a shell pattern
+    optimizer: AnyOptimizer  # optimizer of these weights
 
 
 class TableGroupSection(GroupSection):
     """A parameter group of embeddings, with its own optimizer and, optionally, initializer."""
 
-    initializer: AnyInitializer | None = None
+    initializer: AnyInitializer | None = None  # first values of the rows; by default those of `embedding`
 
 
 # torch's own Normal(0, 1) is far too large for sums and products of many rows: after 300,000 of the demo's clicks DLRM
@@ -74,7 +74,7 @@ def initializers_of(
 
 
 class CacheSection(Section):
-    """Cache up to `rows` hot rows per table in each worker; a copy is at most `staleness` steps old."""
+    """Cache up to `rows` frequently read rows per table in each worker; a copy is at most `staleness` steps old."""
 
     rows: Annotated[int, Field(ge=1)] = 100_000
     staleness: Annotated[int, Field(ge=1)] = 4
@@ -88,10 +88,10 @@ class EmbeddingSection(Section):
     """
 
     dim: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    optimizer: AnyOptimizer
+    optimizer: AnyOptimizer  # optimizer of the rows
     initializer: AnyInitializer | None = None
     groups: tuple[TableGroupSection, ...] = ()
-    cache: CacheSection | None = None
+    cache: CacheSection | None = None  # copies of frequently read rows in the workers
 
     def optimizers(self) -> dict[str, spec.Optimizer]:
         """Pattern -> optimizer; the first pattern that matches counts."""
@@ -114,7 +114,7 @@ class DenseSection(Section):
     """
 
     optimizer: AnyOptimizer | None = None
-    groups: tuple[GroupSection, ...] = ()
+    groups: tuple[GroupSection, ...] = ()  # the first group that matches a weight sets its optimizer
     mode: DenseMode = "ps"
 
 
@@ -129,8 +129,11 @@ _SHAPED: dict[str, tuple[str, ...]] = {  # field -> the schedules in which it ha
 
 
 class ScheduleSection(Section):
-    """Choose how the learning rates change; see worker/nn/lr_schedule.py.
+    """Choose how the learning rates change.
 
+    After `warmup_steps` steps of linear growth they stay constant (constant), fall to `end` times their value until
+    the end of the run (linear, cosine; `end` is 0 by default), or are multiplied by `factor` (0.1 by default) every
+    `every` steps (step) or after `patience` (1 by default) evaluations in a row that were not better (plateau).
     `name: torch` uses the `class` of torch.optim.lr_scheduler with the arguments `args`; it advances with every step.
     """
 
@@ -193,7 +196,9 @@ Staleness = Annotated[
 _LOCAL = re.compile(r"local\(([1-9]\d{0,6})\)")
 
 
-_Staleness = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=rf"^(off|{_LOCAL.pattern})$")] | bool | None
+_Staleness = (
+    Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=rf"^(off|{_LOCAL.pattern})$")] | Literal[False] | None
+)
 
 
 def _consistency(value: object) -> int | str | None:
@@ -209,17 +214,11 @@ def _consistency(value: object) -> int | str | None:
 class AverageSection(Section):
     """Evaluate with the exponential moving average of the dense weights."""
 
-    decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999  # share of the average that a step keeps
 
 
 class StepSection(Section):
-    """Choose how a step is computed (docs/training/step.md).
-
-    `amp`: run the forward in bfloat16 or float16. `accumulate`: make one step of so many batches, with their mean
-    gradient. `clip_norm`: maximum L2 norm of all gradients of a worker. `non_finite`: NaN or Inf ends the run (stop) or
-    only skips the step (skip). `checkpoint_activations`: MLP towers recompute their activations in backward. `compile`:
-    use torch.compile for everything but the embeddings.
-    """
+    """Choose how a step is computed (docs/training/step.md)."""
 
     amp: Annotated[
         Literal["off", "bf16", "fp16"],
@@ -228,12 +227,13 @@ class StepSection(Section):
             json_schema_input_type=Literal["off", "bf16", "fp16", False],
         ),
     ] = "off"
-    accumulate: Count = 1
-    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
-    non_finite: Literal["stop", "skip"] = "stop"
-    checkpoint_activations: bool = False
-    compile: bool = False
-    average: AverageSection | None = None
+    """Run the forward in bfloat16 or float16."""
+    accumulate: Count = 1  # number of batches of a step, which uses the mean of their gradients
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = None  # maximum L2 norm of all gradients of a worker
+    non_finite: Literal["stop", "skip"] = "stop"  # a step with NaN or Inf ends the run (stop) or is skipped (skip)
+    checkpoint_activations: bool = False  # MLP towers recompute their activations in backward
+    compile: bool = False  # use torch.compile for everything but the embeddings
+    average: AverageSection | None = None  # evaluate with a moving average of the dense weights
 
 
 class TrainSection(StepSection):
@@ -252,24 +252,25 @@ class TrainSection(StepSection):
     k pushes of the same worker. 0 gives the same bits as `off`. It must not exceed a bound set by `staleness`.
     """
 
-    batch_size: Count  # samples of one worker's step
-    epochs: Count | None = None
-    steps: Count | None = None
+    batch_size: Count  # samples of a batch of one worker
+    epochs: Count | None = None  # passes over the training data
+    steps: Count | None = None  # steps of each worker
     samples: Count | None = None
     """Samples of all workers, as whole batches of each: a shorter last batch of an epoch counts as a full one."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    lr_schedule: ScheduleSection = ScheduleSection()
-    early_stop: EarlyStopSection | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of first values, the order of the data, negatives and dropout
+    lr_schedule: ScheduleSection = ScheduleSection()  # how the learning rates change
+    early_stop: EarlyStopSection | None = None  # when to stop before the end
     staleness: Annotated[int | str | None, PlainValidator(_consistency, json_schema_input_type=_Staleness)] = None
+    """0, a number of clocks, off (the default), or local(k)."""
     staleness_aware_lr: bool = False
-    lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
-    recovery_timeout: Annotated[float, Field(ge=0.0, le=86_400)] = 1800.0  # seconds
-    restart_workers: Annotated[int, Field(ge=0)] = 0
-    recover: bool | None = None
-    prefetch: Staleness = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies in training, on a CPU; auto: the faster
-    threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
+    lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds until a silent worker is evicted
+    recovery_timeout: Annotated[float, Field(ge=0.0, le=86_400)] = 1800.0  # seconds to wait for a recovering shard
+    restart_workers: Annotated[int, Field(ge=0)] = 0  # number of lost workers that are restarted
+    recover: bool | None = None  # continue from the latest checkpoint after a failure
+    prefetch: Staleness = 0  # pushes of the same worker that a batch may miss; off: rows are not pulled in advance
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if torch sees one
+    linear: Literal["auto", "torch", "onednn"] = "auto"  # library for linear layers on a CPU; auto: the faster one
+    threads: Count | None = None  # torch threads of each worker; by default half of the cores, divided by the workers
 
     @property
     def bound(self) -> int | None:
@@ -293,10 +294,12 @@ POINTWISE = ("auc", "logloss", "ne", "calibration", "gauc")  # of each label whe
 
 
 class MetricSection(CodeSection):
-    """One metric: a built-in one by its name, or `module:name`, called with labels and scores (worker/metrics.py)."""
+    """A metric: the name of a built-in one, or `module:name` (docs/howto/own-model.md)."""
 
     code: Annotated[str, Field(alias="class", min_length=1)]
+    """Its name."""
     lower_is_better: bool = False
+    """Whether a smaller value is better, for a metric of yours."""
 
     @property
     def is_custom(self) -> bool:
@@ -320,11 +323,11 @@ class EvaluateSection(Section):
     """
 
     every: Count | None = None
-    metric: str | None = None
-    top_k: Count | None = None
+    metric: str | None = None  # by default the first of `metrics`
+    top_k: Count | None = None  # the k of HR@k, NDCG@k, ...; by default 20 for lists, otherwise 10
     groups: str | None = None
     """A feature, such as the user; gauc is the mean of the AUCs of the samples that share a value of this feature."""
-    batch_size: Count = 16_384
+    batch_size: Count = 16_384  # samples of a batch of an evaluation
 
 
 def _check_bandwidth(value: object) -> str:
@@ -334,9 +337,10 @@ def _check_bandwidth(value: object) -> str:
 
 
 class NetworkSection(Section):
-    """A slower link than there is, emulated between each worker and its shards (proto/transport/emulated_link.py)."""
+    """Emulate a slower link between each worker and the shards."""
 
     bandwidth: Annotated[str, BeforeValidator(_check_bandwidth, json_schema_input_type=str)] = UNLIMITED
+    """Such as 100mbit or 1gbit."""
 
 
 class CheckpointSection(Section):

@@ -87,7 +87,7 @@ class ShardOptimizer(torch.optim.Optimizer):
 
         BadLearningRate, before anything is pushed, if a learning rate is negative, NaN or Inf, and ValueError if a
         group has got a weight_decay, or another setting that only wrap takes. RuntimeError if this optimizer and
-        another one of the session step by turns.
+        another one of the session step alternately.
         """
         self._refuse_turns()
         loss = None
@@ -130,7 +130,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         self.session.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups without their parameters."""
+        """Return the settings of the groups; weights and optimizer states are on the shards."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"state": {}, "param_groups": groups}
 

@@ -44,7 +44,9 @@ def waiting_advice(job: Job, workers: int, shares: Waited) -> tuple[str, ...]:
     """
     lines = []
     if shares.shards > MUCH:
-        lines.append(f"{shares.shards:.0%} of the training time is waiting for shards: {_for_shards(job)}")
+        lines.append(
+            f"{shares.shards:.0%} of the training time is waiting for shards. What may help: {_for_shards(job)}"
+        )
     if shares.workers > MUCH:
         lines.append(f"{shares.workers:.0%} of the training time is waiting for other workers: {_for_workers(job)}")
     if shares.data > MUCH:
@@ -61,15 +63,12 @@ def _for_shards(job: Job) -> str:
             " (a model of your own needs embedding_inputs for it)" if isinstance(job.model, UserModelSection) else ""
         )
         helps.append(
-            f"train.prefetch: 1{needs} pulls and pushes while a batch computes, but each batch then misses its "
-            "worker's last push, at up to .004 of AUC in short runs (docs/training/staleness.md, "
-            '"What prefetch costs")'
+            f"train.prefetch: 1{needs}, which pulls and pushes while a batch computes and costs up to .004 of AUC in "
+            'short runs (docs/training/staleness.md, "What prefetch costs")'
         )
-    helps.append(f"more shards (shards: {2 * job.shards}), where they are busy and cores are free")
+    helps.append(f"more shards (shards: {2 * job.shards}), if they are busy and cores are free")
     if job.compression is None:
-        helps.append(
-            "on a slow link compression, at some quality (`embershard compare` measures whether it pays on yours)"
-        )
+        helps.append("compression, if the link is slow (`embershard compare` measures what it gains and costs)")
     return "; ".join(helps)
 
 
@@ -82,9 +81,10 @@ def _for_workers(job: Job) -> str:
         )
     bound = job.train.bound or 0
     return (
-        f"train.staleness: {max(4, 2 * bound)} lets a worker run further ahead of the slowest, off does without a "
-        "bound; each reads rows that may miss so many clocks of the others, and runs differ in their bits "
-        '(docs/measurements.md, "Quality in every mode"). Look first for a worker that always lags (embershard status)'
+        "look first for a worker that always lags (embershard status). "
+        f"train.staleness: {max(4, 2 * bound)} lets workers run further ahead of the slowest one, off without a bound; "
+        "rows then miss more pushes of the others, and runs differ in their bits "
+        '(docs/measurements.md, "Quality in every mode")'
     )
 
 
@@ -100,6 +100,6 @@ def _for_data(job: Job, workers: int) -> str:
             "share the reading"
         )
     return (
-        "data.loader_processes: 1 makes batches in a process of its own, which takes a core for each worker; Parquet "
+        "data.loader_processes: 1 makes batches in a separate process, which takes a core for each worker; Parquet "
         "is read faster than text"
     )

@@ -103,7 +103,7 @@ class BestWeights:
 
     checkpoint: str | None = None  # that holds them; None where they were not kept
     current: bool = False  # whether shards and workers hold them, and not those of a later step
-    restored: bool = False  # whether they were put back
+    restored: bool = False  # whether they were restored at the end
     not_kept: str = ""  # why the checkpoint could not be written
 
 

@@ -168,8 +168,8 @@ def _best_weights(best: BestWeights) -> str:
     if best.current and best.checkpoint is None:
         return "those of the last step, not kept"
     if best.restored:
-        return f"{kept}, put back at the end"
-    return kept if best.current else f"{kept}; not put back, the run ended with those of the last step"
+        return f"{kept}, restored at the end"
+    return kept if best.current else f"{kept}; not restored: the run ended with those of the last step"
 
 
 def _how_trained(mode: RunMode | None) -> Iterator[tuple[str, str]]:

@@ -88,7 +88,7 @@ class Session:
 
     @property
     def clock(self) -> int:
-        """The number of steps so far; a worker that joins late, or again, starts at the clock of the job."""
+        """Return the number of steps so far; a worker that joins late, or again, starts at the clock of the job."""
         if (member := self.client.membership) is not None:
             self._clock = max(self._clock, member.next_clock)  # a step that was interrupted may have pushed
         return self._clock
@@ -105,7 +105,7 @@ class Session:
 
     @property
     def table_names(self) -> frozenset[str]:
-        """Tables that this session declared."""
+        """Return the names of the tables that this session declared."""
         return frozenset(self.registry.tables)
 
     @property
@@ -140,7 +140,7 @@ class Session:
     def staleness_seen(self) -> tuple[int, ...]:
         """Count pushes by staleness (updates that their rows had missed): 0, 1, ...; the last entry counts all above.
 
-        Those whose rows' version is not known, as with a cache, are not among them.
+        Pushes of rows whose version is not known, as with a cache, are not counted.
         """
         return tuple(map(sum, zip(*(status.staleness_seen for status in self.client.status()), strict=True)))
 
@@ -174,10 +174,10 @@ class Session:
         """Set the codecs of tables from the next push and pull on; returns the names of these tables.
 
         `tables` is a name, a pattern, or "dense" for all dense weights. A codec is one of docs/compression.md, such as
-        "int8" or "topk:0.01+fp16s"; a direction that is not named stays as it is. A residual goes with
-        the next push, or is what the next one holds back. It waits for the pushes that are under way. ValueError,
-        before anything changes, where no table has such a name, and for a codec that is none or cannot serve one of
-        them; UnknownCodec where a shard was not started with it.
+        "int8" or "topk:0.01+fp16s"; a direction that is not named stays as it is. The new codec
+        takes over the residuals, or sends them with the next push. Waits for the pushes in flight. ValueError, before
+        anything changes, if no table has such a name, or if a codec is malformed or a table cannot use it; UnknownCodec
+        if a shard has not imported it.
         """
         names, check = self.registry.matching(tables), self.client.compressor.check
         to_shards, from_shards = (None if codec is None else codec_of(codec) for codec in (push, pull))
@@ -186,7 +186,7 @@ class Session:
 
     @property
     def missed_reads(self) -> int:
-        """Reads inside `prefetch` of rows that had not been pulled ahead."""
+        """Number of reads inside `prefetch` of rows that had not been pulled in advance."""
         return self._prefetched.missed
 
     def table(self, spec: TableSpec, values: Values | None = None) -> RemoteTable:
@@ -232,7 +232,7 @@ class Session:
         return self._pull([Lookup(spec, torch.arange(num_rows, device="cpu"), device)], stale)[spec.name][0]
 
     def stage(self, lookups: Sequence[Lookup]) -> None:
-        """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
+        """Pull the rows of a forward that are missing here, and outdated dense weights, in one request per shard."""
         self._prefetched.forward = {}
         find, exact = self._prefetched.find, self._exact
         found = [(its, find(its.spec.name, its.ids, its.device, exact=exact)) for its in lookups]
@@ -245,7 +245,7 @@ class Session:
         self._prefetched.forward = staged
 
     def unstage(self) -> None:
-        """End one forward: what was pulled for it is dropped."""
+        """End a forward: drop the rows that were pulled for it."""
         self._prefetched.forward = {}
 
     def pull(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> LookupResults:
@@ -271,9 +271,9 @@ class Session:
             self._expire_batches()
 
     def assign(self, table: str, route: Route, rows: Floats) -> None:
-        """Assign rows whatever was read before, as load_state_dict does; their optimizer's state stays.
+        """Assign rows, as load_state_dict does: their optimizer state stays, and their residuals are dropped.
 
-        What compression has held back of their gradients is dropped.
+        Rows that were pulled in advance are invalidated.
         """
         lost_leases = None
         try:
@@ -301,7 +301,7 @@ class Session:
             self._prefetcher.touch(table, route.ids)
 
     def collect(self, gradients: RowGradients) -> None:
-        """Keep gradients until the next step, which a loop may forget: the log says so then."""
+        """Add gradients of a backward to the next step; a loop that never steps gets a warning."""
         self._collected.add(gradients)
 
     def gradients(self) -> list[RowGradients]:
@@ -445,16 +445,18 @@ class Session:
         most staleness + 1 pushes are in flight. The loader, and what says which ids a batch reads, run in a thread of
         their own, some batches ahead: `inputs(batch)` gives the ids by embedding module (of several models: by table),
         and defaults to the model's `embedding_inputs`, called with the batch, or with the parts of a batch that is a
-        tuple or list. Rows that the model reads beyond these are pulled when it does.
+        tuple or list. Other rows are pulled when the model reads them.
 
         Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
-        `step`; after a `break`, by the next use of the session. When the loop is left, everything in flight has been
-        waited for, and all that is read shows every push. With a staleness above 0, a forward of the loop therefore has
-        no backward after it, nor once a batch has brought other dense weights (batches that make one step take a
-        backward each), and max_norm may take back what a push in flight did to the rows it scales.
+        `step`; after a `break`, by the next use of the session. The end of the loop waits for all pushes in flight, so
+        that later reads see every push.
 
-        ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
-        RuntimeError inside another prefetch of this session.
+        With a staleness above 0, call backward for each batch before the next one is taken, also if several batches
+        make one step: with the next batch, or at the end of the loop, the dense weights may change. max_norm may undo
+        a push in flight to the rows that it scales.
+
+        ValueError if neither `inputs` nor the model says what a batch reads, or if the staleness is negative or beyond
+        the job's; RuntimeError inside another prefetch of this session.
         """
         staleness = loop_staleness(staleness, self._bound, self._cache)
         prefetcher = Prefetcher(
@@ -551,9 +553,9 @@ class Session:
         self.step(weight=0.0)
 
     def read_dense(self, weights: DenseWeights | None = None) -> None:
-        """Pull the dense weights (all by default) into their parameters, unless they are as the clock wants them.
+        """Pull the dense weights (all by default) into their parameters, unless they are up to date for the clock.
 
-        A parameter that is used does so by itself.
+        A use of a parameter does the same.
         """
         stale = [its for its in self.registry.dense if weights in (None, its) and its.stale(self.clock)]
         if stale:

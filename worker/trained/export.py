@@ -62,7 +62,8 @@ def export_weights(
         if file == TABLES:
             if read_table is None:
                 reason = (
-                    f"the ids of table {spec.name!r} are hashes, which only a snapshot lists: name one as the source"
+                    f"the ids of table {spec.name!r} are hashes, which shards do not list: take a snapshot "
+                    "(`embershard snapshot FOLDER`), and export FOLDER"
                 )
                 raise CannotExport(path=str(out / TABLES), reason=reason)
             num_rows = count

@@ -10,7 +10,7 @@ import typer
 from embershard.cli.app import fail
 from embershard.ps.security.audit import verify as verify_log
 
-audit = typer.Typer(no_args_is_help=True, help="Check an audit log of a shard.")
+audit = typer.Typer(add_completion=False, no_args_is_help=True, help="Check an audit log of a shard.")
 
 
 @audit.callback()

@@ -19,7 +19,7 @@ PACKAGES = ("proto", "ps", "worker")
 def compile(
     for_wheel: Annotated[
         bool,
-        typer.Option("--for-wheel", help="For all processors of this kind, into the folder that wheels bring."),
+        typer.Option("--for-wheel", help="Compile for all processors of this architecture, for a wheel."),
     ] = False,
 ) -> None:
     """Compile the kernels of shards and workers, and store them beside the package, for container images and

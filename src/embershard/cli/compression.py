@@ -24,7 +24,9 @@ from embershard.worker.compression.settings import advice
 from embershard.worker.patterns import matches
 from embershard.worker.session.codec_switch import settings_of
 
-compression = typer.Typer(no_args_is_help=True, help="Show or switch the codecs of tables while workers train.")
+compression = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Show or switch the codecs of tables while workers train."
+)
 
 
 @compression.command("show")
@@ -44,14 +46,14 @@ def show(
             name: {
                 "push": table.push_codec,
                 "pull": table.pull_codec,
-                "told": {"push": said[name].push, "pull": said[name].pull} if name in said else None,
+                "set": {"push": said[name].push, "pull": said[name].pull} if name in said else None,
             }
             for name, table in tables.items()
         }
         typer.echo(json.dumps({"revision": revision, "tables": rows}))
         return
     view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("table", "optimizer", "push", "pull", f"told (revision {revision})" if said else "told"):
+    for column in ("table", "optimizer", "push", "pull", f"set (revision {revision})" if said else "set"):
         view.add_column(column, no_wrap=True)
     for name, table in tables.items():
         view.add_row(name, table.optimizer, table.push_codec, table.pull_codec, _words(said.get(name)))
@@ -64,8 +66,8 @@ def set_codecs(
     codecs: Annotated[
         list[str],
         typer.Argument(
-            metavar="push=CODEC|pull=CODEC, as in push=topk:0.01",
-            help="push=CODEC, pull=CODEC, or both; codecs as in the job file.",
+            metavar="push=CODEC|pull=CODEC",
+            help="One or both, such as push=topk:0.01 pull=fp16s; codecs as in the job file.",
         ),
     ],
     ps: RunningShards = None,

@@ -32,8 +32,8 @@ def evaluate(
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A checkpoint, a folder of checkpoints (the best is used), or a snapshot.  [default: the shards of "
-            "--ps]",
+            help="The folder of a run or of checkpoints (the best is used), a checkpoint, or a snapshot.  [default: "
+            "the shards of --ps]",
             show_default=False,
         ),
     ] = None,

@@ -50,7 +50,8 @@ def export(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="SOURCE", help="A checkpoint or a snapshot (folder or URL).  [default: the shards of --ps]"
+            metavar="SOURCE",
+            help="The folder or URL of a run, a checkpoint or a snapshot.  [default: the shards of --ps]",
         ),
     ] = None,
     out: Annotated[
@@ -73,7 +74,7 @@ def export(
         list[str] | None, typer.Option("--import", help="Module with row optimizers of a snapshot; may be repeated.")
     ] = None,
 ) -> None:
-    """Write a trained model to a folder: model.safetensors, and the files that options request."""
+    """Write a trained model to a folder: tables.safetensors, model.safetensors, and what the options add."""
     if source is None:
         raise typer.BadParameter("name the folder to write to", param_hint="OUT")
     given, folder = (None, folder_of(source)) if out is None else (source, folder_of(out))  # one alone is OUT

@@ -13,7 +13,9 @@ from embershard.cli.tokens import show, token
 from embershard.deploy.authority import Authority, CannotIssue, general_name, replace_file, write_new
 from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, REVOKED
 
-keys = typer.Typer(no_args_is_help=True, help="Create certificates and tokens, and show access rules.")
+keys = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Create certificates and tokens, and show access rules."
+)
 keys.command()(token)
 keys.command()(show)
 

@@ -21,7 +21,7 @@ from embershard.ps.journal.disk import LocalDisk
 from embershard.ps.journal.folder import LogFolder, manifest_of
 from embershard.ps.journal.summary import LogSummary, find_logs, summarize
 
-log = typer.Typer(no_args_is_help=True, help="Show or truncate the event log of a shard.")
+log = typer.Typer(add_completion=False, no_args_is_help=True, help="Show or truncate the event log of a shard.")
 
 _TRIES = 3
 _END = {

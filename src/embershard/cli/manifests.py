@@ -17,7 +17,9 @@ from embershard.deploy.manifests.systemd import systemd_units
 from embershard.proto.errors import CannotWrite
 
 manifests = typer.Typer(
-    no_args_is_help=True, help="Print the files with which a cluster runs the shards and workers of a job."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Print the files with which a cluster runs the shards and workers of a job.",
 )
 
 # what is a bool or a number in YAML 1.1, which kubectl and compose read, and text in 1.2, which is written here

@@ -18,7 +18,7 @@ from embershard.proto.errors import SnapshotNotFound
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.routing import make_route
 from embershard.proto.security.tls import TLS
-from embershard.proto.snapshot.stored import StoredSnapshot, open_snapshot
+from embershard.proto.snapshot.stored import StoredSnapshot, list_snapshots, open_snapshot
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, best_checkpoint, checkpoint_at
 from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.client.client import Client
@@ -38,6 +38,9 @@ class Source:
     def is_running(self) -> bool:
         """Whether these are shards of others, which may change."""
         return self.checkpoint is None and self.read_table is None
+
+
+_REMEDY = "Name the folder of a run, a checkpoint or a snapshot, or shards by --ps"
 
 
 def check_one_source(context: typer.Context, source: str | None, ps: str | None) -> None:
@@ -71,12 +74,18 @@ def open_source(
     if (Path(source) / "best").is_dir():  # a run's folder
         source = str(Path(source) / "best")
     if not Path(source).exists() and "://" not in source:
-        raise SnapshotNotFound(path=source, reason="there is no such folder; shards are named by --ps")
+        raise SnapshotNotFound(path=source, reason=f"there is no such folder. {_REMEDY}")
     checkpoint = (None if latest else best_checkpoint(source)) or checkpoint_at(source)
     if checkpoint is not None and not checkpoint.manifest.snapshot:
         return Source(None, checkpoint, None)
     where = (checkpoint.url, SNAPSHOT) if checkpoint is not None else (source, "")
-    snapshot = open_snapshot(*where)
+    try:
+        snapshot = open_snapshot(*where)
+    except SnapshotNotFound:
+        if checkpoint is not None or list_snapshots(source):
+            raise
+        reason = f"there is no checkpoint in it either, and no `best` of a run. {_REMEDY}"
+        raise SnapshotNotFound(path=source, reason=reason) from None
     client = local(1, imports=imports).client
     if tables is None:
         restore_snapshot(client, *where)

@@ -45,7 +45,7 @@ def token(
 
 
 def show(file: Annotated[Path, typer.Argument(help="access.yaml.")]) -> None:
-    """Check access.yaml, and show who may do what, without what a token could be checked by."""
+    """Check access.yaml, and show who may do what, without the hashes of tokens."""
     for entry in read_access_file(file):
         typer.echo("; ".join(f"{what}: {value}" for what, value in shown(entry)))
 

@@ -56,7 +56,8 @@ def open_files(case: Case) -> Finding:
     needed = _FILES_OF_A_PROCESS + _FILES_PER_PEER * max(case.shards, case.workers)
     if soft == resource.RLIM_INFINITY:
         return ok("no limit")
-    text = f"{soft} (at most {hard}); about {needed} are needed for {case.shards} shards and {case.workers} workers"
+    peers = f"{case.shards} shard{'s' * (case.shards != 1)} and {case.workers} worker{'s' * (case.workers != 1)}"
+    text = f"{soft} (at most {hard}); about {needed} are needed for {peers}"
     return ok(text) if soft >= needed else fail(text)
 
 

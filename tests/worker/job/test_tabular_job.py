@@ -44,6 +44,22 @@ REFUSED = {  # name: (the parts of a job, what is said)
         {"rest": "strategy: local"},
         "give each table buckets, vocabulary, min_count or ids: exact",
     ),
+    "groups of no feature": (
+        {"rest": "evaluate: {groups: nope}"},
+        "evaluate.groups: 'nope' is no feature of one value",
+    ),
+    "boundaries that are no numbers": (
+        {"feature": "hour: {type: number, bucketise: [1, a]}"},
+        ":8: features.hour.bucketise.1: input should be a valid number",
+    ),
+    "buckets that are neither a number nor a list": (
+        {"feature": "hour: {type: number, bucketise: x}"},
+        ":8: features.hour.bucketise: must be a valid integer or a list, got 'x'",
+    ),
+    "a range of labels that is none": (
+        {"data": "label_range: x"},
+        ":5: data.label_range: must be a list or 'any', got 'x'",
+    ),
     "gauc without groups": ({"rest": "metrics: [auc, gauc]"}, ":11: metrics.1: 'gauc' needs evaluate.groups"),
     "weights of other labels": (
         {"data": "label: [a, b]", "model": "{name: mmoe}", "rest": "loss: {name: bce, label_weights: [1]}"},

@@ -104,11 +104,11 @@ def test_a_terminal_gets_a_bar_and_a_file_plain_lines_with_a_table_of_what_was_r
 @pytest.mark.parametrize(
     ("best", "shown"),
     [
-        ({"checkpoint": "{cwd}/best/step-1", "current": True, "restored": True}, "best/step-1, put back at the end"),
+        ({"checkpoint": "{cwd}/best/step-1", "current": True, "restored": True}, "best/step-1, restored at the end"),
         ({"checkpoint": "s3://b/step-1", "current": True}, "s3://b/step-1"),
-        ({"checkpoint": "{cwd}/step-1"}, "step-1; not put back, the run ended with those of the last step"),
+        ({"checkpoint": "{cwd}/step-1"}, "step-1; not restored: the run ended with those of the last step"),
         ({"current": True}, "those of the last step, not kept"),
-        ({}, "not kept; not put back, the run ended with those of the last step"),
+        ({}, "not kept; not restored: the run ended with those of the last step"),
         ({"not_kept": "a full disk"}, "not kept: a full disk"),
     ],
 )

@@ -178,10 +178,10 @@ def test_tables_of_a_job_with_a_prefix_are_named_without_it(begin):
 @pytest.mark.parametrize(
     ("optimizer", "push", "want"),
     [
-        ("adam", "topk:0.01", "topk:0.01 in front of adam changes the size of its steps"),
-        ("rowwise_adagrad", "rows:0.1+int8", "int8 does not"),
+        ("adam", "topk:0.01", "topk:0.01 with adam changes the size of its steps"),
+        ("rowwise_adagrad", "rows:0.1+int8", "use int8, which does not"),
         ("adagrad", "int8", ""),
-        ("sgd", "int8", "in front of sgd topk:0.01+fp16s sends far less than int8"),
+        ("sgd", "int8", "int8 with sgd sends far more than topk:0.01+fp16s"),
         ("sgd", "topk:0.01", ""),
         ("sgd", "none", ""),
     ],

@@ -82,18 +82,18 @@ class RowInputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that rows must have."""
+        """Return the names of the columns that rows must have."""
         parts: tuple[Sequence[CategoricalInput | ListInput | NumericInput], ...]
         parts = self.categorical, self.lists, self.numeric
         return tuple(feature.name for part in parts for feature in part)
 
     def as_data(self) -> dict[str, object]:
-        """Return it as values that JSON has; `of` takes them."""
+        """Return the inputs as values that JSON can hold, for `of`."""
         return {"kind": "columns", **asdict(self)}
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
-        """The inputs that `as_data` gave. TypeError, KeyError or ValueError where these are none."""
+        """Create the inputs from a result of `as_data`. TypeError, KeyError or ValueError if it is malformed."""
         if data["kind"] != "columns":
             raise ValueError(f"its inputs are of kind {data['kind']!r}, which this version does not know")
         return cls(

@@ -98,7 +98,7 @@ def _answer(results: Results) -> str:
         answer = "Only the fp16 baseline paid" if paid == [fp16_baseline(results)] else "It paid"
         return f"{answer}: with {_arms_listed(paid)} the job trained faster than with {base}, and the model is as good."
     if undecided:
-        words = f"Undecided: no arm is shown to train faster than {base} and to a model as good."
+        words = f"Undecided: no arm is shown to train faster than {base} with a model as good."
         return f"{words} {_arms_listed(undecided)} may." if len(undecided) < len(results.verdicts) else words
     if not results.verdicts:
         return "Nothing can be said: no arm has runs beside the baseline."
@@ -118,7 +118,7 @@ def _caution(results: Results) -> Iterator[str]:
     if seeds == 1:
         yield "One seed gives no intervals, so nothing is decided; --seeds 5 gives them."
     elif seeds < FEW_SEEDS:
-        yield f"Caution: only {seeds} pairs of runs stand behind this, too few to trust an interval; use --seeds 5."
+        yield f"Caution: only {seeds} pairs of runs were made, too few to trust an interval; use --seeds 5."
 
 
 def _gain(results: Results, verdict: Verdict) -> Iterator[str]:
