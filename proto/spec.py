@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -294,10 +295,19 @@ class TableSpec:
             if not _NAME.fullmatch(text):
                 want = "1 to 200 letters, digits and _ . - /, a letter, digit or _ first"
                 raise ValueError(f"TableSpec: {what} must be {want}, got {text!r}")
-        if not 1 <= self.dim <= MAX_DIM:
-            raise ValueError(f"TableSpec {self.name!r}: dim must be 1..{MAX_DIM}, got {self.dim}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"TableSpec {self.name!r}: seed must be 0..2**63-1, got {self.seed}")
+        for what, value, least, end, most in (
+            ("dim", self.dim, 1, MAX_DIM + 1, f"{MAX_DIM}"),
+            ("seed", self.seed, 0, 2**63, "2**63-1"),
+        ):
+            try:
+                number = int(operator.index(value))  # one of numpy's becomes an int, which ctypes and msgpack want
+            except TypeError:
+                number = -1
+            if not least <= number < end:
+                raise ValueError(
+                    f"TableSpec {self.name!r}: {what} must be a whole number in {least}..{most}, got {value!r}"
+                )
+            object.__setattr__(self, what, number)
 
     @cached_property
     def space_key(self) -> int:

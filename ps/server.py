@@ -358,9 +358,10 @@ class _Stop:
     def _on_signal(self, signum: int) -> None:
         if self.received.done():
             os._exit(128 + signum)
-        # whatever hangs, a library's threads included: the process ends, and says where it was
-        faulthandler.dump_traceback_later(GRACE_SECONDS + LAST_SECONDS, exit=True)
         self.received.set_result(signum)
+        with suppress(RuntimeError):  # where memory is short the system gives it no thread
+            # whatever hangs, a library's threads included: the process ends, and says where it was
+            faulthandler.dump_traceback_later(GRACE_SECONDS + LAST_SECONDS, exit=True)
 
 
 def _end_with(parent_pid: int) -> None:

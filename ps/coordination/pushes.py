@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from embershard.proto.arrays import Ids
-from embershard.proto.errors import BadOptimizer, UnknownRoute
+from embershard.proto.errors import BadOptimizer, NoAddressSpace, UnknownRoute
 from embershard.proto.messages import Load, Pull, Push, PushToken, TableGradients, TableIds
 from embershard.ps.coordination.aggregate import Sender
 from embershard.ps.coordination.clock import Clock, Member, Plain
@@ -154,8 +154,12 @@ def _check_room(
     if most + sum(part.most_growth() for part in bundles) > budget.limit - budget.used:
         wanted = _sum_sizes(waiting, parts)
         _check_growth(parts, wanted, waiting_parts, budget, kept_bytes)
-    for table, count in wanted.items():
-        table.reserve(count)
+    try:
+        for table, count in wanted.items():
+            table.reserve(count)
+    except NoAddressSpace:
+        for table, count in _count_missing(parts, waiting_parts).items():
+            table.reserve(count)
     for part in bundles:
         part.reserve()
 
@@ -181,11 +185,19 @@ def _check_growth(
     asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
     if asked > budget.limit - budget.used:  # now as they are
         single = single_tables(parts)
-        wanted.update(dict.fromkeys(wanted, 0))
-        for one in (*waiting_parts(), *single):
-            wanted[one.table] += one.table.count_missing(one.ids)
+        wanted.update(_count_missing(parts, waiting_parts))
         asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
         budget.check(max(single, key=lambda one: len(one.ids)).table.spec.name if single else "", asked)
+
+
+def _count_missing(
+    parts: Sequence[Checked], waiting_parts: Callable[[], Iterable[CheckedGradients]]
+) -> dict[Table, int]:
+    """The ids of each table that have no row yet, those that wait included."""
+    missing: dict[Table, int] = {}
+    for one in (*waiting_parts(), *single_tables(parts)):
+        missing[one.table] = missing.get(one.table, 0) + one.table.count_missing(one.ids)
+    return missing
 
 
 @dataclass(slots=True)

@@ -213,11 +213,12 @@ class CheckedBundle(NamedTuple):
         return int(np.diff(self.ends, prepend=0) @ self.members.most_growth)
 
     def reserve(self) -> None:
-        """Have room for its rows; see Table.reserve."""
+        """Have room for its rows; see Table.reserve_for."""
         short = np.empty(len(self.counts), np.bool_)
         kernels.find_short(self.members.addresses, self.ends, short)
         for number in np.flatnonzero(short):
-            self.members.tables[number].reserve(self.counts[number])
+            end = self.ends[number]
+            self.members.tables[number].reserve_for(self.ids[end - self.counts[number] : end])
 
     def takes_one_call(self) -> bool:
         """Whether one kernel call may apply all of it.

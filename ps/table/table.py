@@ -365,7 +365,7 @@ class Table:
         # quick: as if all were new
         if not has_room and self.growth(len(ids)) > self.budget.limit - self.budget.used:
             self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
-        self.reserve(len(ids))
+        self.reserve_for(ids)
         self._keep_aside(ids)
 
     def _keep_aside(self, ids: Ids) -> None:
@@ -404,6 +404,13 @@ class Table:
                 self._grow(num_slots)
             except OSError as error:
                 raise self._no_address_space(new_rows, str(error)) from error
+
+    def reserve_for(self, ids: Ids) -> None:
+        """Have address space for those of ids ((U,) int64) that have no row yet; see `reserve`."""
+        try:
+            self.reserve(len(ids))  # quick: as if all were new
+        except NoAddressSpace:
+            self.reserve(self.count_missing(ids))
 
     def filling(self, new_rows: int) -> AbstractContextManager[None]:
         """While so many new rows are restored in this context, take their memory in a thread. NoAddressSpace."""

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from embershard.proto import spec
@@ -28,6 +29,12 @@ def table(**changes):
     return spec.TableSpec(**{"name": "t", "dim": 8, "optimizer": spec.Adagrad(lr=0.1), **changes})
 
 
+def test_whole_numbers_of_numpy_are_those_of_python():
+    made = table(dim=np.int64(4), seed=np.uint8(7))
+    assert made == table(dim=4, seed=7)
+    assert (type(made.dim), type(made.seed)) == (int, int)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -43,7 +50,9 @@ def table(**changes):
         (lambda: spec.Normal(mean=-1e39), "mean must be a finite float32"),
         (lambda: spec.Custom(function="os.system", lr=0.1), "module:function"),
         (lambda: table(name="bad name"), "name must be 1 to 200 letters"),
-        (lambda: table(dim=0), "dim must be 1..65536, got 0"),
+        (lambda: table(dim=0), "dim must be a whole number in 1..65536, got 0"),
+        (lambda: table(dim=8 / 2), "dim must be a whole number in 1..65536, got 4.0"),
+        (lambda: table(seed=1.5), "seed must be"),
         (lambda: table(seed=-1), "seed must be"),
         (lambda: spec.Optimizer.of("rmsprop", {"lr": 1.0, "alpha": 1.5}), "RMSprop: alpha must be at most 1, got 1.5"),
         (lambda: spec.Optimizer.of("sgdd", {"lr": 1.0}), "unknown optimizer 'sgdd'"),

@@ -240,6 +240,38 @@ def test_address_space_is_asked_for_a_table_that_is_in_two_parts_with_the_rows_o
     shard.handle(push(parts[1], seq=2))  # either alone has room
 
 
+@pytest.mark.parametrize("form", ["table", "bundle", "both", "clock"])
+def test_a_full_table_takes_pushes_to_rows_that_it_has(form, monkeypatch):
+    monkeypatch.setattr(table_module, "_FIRST_BYTES", 1 << 16)
+    shard = make_shard(*SPECS)
+    capacity = shard.core.tables.entry("sums").table.capacity
+    monkeypatch.setattr(table_module, "MAX_ROWS", capacity)
+    if form == "clock":
+        for worker in range(2):
+            shard.handle(join(worker=worker, workers=2))
+
+    def parts(ids):
+        values = np.ones((len(ids), DIM), np.float32)
+        one, several = TableGradients("sums", ids, values), pushed(values, (len(ids), 0, 0), ids)
+        return {"bundle": [several], "both": [one, several]}.get(form, [one])
+
+    def train(clock, ids):
+        for worker in range(2):
+            shard.handle(push(*parts(ids), worker=worker, seq=clock + 1, clock=clock))
+
+    ids = np.arange(capacity // 8 * 6)
+    for clock, some in enumerate(np.split(ids, 6)):  # few at once: what two parts, or workers, create counts twice
+        train(clock, some)
+    train(6, ids)
+    assert np.all(rows(shard, *ids[:3], name="sums") != rows(shard, *ids[:3] + capacity, name="sums"))
+    before = state(shard)
+    with raises(errors.NoAddressSpace, table="sums"):
+        shard.handle(push(*parts(ids + capacity // 2), seq=8, clock=7))
+    assert state(shard) == before
+    train(7, ids)
+    assert shard.core.clock.failed is None
+
+
 def test_rows_that_a_snapshot_reads_are_kept_as_they_were(shard):
     ids, values = draw(0, (20, 20, 20))
     shard.handle(push(pushed(values, (20, 20, 20), ids)))

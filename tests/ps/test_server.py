@@ -219,6 +219,27 @@ def test_a_shard_that_a_signal_ends_while_it_recovers_leaves_no_file_behind(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+NO_THREAD = """
+import faulthandler
+from embershard.ps import server
+from embershard.ps.options import ServerOptions
+def refuse(*_, **__):
+    raise RuntimeError("unable to start watchdog thread")
+faulthandler.dump_traceback_later = refuse
+server.serve(ServerOptions(shard=0, of=1, listen="127.0.0.1:0"))
+"""
+
+
+def test_a_shard_ends_on_sigterm_where_the_system_gives_no_thread_to_watch_it():
+    with subprocess.Popen([sys.executable, "-c", NO_THREAD], stdout=subprocess.PIPE, text=True) as shard:
+        try:
+            assert "serving" in shard.stdout.readline()
+            shard.terminate()
+            assert shard.wait(60) == 0
+        finally:
+            shard.kill()
+
+
 HANGS = """
 import asyncio
 from embershard.ps import server

@@ -17,6 +17,7 @@ from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import EmbershardError, LeaseLost, UnknownTable, WrongDim
 from embershard.proto.messages import (
     Declare,
+    Declared,
     GetStatus,
     Load,
     Pull,
@@ -247,11 +248,16 @@ class Client:
         with other settings, RowsLost if a shard lost the rows of this job, UnknownOptimizer or UnknownCodec if a shard
         or this process has not imported one, ValueError for a codec that the table cannot use.
         """
+        replies = self.declare_on_each(spec, load=load, dense=dense)
+        return frozenset(shard for shard, reply in replies.items() if reply.created)
+
+    def declare_on_each(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> dict[int, Declared]:
+        """Create a table as `declare` does; the reply of each shard, which also says whether somebody loads it."""
         spec = self.compressor.with_codecs(spec, dense=dense)
         replies = self.lineage.declare(Declare(spec, self.worker, load, dense))
         self.compressor.add(spec, dense=dense)
         self._specs[spec.name] = spec
-        return frozenset(shard for shard, reply in zip(self.connections.shards, replies, strict=True) if reply.created)
+        return dict(zip(self.connections.shards, replies, strict=True))
 
     def load(
         self,

@@ -51,6 +51,7 @@ from embershard.proto.routing import Route
 from embershard.proto.timing import Deadline, charge_to, pauses, sleep, span
 from embershard.proto.transport.shared_socket import Poller
 from embershard.proto.transport.transport import PendingReply, TransportClosed, Unreachable
+from embershard.proto.wire import MAX_BUFFERS, MAX_HEAD_BYTES
 from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
 from embershard.worker.client.kept import KeptPushes, with_first_incomplete
 from embershard.worker.client.shard_connection import (
@@ -449,31 +450,51 @@ def table_overhead(table: TableKey) -> int:
     return TABLE_OVERHEAD + sum([_MEMBER_OVERHEAD + len(member.encode()) for member in table])
 
 
+class MessageRoom:
+    """What has room in a message to a shard: `limit` bytes in all, and the tables that a frame may have."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.nbytes = self._head = self._tables = 0  # left of the message that is filled; there is none yet
+
+    def begin(self) -> None:
+        """Begin another message."""
+        self.nbytes, self._head = self._limit - MESSAGE_OVERHEAD, MAX_HEAD_BYTES - MESSAGE_OVERHEAD
+        self._tables = MAX_BUFFERS // 2  # ids and gradients of each
+
+    def fits(self, overhead: int, nbytes: int) -> bool:
+        """Whether there is room for a table: its `table_overhead`, and its arrays' bytes."""
+        return self._tables > 0 and overhead <= self._head and overhead + nbytes <= self.nbytes
+
+    def take(self, overhead: int, nbytes: int) -> None:
+        """Take the room of a table, which fits or is alone in its message."""
+        self._tables -= 1
+        self._head -= overhead
+        self.nbytes -= overhead + nbytes
+
+
 def split_into_messages(
     parts: Sequence[tuple[TableKey, Route]], shard: int, row_bytes: Sequence[int], limit: int
 ) -> list[list[Chunk]]:
-    """Messages of at most `limit` bytes that together carry a shard's rows of each (table, route), in order.
+    """Messages that have room for it (MessageRoom), and carry a shard's rows of each (table, route), in order.
 
     `row_bytes` is what a row of each table takes. Tables without rows are left out. MessageTooLarge where not even one
     row fits.
     """
-    messages: list[list[Chunk]] = []
-    room = 0
+    messages, room = list[list[Chunk]](), MessageRoom(limit)
     for part, ((table, route), size) in enumerate(zip(parts, row_bytes, strict=True)):
         overhead = table_overhead(table)
         first, end = int(route.splits[shard]), int(route.splits[shard + 1])
         start = first
         while start < end:
-            fits = (room - overhead) // size
-            if fits < 1:
-                room = limit - MESSAGE_OVERHEAD
-                fits = (room - overhead) // size
-                if fits < 1:
+            if not room.fits(overhead, size):
+                room.begin()
+                if not room.fits(overhead, size):
                     raise MessageTooLarge(got=MESSAGE_OVERHEAD + overhead + size, limit=limit)
                 messages.append([])
-            stop = min(end, start + fits)
+            stop = min(end, start + (room.nbytes - overhead) // size)
             messages[-1].append(Chunk(part, start - first, slice(start, stop), stop - start == end - first))
-            room -= overhead + (stop - start) * size
+            room.take(overhead, (stop - start) * size)
             start = stop
     return messages
 

@@ -25,6 +25,7 @@ from embershard.proto.timing import Deadline
 from embershard.worker.client.connections import (
     MESSAGE_OVERHEAD,
     Chunk,
+    MessageRoom,
     Outcome,
     ShardConnections,
     raise_first,
@@ -356,18 +357,17 @@ def _part(update: Update, chunk: Chunk, shard: int) -> TableGradients:
 
 def _fit(parts: list[TableGradients], limit: int, dims: Mapping[TableKey, int]) -> list[tuple[TableGradients, ...]]:
     """Messages of parts that each fit, at most `limit` bytes also when decoded: evicted residuals add rows."""
-    messages: list[tuple[TableGradients, ...]] = []
-    room = 0
+    messages, room = list[tuple[TableGradients, ...]](), MessageRoom(limit)
     for part in parts:
         ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
         key = part.members or part.table
         rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(key, 0))
-        size = table_overhead(key) + ids + rows
-        if size > room:
+        overhead = table_overhead(key)
+        if not room.fits(overhead, ids + rows):
             messages.append(())
-            room = limit - MESSAGE_OVERHEAD
+            room.begin()
         messages[-1] += (part,)
-        room -= size
+        room.take(overhead, ids + rows)
     return messages
 
 

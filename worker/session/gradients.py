@@ -65,6 +65,7 @@ class CollectedGradients:
         self._client = client
         self._parts: list[RowGradients] = []
         self._of_table: dict[str, RowGradients] | None = None  # the parts, once they are one per table
+        self._most = _MANY_PARTS  # parts that there may be before they are summed
         self._last_backward = -1  # autograd's number of it
 
     def __len__(self) -> int:
@@ -74,8 +75,8 @@ class CollectedGradients:
         """Keep gradients that a backward has computed."""
         self._parts.append(part)
         self._of_table = None
-        if len(self._parts) >= _MANY_PARTS:
-            self.merged()
+        if len(self._parts) >= self._most:
+            self._most = max(_MANY_PARTS, 2 * len(self.merged()))  # more tables than that would be summed at each part
         if (backward := torch._C._current_graph_task_id()) != self._last_backward:
             self._last_backward = backward
             self.backwards += 1

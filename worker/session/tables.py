@@ -149,11 +149,13 @@ class TableRegistry:
 
     def declare(self, spec: TableSpec, values: Values | None) -> None:
         """Create a table on every shard where it does not exist; see Session.table."""
-        created = self._client.declare(spec, load=values is not None, dense=self._is_dense(spec))
+        replies = self._client.declare_on_each(spec, load=values is not None, dense=self._is_dense(spec))
         if values is not None:
-            if created:
+            if created := frozenset(shard for shard, reply in replies.items() if reply.created):
                 _load_first(self._client, spec, values(), created)
-            await_loaded(self._client, spec.name)
+            # a shard's status is of all its tables: to ask for it at each of thousands would take minutes
+            if any(reply.loading and not reply.created for reply in replies.values()):
+                await_loaded(self._client, spec.name)
 
     def matching(self, pattern: str) -> list[str]:
         """Tables that a name, a pattern, or "dense" stands for. ValueError where there are none."""

@@ -12,15 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import errors
+from embershard.proto.codec.name import CodecName
 from embershard.proto.messages import Declare, Greeting, Hello, Leave, Load, Pull, Push
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.proto.transport.local import LocalTransport
+from embershard.proto.wire import MAX_BUFFERS, MAX_HEAD_BYTES
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.worker.client import connections
 from embershard.worker.client.client import Client
-from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, split_into_messages
+from embershard.worker.client.connections import (
+    MESSAGE_OVERHEAD,
+    TABLE_OVERHEAD,
+    split_into_messages,
+    table_overhead,
+)
 from embershard.worker.client.membership import Terms
 from embershard.worker.session.tables import await_loaded
 from harness.raises import raises
@@ -314,6 +322,36 @@ def test_messages_cover_every_row_once_in_order_and_within_the_limit(tables, lim
     assert rows == [(part, row) for part, count in enumerate(counts) for row in range(count)]
     assert all(p.start == p.rows.start - before for p in chunks)
     assert all(p.is_whole == (p.rows.stop - p.rows.start == counts[p.part]) for p in chunks)
+
+
+@pytest.mark.parametrize(
+    "tables", [[f"{k}" for k in range(3000)], [tuple(f"{k}/{i:0>190}" for i in range(2000)) for k in range(3)]]
+)
+def test_messages_have_no_more_tables_and_names_than_a_frame_takes(tables):
+    one = Route(np.zeros(1, np.int64), np.array([0, 1]), np.zeros(1, np.int64), space_key=0, epoch=1)
+    messages = split_into_messages([(table, one) for table in tables], 0, [8] * len(tables), 2**26)
+    assert [chunk.part for message in messages for chunk in message] == list(range(len(tables)))
+    assert len(messages) == 2
+    for message in messages:
+        members = [tables[chunk.part] for chunk in message]
+        assert 2 * len(message) <= MAX_BUFFERS
+        assert sum(map(table_overhead, members)) <= MAX_HEAD_BYTES
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_push_and_a_pull_of_more_tables_than_a_frame_takes(codec, make_wires, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_BUFFERS", 8)
+    wires = make_wires(2)
+    client = wires.client()
+    names = [f"table{k}" for k in range(9)]
+    for name in names:
+        client.declare(replace(SPEC, name=name, push_codec=CodecName.parse(codec), id_space="t"))
+    route = route_of(client, *range(20))
+    client.push([(name, route, ones(route)) for name in names], clock=0)
+    for rows in client.pull([(name, route) for name in names]):
+        np.testing.assert_allclose(rows, -1.0, rtol=0.01)
+    for kind in (Push, Pull):
+        assert [len(request.tables) for request in wires.sent(kind)] == [4, 4, 4, 4, 1, 1]
 
 
 def greeter(shard, num_shards, epoch=1, address="", instance=""):

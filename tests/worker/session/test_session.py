@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import gc
 import threading
 import time
@@ -11,9 +12,10 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.errors import ClientClosed, TableMismatch
-from embershard.proto.messages import Pull, Push
+from embershard.proto.messages import GetStatus, Pull, Push
 from embershard.proto.protobuf import dumps, loads
 from embershard.ps.coordination.pushes import RouteCache
+from embershard.worker.session import gradients
 from harness.wires import PATIENCE
 
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
@@ -296,6 +298,31 @@ def test_a_forgotten_step_is_said_while_training_and_at_the_end(make_session, ca
             for _ in range(steps):
                 session.step()
         assert [record.args[0] for record in caplog.records] == said
+
+
+def test_gradients_of_more_tables_than_are_kept_apart_are_summed_seldom(make_session, monkeypatch):
+    merges, merge = [], gradients.merge
+    monkeypatch.setattr(gradients, "_MANY_PARTS", 3)
+    monkeypatch.setattr(gradients, "merge", lambda *arguments: merges.append(1) or merge(*arguments))
+    with make_session(1) as session:
+        modules = [es.Embedding(session.table(dataclasses.replace(SPEC, name=f"t{k}"))) for k in range(12)]
+        for _ in range(3):
+            sum(module(IDS).sum() for module in modules).backward()
+            assert len(session._collected) < 24
+        session.step()
+        for module in modules:
+            torch.testing.assert_close(module.table.pull(IDS)[:, 0], torch.tensor([-6.0, -3.0, -6.0]))
+    assert len(merges) < 8  # of 36 parts
+
+
+def test_a_table_whose_first_values_are_there_is_not_asked_for(make_wires):
+    """A shard's status is of all its tables."""
+    wires = make_wires(2)
+    for worker in range(2):
+        session = wires.session(worker)
+        for number in range(3):
+            es.wrap(nn.Embedding(4, 2), session, optimizer=es.SGD(lr=0.1), prefix=f"{number}/")
+    assert not wires.sent(GetStatus)
 
 
 def test_two_threads_cannot_step_with_one_session_at_a_time(make_wires):
