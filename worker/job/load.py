@@ -16,7 +16,7 @@ from embershard.proto.user_modules import search_from
 from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
 from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import CUSTOM, UserModelSection
+from embershard.worker.job.sections import CUSTOM, CodeSection
 from embershard.worker.job.training import BUDGETS
 from embershard.worker.job.yaml import JobSource, Mistake
 from embershard.worker.job.yaml import Path as Location
@@ -106,7 +106,8 @@ def _one_per_value(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
 
 def _plain(message: str) -> str:
     """A message of pydantic with YAML's words in place of Python's."""
-    return message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
+    message = message.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
+    return message.replace("Tuple should", "List should")
 
 
 def _mistake(details: ErrorDetails, source: JobSource) -> Mistake:
@@ -191,4 +192,4 @@ def _tags(section: type[BaseModel]) -> tuple[str, ...]:
     for name in ("name", "reader"):
         if name in section.model_fields:
             return get_args(section.model_fields[name].annotation) or (CUSTOM,)
-    return (CUSTOM,) if issubclass(section, UserModelSection) else ()
+    return (CUSTOM,) if issubclass(section, CodeSection) else ()

@@ -32,7 +32,7 @@ from embershard.worker.data.batch import Field, IdTable, Schema
 
 MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"
 ONNX, INT8 = "dense.onnx", "dense.int8.safetensors"
-SORTING = "sorting-"  # begins the names of folders of files by which a large table is sorted
+SORTING = ".embershard-sorting-"  # begins the names of folders by which a large table is sorted; no user's own
 FORMAT, VERSION = "embershard-export", 2
 
 DTYPES = {

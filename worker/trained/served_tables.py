@@ -22,9 +22,9 @@ class SortedRows:
         self.ids, self.rows = ids, rows
         self._initializer, self._row_seed = initializer, row_seed
 
-    def read(self, ids: Ids) -> Floats:
+    def read(self, ids: Tensor) -> Tensor:
         """(n, dim) rows of flat ids (n,), in their order."""
-        unique, index = np.unique(ids, return_inverse=True)
+        unique, index = np.unique(ids.numpy(), return_inverse=True)
         place = np.searchsorted(self.ids, unique)
         place[place == len(self.ids)] = 0
         found = self.ids[place] == unique if len(self.ids) else np.zeros(len(unique), bool)
@@ -32,7 +32,7 @@ class SortedRows:
         rows[found] = self.rows[place[found]]
         if not found.all():
             rows[~found] = initial_rows(self._initializer, self._row_seed, unique[~found], rows.shape[1])
-        return rows[index.reshape(-1)]
+        return torch.from_numpy(rows[index.reshape(-1)])
 
 
 class NumberedRows:
@@ -41,10 +41,9 @@ class NumberedRows:
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
 
-    def read(self, ids: Ids) -> Floats:
+    def read(self, ids: Tensor) -> Tensor:
         """(n, dim) rows of flat ids (n,), in their order."""
-        rows: Floats = functional.embedding(torch.from_numpy(ids), self._weight).numpy()
-        return rows
+        return functional.embedding(ids, self._weight)
 
 
 class ServedEmbedding(nn.Module):
@@ -60,7 +59,7 @@ class ServedEmbedding(nn.Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows (*ids.shape, dim), scaled down to `max_norm` as torch does."""
-        rows = torch.from_numpy(self.table.read(ids.reshape(-1).numpy()))
+        rows = self.table.read(ids.reshape(-1))
         if self.max_norm is not None:
             norm = rows.norm(self.norm_type, dim=1, keepdim=True)
             rows = torch.where(norm > self.max_norm, rows * (self.max_norm / (norm + 1e-7)), rows)

@@ -56,6 +56,8 @@ REFUSED = {  # name: (the parts of a job, what is said)
         {"feature": "hour: {type: number, bucketise: x}"},
         ":8: features.hour.bucketise: must be a valid integer or a list, got 'x'",
     ),
+    "no layers": ({"model": "{name: xdeepfm, cin: []}"}, ":1: model.cin: list should have at least 1 item"),
+    "a loss whose class is no text": ({"rest": "loss: {class: [1]}"}, ":11: loss.class: input should be a valid"),
     "a range of labels that is none": (
         {"data": "label_range: x"},
         ":5: data.label_range: must be a list or 'any', got 'x'",

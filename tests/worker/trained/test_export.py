@@ -29,6 +29,7 @@ from embershard.worker.session.session import Session
 from embershard.worker.trained import export as export_module
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import (
+    SORTING,
     CannotExport,
     ExportFacts,
     TableFacts,
@@ -167,9 +168,11 @@ def test_a_table_that_is_sorted_in_parts_is_the_same_file(make_run, tmp_path, mo
     run.export(tmp_path / "whole")
     monkeypatch.setattr(export_module, "SORTED_BYTES", 7 * 16)
     monkeypatch.setattr(export_module, "PORTION", 3)
-    (tmp_path / "parts" / "sorting-killed" / "files").mkdir(parents=True)  # by a signal, in an earlier export
+    (tmp_path / "parts" / f"{SORTING}killed" / "files").mkdir(parents=True)  # by a signal, in an earlier export
+    (tmp_path / "parts" / "sorting-of-mine").mkdir()
     (tmp_path / "parts" / "dense.onnx.new").touch()
     run.export(tmp_path / "parts")
+    (tmp_path / "parts" / "sorting-of-mine").rmdir()  # a folder of the user's own stays
     whole, parts = ({path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("whole", "parts"))
     assert whole == parts  # and nothing else is left in the folder
 

@@ -188,7 +188,7 @@ def test_ids_that_were_never_trained_have_the_first_values_of_the_shards(export)
     for name, module in (("embedding", export.model.embedding), ("linear", export.model.linear)):
         assert served.embedding(name, both).tobytes() == module.table.pull(torch.from_numpy(both)).numpy().tobytes()
     empty = SortedRows(ids[:0, 0], np.empty((0, 4), np.float32), es.Constant(value=0.5), 1)
-    assert empty.read(np.array([3, 4, 3])).tolist() == [[0.5] * 4] * 3
+    assert empty.read(torch.tensor([3, 4, 3])).tolist() == [[0.5] * 4] * 3
 
 
 SIMPLEX = {"name": "simplex", "gamma": 0.3}
@@ -551,6 +551,14 @@ def test_rows_above_max_norm_are_scaled_and_the_table_stays_as_it_is(kind, tmp_p
     assert torch.equal(model["rows"].weight, weight)
     with pytest.raises(IndexError):
         model["rows"](torch.tensor([[-1]]))
+
+
+def test_a_table_with_max_norm_may_have_another_type_than_float32(tmp_path):
+    model = torch.nn.ModuleDict({"rows": torch.nn.Embedding(3, 2, max_norm=1.0, dtype=torch.bfloat16)})
+    serving._load(model, {"rows.weight": torch.tensor([[3.0, 4.0]] * 3, dtype=torch.bfloat16)}, tmp_path)
+    rows = model["rows"](torch.tensor([1]))
+    assert rows.dtype == torch.bfloat16  # which numpy does not have
+    torch.testing.assert_close(rows.float(), torch.tensor([[0.6, 0.8]]), rtol=0.01, atol=0)
 
 
 def test_a_subclass_with_max_norm_keeps_its_forward(tmp_path):
