@@ -432,7 +432,7 @@ def test_a_delimiter_that_parsers_do_not_take_is_refused(folder, text):
         ("reader: ctr_csv, train: train.csv, ids: global, stream: true", "data.num_ids: must be given"),
         ("reader: ctr_csv, train: train.csv, halve_valid_by: a", "data.halve_valid_by: makes a test split"),
         ("reader: ctr_csv, train: train.csv, skip: [a], numeric: [a]", "data.numeric: column 'a' is named twice"),
-        ("reader: parquet, train: []", "data.train: tuple should have at least 1 item"),
+        ("reader: parquet, train: []", "data.train: list should have at least 1 item"),
     ],
 )
 def test_contradictions_of_the_data_are_refused(folder, section, want):
