@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import operator
 import re
 from collections.abc import Mapping
@@ -15,13 +14,14 @@ from typing import ClassVar, Self, TypeVar
 from embershard.proto.codec.name import CodecName
 
 MAX_DIM = 65_536  # a row of this dim is 256 KiB: far above any embedding, and far below a message's limit
-_MOST = 3.4028234663852886e38  # the largest float32: what a row can start with
+MAX_FLOAT32 = 3.4028234663852886e38  # what a row, a gradient or a learning rate can be
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,199}")
 
 
 def _check(owner: str, name: str, value: float, ok: bool, want: str) -> None:
-    if not ok or not math.isfinite(value):
-        raise ValueError(f"{owner}: {name} must be {want}, got {value!r}")
+    fits = abs(value) <= MAX_FLOAT32  # NaN does not
+    if not ok or not fits:
+        raise ValueError(f"{owner}: {name} must be {want if fits else 'a finite float32'}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Constant(Initializer):
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check("Constant", "value", self.value, abs(self.value) <= _MOST, "a finite float32")
+        _check("Constant", "value", self.value, abs(self.value) <= MAX_FLOAT32, "a finite float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class Uniform(Initializer):
 
     def __post_init__(self) -> None:
         _check("Uniform", "low", self.low, self.low <= self.high, "at most high")
-        _check("Uniform", "low", self.low, abs(self.low) <= _MOST, "a finite float32")
-        _check("Uniform", "high", self.high, abs(self.high) <= _MOST, "a finite float32")
+        _check("Uniform", "low", self.low, abs(self.low) <= MAX_FLOAT32, "a finite float32")
+        _check("Uniform", "high", self.high, abs(self.high) <= MAX_FLOAT32, "a finite float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class Normal(Initializer):
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        _check("Normal", "mean", self.mean, abs(self.mean) <= _MOST, "a finite float32")
-        _check("Normal", "std", self.std, 0 <= self.std <= _MOST, "a finite float32 >= 0")
+        _check("Normal", "mean", self.mean, abs(self.mean) <= MAX_FLOAT32, "a finite float32")
+        _check("Normal", "std", self.std, 0 <= self.std <= MAX_FLOAT32, "a finite float32 >= 0")
 
 
 _INITIALIZERS: dict[str, type[Initializer]] = {c.kind: c for c in (Constant, Uniform, Normal)}

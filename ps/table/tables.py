@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from embershard.proto.messages import (
     TableStatus,
 )
 from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64, sum_rows
-from embershard.proto.spec import TableSpec
+from embershard.proto.spec import MAX_FLOAT32, TableSpec
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.security.table_quotas import TableQuotas
 from embershard.ps.table.checked import (
@@ -341,9 +340,10 @@ class Tables:
 
         kept: None where they came with the gradients. room: bytes that they may take, decompressed; MessageTooLarge.
         """
-        if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
+        if not 0 <= part.lr_scale <= MAX_FLOAT32:
             name = part.table or part.members[0]
-            raise InvalidRequest(reason=f"table {name!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
+            what = f"lr_scale must be finite in float32 and >= 0, got {part.lr_scale}"
+            raise InvalidRequest(reason=f"table {name!r}: {what}")
         if part.members:
             return self._check_bundle(part, kept)
         entry = self.open_entry(part.table)

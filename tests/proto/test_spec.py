@@ -40,6 +40,7 @@ def test_whole_numbers_of_numpy_are_those_of_python():
     [
         (lambda: spec.SGD(lr=-1.0), "lr must be >= 0, got -1.0"),
         (lambda: spec.SGD(lr=float("nan")), "lr must be"),
+        (lambda: spec.SGD(lr=1e39), "lr must be a finite float32"),
         (lambda: spec.SGD(lr=0.1, nesterov=True), "nesterov needs a momentum"),
         (lambda: spec.Adam(lr=0.1, beta1=1.0), "beta1 must be below 1"),
         (lambda: spec.Uniform(low=1.0, high=0.0), "low must be at most high"),

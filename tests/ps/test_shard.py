@@ -134,7 +134,7 @@ def test_rows_that_do_not_match_the_ids_are_refused(shard, shape):
 @pytest.mark.parametrize(
     ("field", "names"),
     [({"gradients": np.zeros((1, DIM))}, "float64")]
-    + [({"lr_scale": scale}, "lr_scale") for scale in (-0.1, float("nan"), float("inf"))],
+    + [({"lr_scale": scale}, "lr_scale") for scale in (-0.1, float("nan"), float("inf"), 1e39)],
 )
 def test_gradients_of_another_dtype_or_a_senseless_scale_are_refused(shard, field, names):
     with pytest.raises(errors.InvalidRequest, match=names):

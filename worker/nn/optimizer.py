@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from embershard.proto.errors import BadLearningRate
+from embershard.proto.spec import MAX_FLOAT32
 from embershard.proto.spec import Optimizer as RowOptimizer
 from embershard.worker.session.dense import METADATA
 from embershard.worker.session.session import Session
@@ -238,10 +238,10 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def checked_rate(group: dict[str, Any], step: int) -> float:
-    """The learning rate of a group. BadLearningRate where it is negative, NaN or Inf."""
+    """The learning rate of a group. BadLearningRate where it is negative, NaN, or not finite in float32."""
     lr = float(group["lr"])
-    if not (math.isfinite(lr) and lr >= 0.0):
-        raise BadLearningRate(group=_name(group), lr=lr, step=step, why="a rate is a finite number, at least 0")
+    if not 0.0 <= lr <= MAX_FLOAT32:
+        raise BadLearningRate(group=_name(group), lr=lr, step=step, why="a rate is a finite float32, at least 0")
     return lr
 
 
