@@ -451,14 +451,17 @@ def table_overhead(table: TableKey) -> int:
 
 
 class MessageRoom:
-    """What has room in a message to a shard: `limit` bytes in all, and the tables that a frame may have."""
+    """Count how much more a message to a shard can hold: of `limit` bytes in all, of its head, and of its arrays.
+
+    A frame has at most MAX_BUFFERS arrays (two for each table) and MAX_HEAD_BYTES of head; see proto/wire.py.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.nbytes = self._head = self._tables = 0  # left of the message that is filled; there is none yet
 
     def begin(self) -> None:
-        """Begin another message."""
+        """Count for a new, empty message from here on."""
         self.nbytes, self._head = self._limit - MESSAGE_OVERHEAD, MAX_HEAD_BYTES - MESSAGE_OVERHEAD
         self._tables = MAX_BUFFERS // 2  # ids and gradients of each
 

@@ -28,7 +28,7 @@ class BlockSource(Protocol):
         """Samples, where that is known without reading everything."""
 
     def fingerprint(self) -> dict[str, object]:
-        """What tells the files' content, and their order; empty where nothing does."""
+        """Return what changes when a file is edited, added or moved, so that a resumed run warns; empty if unknown."""
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's blocks, in file order or in an order drawn from `shuffle` (the same one on each worker).
@@ -75,7 +75,7 @@ class StreamDataset:
         return self._source(split).num_rows()
 
     def fingerprint(self) -> dict[str, object]:
-        """What tells the content and the order of the files of train; empty where nothing does."""
+        """Return what changes when a file of train is edited, added or moved, for a resumed run; empty if unknown."""
         return self._source("train").fingerprint()
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:

@@ -342,7 +342,7 @@ class TextSource:
         return self.rows
 
     def fingerprint(self) -> dict[str, object]:
-        """What tells the files' content, and their order."""
+        """Return what changes when a file is edited, added or moved: hashes of the files; empty for URLs."""
         return fingerprint(self.paths)
 
     def load(self) -> Samples:

@@ -202,7 +202,7 @@ class DINSection(ModelSection):
 
 
 class DcnSection(ModelSection):
-    """The model DCN-V2."""
+    """DCN-V2: cross layers, which multiply features with each other, and an MLP."""
 
     name: Literal["dcn_v2"]
     cross_layers: Count = 3  # number of cross layers
@@ -214,7 +214,7 @@ class DcnSection(ModelSection):
 
 
 class DlrmSection(ModelSection):
-    """DLRM."""
+    """DLRM: products of pairs of embeddings and of an MLP of the dense features, which a second MLP reads."""
 
     name: Literal["dlrm"]
     bottom: tuple[Count, ...] = (512, 256, 64)  # widths of the layers of the MLP of the dense features
@@ -325,7 +325,7 @@ class BceSection(LossSection):
 
 
 class CclSection(LossSection):
-    """The cosine contrastive loss."""
+    """The cosine contrastive loss (SimpleX): 1 - cosine of the item taken, and negatives above `margin`."""
 
     name: Literal["ccl"]  # type: ignore[assignment]
     margin: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.9  # a negative counts only if its cosine is above it

@@ -103,9 +103,10 @@ class Numbering:
 
 
 class TrainingData:
-    """What tells whether data is that of before a checkpoint: a fingerprint of files, else the number of samples.
+    """Compare the data of train with that of the checkpoint that a run resumes from.
 
-    `warning` says how it differs from that of the checkpoint that was restored, if it does.
+    It compares the fingerprints of files, or the numbers of samples where the data is not of files. `warning` says how
+    they differ; it is empty where they do not.
     """
 
     def __init__(self, dataset: Dataset) -> None:

@@ -99,7 +99,7 @@ class ParquetSource:
         return sum(rows for _, _, rows in self._groups)
 
     def fingerprint(self) -> dict[str, object]:
-        """What tells the files' content, and their order."""
+        """Return what changes when a file is edited, added or moved: the number of rows and, of local files, hashes."""
         return {"rows": sum(rows for _, _, rows in self._groups), **fingerprint(self.paths)}
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
