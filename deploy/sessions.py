@@ -28,6 +28,7 @@ def start_each(starts: Iterable[Callable[[], object]]) -> None:
     the function that an interrupt meets.
     """
     with ThreadPoolExecutor(1) as starter:
+        starter.submit(int).result()  # an interrupt that meets the thread's own start would not wait for it
         for start in starts:
             starter.submit(start).result()
 

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
+from embershard.deploy import sessions
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 
@@ -52,3 +55,21 @@ def test_an_interrupt_that_meets_the_start_of_a_lost_worker_leaves_none_behind(m
     finally:
         for process in started:
             process.kill()
+
+
+def test_an_interrupt_that_meets_the_start_of_the_starting_thread_waits_for_it(monkeypatch):
+    start_thread, started = threading.Thread.start, []
+
+    def start_slowly(thread):
+        start_thread(thread)
+        time.sleep(0.1)
+
+    def start():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        started.append(1)
+
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    with pytest.raises(KeyboardInterrupt):
+        sessions.start_each([start])
+    assert started
