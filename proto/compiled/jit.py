@@ -132,7 +132,10 @@ class _FirstCall:
         self._dispatcher, self._signature, self._parts, self._registries = dispatcher, signature, parts, registries
         self.at_start = at_start
         self._call_template = dispatcher.get_call_template
-        dispatcher._compile_for_args = self._call  # numba: called where no compiled version fits
+        # From the beginning: a call looks at this before it finds its arguments' types, and for a version after, and
+        # a thread that loads the function meanwhile must not change it.
+        dispatcher._can_compile = False
+        dispatcher._search_new_conversions = self._search  # numba: called where no version fits, and looks again
         dispatcher.get_call_template = self._template  # and this where another function calls it
 
     @property
@@ -149,23 +152,18 @@ class _FirstCall:
                 self._dispatcher._cache = self._kept
                 if not self._load_kept():
                     self._compile()
-                self._dispatcher.disable_compile()
-                del self._dispatcher._compile_for_args, self._dispatcher.get_call_template
+                del self._dispatcher._search_new_conversions, self._dispatcher.get_call_template
                 del _pending[self._dispatcher]
 
     def is_kept(self) -> bool:
         with global_compiler_lock:
             return self._kept.is_kept(self._dispatcher.targetctx.codegen().magic_tuple())
 
-    def _call(self, *args: object) -> object:
-        """The code that numba then calls with these arguments, without a further look at them."""
+    def _search(self, *args: object) -> bool:
+        """Whether numba is to look for a version again: now that there is one."""
         self.load()
-        dispatcher, wanted = self._dispatcher, self._signature.args
-        given = [dispatcher.typeof_pyval(arg) for arg in args]
-        can_convert = dispatcher.typingctx.can_convert
-        if len(given) != len(wanted) or None in map(can_convert, given, wanted):
-            raise TypeError(f"{dispatcher.__name__} takes {wanted}, got {tuple(given)}")
-        return dispatcher.overloads[wanted].entry_point
+        self._dispatcher._search_new_conversions(*args)  # numba's own
+        return True
 
     def _template(self, args: object, kwargs: object) -> object:
         self.load()
@@ -198,7 +196,16 @@ class _FirstCall:
             if self.folder is None or not self._load_kept():
                 _log.info("compiling %s", self._kept.name)
                 with _collector_off():
-                    self._dispatcher.compile(self._signature)
+                    self._compile_once()
+
+    def _compile_once(self) -> None:
+        """As the dispatcher's own `compile`, which asks whether it can; other threads must not be told so meanwhile."""
+        dispatcher, signature = self._dispatcher, self._signature
+        dispatcher._cache_misses[signature] += 1
+        with dispatcher._compiling_counter:
+            result = dispatcher._compiler.compile(signature.args, signature.return_type)
+            dispatcher.add_overload(result)
+        dispatcher._cache.save_overload(signature, result)
 
 
 _pending: dict[object, _FirstCall] = {}  # by dispatcher

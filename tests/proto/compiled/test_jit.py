@@ -4,13 +4,22 @@ import importlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numba
+import numpy as np
 import pytest
-from numba.core import caching
+from numba.core import caching, types
 
 from embershard.proto import routing
 from embershard.proto.compiled import intrinsics, jit
+
+
+class Counts(NamedTuple):
+    """What numba finds the type of in Python, where another thread may run meanwhile."""
+
+    values: np.ndarray
 
 
 class TestCompiled:
@@ -83,6 +92,31 @@ class TestCompiled:
         quarter = jit.compiled(numba.float64(numba.int64))(lambda x: half(x) / 2)
         assert quarter(3) == 0.75
         assert [str(signature) for signature in half.signatures] == ["(float64,)"]
+
+    def test_threads_may_call_a_function_first_at_the_same_time(self, monkeypatch):
+        readonly = types.Array(types.int64, 1, "C", readonly=True)
+
+        @jit.compiled(types.int64(readonly, types.NamedUniTuple(types.int64[::1], 1, Counts)))
+        def total(ids, counts):
+            return ids[0] + counts.values[0]
+
+        ids, counts = np.ones(3, np.int64), Counts(np.full(2, 5))  # which can be written: one to convert
+        type_of = total.typeof_pyval
+
+        def type_of_while_another_calls(value):
+            monkeypatch.setattr(total, "typeof_pyval", type_of)
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(total, ids, counts).result() == 6
+            return type_of(value)
+
+        monkeypatch.setattr(total, "typeof_pyval", type_of_while_another_calls)
+        assert total(ids, counts) == 6
+
+    def test_other_types_than_the_declared_ones_are_refused(self):
+        half = jit.compiled(numba.float64(numba.float64))(lambda x: x / 2)
+        for _ in range(2):  # the first call too
+            with pytest.raises(TypeError, match="No matching definition for argument type"):
+                half("3")
 
 
 KERNELS = """
