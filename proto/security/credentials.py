@@ -51,7 +51,7 @@ class Credentials:
         """Read a folder. BadCertificate where its files cannot be used together, now."""
         for _ in range(_READS):
             certificate, key = _read(folder / CERTIFICATE), _read(folder / KEY)
-            authorities, revoked = _read(folder / AUTHORITIES), _read(folder / REVOKED, optional=True)
+            authorities, revoked = _read(folder / AUTHORITIES), _read_optional(folder / REVOKED)
             chain, trusted = (
                 _certificates(folder / CERTIFICATE, certificate),
                 _certificates(folder / AUTHORITIES, authorities),
@@ -192,17 +192,25 @@ def _signature(folder: Path) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _read(path: Path, *, optional: bool = False) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         return path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which gRPC takes for no PEM
     except FileNotFoundError:
-        if optional:
-            return b""
         _refuse(path, Problem.MISSING, "there is no such file", _FOLDER)
     except NotADirectoryError:
         _refuse(path.parent, Problem.MISSING, "it is a file; name its folder", _FOLDER)
     except OSError as error:
         _refuse(path, Problem.UNREADABLE, error.strerror or str(error), "Let this user read it")
+
+
+def _read_optional(path: Path) -> bytes:
+    """The bytes of a file that may be missing; it may be blank, too, but a file of no bytes is one half written."""
+    if not path.exists():
+        return b""
+    data = _read(path)
+    if not data:
+        _refuse(path, Problem.UNREADABLE, "it is empty", "Write it again, or delete it")
+    return data
 
 
 def _certificates(path: Path, data: bytes) -> list[x509.Certificate]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -15,9 +16,15 @@ def make_folder(path: Path) -> None:
 
 
 def sync(path: str | Path) -> None:
-    """Wait until the disk has the names in a folder, or the bytes of a file. OSError."""
+    """Wait until the disk has the names in a folder, or the bytes of a file. OSError.
+
+    Some file systems (of FUSE, SMB shares) can sync no folders and say so: their names are theirs to keep.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP) or not os.path.isdir(path):
+            raise
     finally:
         os.close(handle)

@@ -99,8 +99,11 @@ def test_a_revocation_list_must_be_of_a_trusted_authority(tmp_path):
     issue(tmp_path)
     revoke(tmp_path, tmp_path, authority=Authority.create("another"))
     assert problem_of(tmp_path) == ("foreign", str(tmp_path / "crl.pem"))
-    replace(tmp_path, {"crl.pem": b"nothing"})
-    assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "crl.pem"))
+    for data in (b"nothing", b""):
+        replace(tmp_path, {"crl.pem": data})
+        assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "crl.pem"))
+    replace(tmp_path, {"crl.pem": b"\n"})  # of a service for which there is no file
+    assert not Credentials.load(tmp_path).revoked
 
 
 def test_a_folder_is_read_again_when_a_link_of_it_is_swapped(tmp_path):

@@ -1,11 +1,12 @@
 """Folders whose names are on the disk once they are made."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from embershard.proto.snapshot.folders import make_folder
+from embershard.proto.snapshot.folders import make_folder, sync
 from embershard.proto.snapshot.storage import Storage
 from embershard.ps.journal.disk import LocalDisk
 
@@ -30,3 +31,14 @@ def test_all_folders_that_are_made_have_their_names_on_the_disk(make, tmp_path, 
     make(path)
     assert path.is_dir()
     assert synced == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+
+
+def test_a_file_system_that_can_sync_no_folders_keeps_their_names_itself(tmp_path, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    sync(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync(tmp_path / "file")
