@@ -134,7 +134,7 @@ def prometheus(folder: Path, addresses: list[str]) -> Iterator[str]:
 
 def ask(url: str, query: str) -> list[Any]:
     """What a query of the dashboard returns."""
-    text = query.replace("$run", ".*").replace("$__rate_interval", "15s")
+    text = query.replace("$run", ".*").replace("$instance", ".*").replace("$__rate_interval", "15s")
     body = get(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': text})}")
     found = json.loads(body or b"{}")
     return list(found["data"]["result"]) if found.get("status") == "success" else []

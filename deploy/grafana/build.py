@@ -38,7 +38,13 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_datasource(), _run()]},
+        "templating": {
+            "list": [
+                _datasource(),
+                _variable("run", "Run", "embershard_worker_steps_total"),
+                _variable("instance", "Shards", "embershard_shard_ready"),
+            ]
+        },
         "panels": panels,
     }
 
@@ -67,13 +73,14 @@ def _datasource() -> dict[str, Any]:
     return {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
 
 
-def _run() -> dict[str, Any]:
+def _variable(name: str, label: str, metric: str) -> dict[str, Any]:
+    """Ask for values of a label, of which all are chosen at first."""
     return {
-        "name": "run",
-        "label": "Run",
+        "name": name,
+        "label": label,
         "type": "query",
         "datasource": _SOURCE,
-        "query": "label_values(embershard_worker_steps_total, run)",
+        "query": f"label_values({metric}, {name})",
         "refresh": 2,
         "includeAll": True,
         "multi": True,

@@ -38,7 +38,7 @@ def problems(query):
     found = {name for name in names if name not in known}
     for name, matchers in re.findall(r"(embershard_\w+)\{([^}]*)\}", query):
         labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
-        found |= {f"{name}.{label}" for label in labels - known.get(name, set())}
+        found |= {f"{name}.{label}" for label in labels - known.get(name, set()) - PROMETHEUS_LABELS}
     anywhere = PROMETHEUS_LABELS.union(*(known.get(name, set()) for name in names))
     for grouping in re.findall(r"\b(?:by|on|without)\s*\(([^)]*)\)", query):
         found |= {label for label in re.split(r"[\s,]+", grouping.strip()) if label not in anywhere}
@@ -62,6 +62,13 @@ def test_a_query_asks_for_metrics_and_labels_that_are_exported(query):
 )
 def test_a_query_for_anything_else_is_found(query, problem):
     assert problems(query) == {problem}
+
+
+def test_a_panel_shows_the_chosen_runs_and_shards_only():
+    for query in (query for _, row in ROWS for panel in row for query, _ in panel.queries):
+        assert re.findall(r"embershard_shard_\w+(?!\w)(?!{instance=~\"\$instance\")", query) == []
+        assert re.findall(r"embershard_worker_\w+(?!\w)(?!{run=~\"\$run\")", query) == []
+    assert [one["name"] for one in dashboard()["templating"]["list"]] == ["datasource", "run", "instance"]
 
 
 def test_every_metric_is_drawn_or_tells_what_a_process_is():
