@@ -250,6 +250,22 @@ def test_each_interaction_is_followed_by_samples_of_other_items(tmp_path, by):
     assert first != second
 
 
+@pytest.mark.parametrize("name", ["train.csv", "train.parquet"])
+def test_any_number_of_workers_evaluates_the_same_samples_of_other_items(tmp_path, name):
+    write(tmp_path, name)
+    negatives = {"count": 3, "by": "popularity", "features": ["item"]}
+    section = job_of(tmp_path, " {user: {}, item: {}}", train=name, valid=name, label=[], negatives=negatives).data
+    dataset = section.open(tmp_path, 0)
+
+    def samples(workers, batch_size):
+        batches = [b for rank in range(workers) for b in dataset.evaluate("valid", rank, workers, batch_size)]
+        return sorted(tuple(row) for b in batches for row in np.column_stack([b.ids, b.labels]).tolist())
+
+    found = samples(1, 64)
+    assert len(found) == 4 * ROWS
+    assert samples(2, 64) == samples(3, 50) == found
+
+
 def test_several_labels_may_be_missing_one_by_one(tmp_path):
     (tmp_path / "train.csv").write_text("user,a,b\nx,1,\ny,,0\n")
     dataset = job_of(tmp_path, " {user: {}}", label=["a", "b"], model="{name: mmoe}").data.open(tmp_path, 0)
