@@ -431,9 +431,10 @@ class _Figures:
         if not self._count:
             return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0, "quantiles": [0.0]}
         quantiles = np.quantile(self._sample, np.linspace(0, 1, _QUANTILES)).tolist()
-        is_constant = self._low == self._high  # whose squares are rounding errors, by which others would be divided
-        std = 0.0 if is_constant else (self._squares / self._count) ** 0.5
-        return {"mean": self._mean, "std": std, "min": self._low, "max": self._high, "quantiles": quantiles}
+        mean, std = self._mean, (self._squares / self._count) ** 0.5
+        if self._low == self._high:  # a constant, whose squares are rounding errors, by which others would be divided
+            mean, std = self._low, 0.0
+        return {"mean": mean, "std": std, "min": self._low, "max": self._high, "quantiles": quantiles}
 
 
 def _summed(parts: Sequence[_Counts]) -> _Counts:
