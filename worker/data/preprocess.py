@@ -376,6 +376,7 @@ class Fitting:
             if feature.transform[:1] == ("log",):
                 x = np.log1p(np.maximum(x, 0))
             figures.observe(x[~np.isnan(x)], self._random)
+        counted: set[tuple[object, ...]] = set()  # a column that two features of a table read counts once
         for name, feature in own.features.items():
             table = feature.table or name
             if table in self.unseen and not feature.is_dense:
@@ -384,7 +385,9 @@ class Fitting:
                     self.without_values.discard(table)
                 if np.isin(hashes, self.unseen[table]).any():
                     del self.unseen[table]
-            if not feature.is_dense and own._tables[table]["min_count"] is not None:
+            read = table, feature.column or name, feature.of, feature.separator, feature.weight_separator
+            if not feature.is_dense and own._tables[table]["min_count"] is not None and read not in counted:
+                counted.add(read)
                 values = own._values(name, feature, arrays)
                 found, counts = np.unique(values.hashes(table, feature.weight_separator), return_counts=True)
                 parts = self._counts.setdefault(table, [])

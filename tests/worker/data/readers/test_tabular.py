@@ -196,6 +196,14 @@ def test_counts_of_many_values_are_not_sorted_anew_for_each_block(monkeypatch):
     assert sum(sorted_at_once) < 6 * 6400
 
 
+def test_a_column_that_two_features_of_a_table_read_counts_once_for_min_count(tmp_path):
+    (tmp_path / "train.csv").write_text("item,history,label\na,b|c,0\nb,b|c,1\n")
+    history = "column: history, table: item, separator: '|'"
+    features = f" {{item: {{min_count: 3}}, h: {{type: sequence, {history}}}, mean: {{type: list, {history}}}}}"
+    fitted = job_of(tmp_path, features, model=OWN).data.fit(tmp_path, 0).fitted
+    assert fitted["vocabularies"] == {"item": es.hash_ids("item", ["b"]).tolist()}  # c occurs twice
+
+
 def test_a_checkpoint_gives_what_was_learnt_whatever_became_of_the_files(tmp_path):
     (tmp_path / "train.csv").write_text("user,age,label\na,1,0\na,3,1\nb,5,0\n")
     features = " {user: {min_count: 2}, age: {type: number, transform: standardise}}"
