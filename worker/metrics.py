@@ -81,8 +81,7 @@ def reliability(
     predicted = _sigmoid(logits)
     if not len(labels) or np.isnan(predicted).any():
         return []
-    edges = np.unique(np.quantile(predicted, np.linspace(0, 1, bins + 1)))
-    which = np.searchsorted(edges[1:-1], predicted)
+    which = np.searchsorted(np.quantile(predicted, np.linspace(0, 1, bins + 1)[1:-1]), predicted)
     found = []
     for number in np.unique(which):
         chosen = which == number

@@ -13,6 +13,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.worker.data.batch import Samples, Schema
 from embershard.worker.data.stream import BlockSource, StreamDataset
 
+Shares = npt.NDArray[np.float64]
 _PRIME = np.int64(0x100000001B3)
 
 
@@ -60,10 +61,7 @@ class ItemPool:
         """Add the items of these training rows, with their counts, to those that negatives are drawn from."""
         ids = rows.ids[:, self._columns]
         dense = np.empty((len(rows), 0), np.float32) if rows.dense is None else rows.dense[:, self._dense_columns]
-        keys = np.zeros(len(rows), np.int64)
-        for column in ids.T:
-            keys = (keys ^ column) * _PRIME
-        self._parts.append(_distinct([_Items(keys, np.ones(len(rows), np.int64), ids, dense)]))
+        self._parts.append(_distinct([_Items(_keys(ids), np.ones(len(rows), np.int64), ids, dense)]))
         if sum(len(part.keys) for part in self._parts[1:]) > len(self._parts[0].keys):  # else each block would sort all
             self._parts = [_distinct(self._parts)]
 
@@ -73,23 +71,33 @@ class ItemPool:
             self._parts = [_distinct(self._parts)]
         return self._parts[0]
 
-    def beside(self, rows: Samples, random: np.random.Generator) -> Samples:
-        """Each sample, then as many of other items, whose labels are 0."""
+    def beside(self, rows: Samples, shares: Shares) -> Samples:
+        """Each sample, then `count` of other items, whose labels are 0.
+
+        `shares` (N * count,), in 0 to below 1, choose them: each says which share of all draws comes before its item.
+        """
         each = 1 + self.sampling.count
         out = rows.take(np.repeat(np.arange(len(rows)), each))
         drawn = np.flatnonzero(np.arange(len(out)) % each)
-        picks = self._draw(len(drawn), random)
+        picks = self._picked(shares)
         out.ids[np.ix_(drawn, self._columns)] = self._items.ids[picks]
         if out.dense is not None and len(self._dense_columns):
             out.dense[np.ix_(drawn, self._dense_columns)] = self._items.dense[picks]
         out.labels[drawn] = 0
         return out
 
-    def _draw(self, count: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        if self.sampling.by == "uniform":
-            return random.integers(len(self), size=count)
+    def _picked(self, shares: Shares) -> npt.NDArray[np.int64]:
         ends = np.cumsum(self._items.counts)
-        return np.searchsorted(ends, random.integers(ends[-1], size=count), side="right")
+        draws: Ids = (shares * (len(self) if self.sampling.by == "uniform" else ends[-1])).astype(np.int64)
+        return draws if self.sampling.by == "uniform" else np.searchsorted(ends, draws, side="right")
+
+
+def _keys(ids: Ids) -> Ids:
+    """(N,) a key of each row of ids."""
+    keys = np.zeros(len(ids), np.int64)
+    for column in ids.T:
+        keys = (keys ^ column) * _PRIME
+    return keys
 
 
 def _distinct(parts: Sequence[_Items]) -> _Items:
@@ -100,7 +108,10 @@ def _distinct(parts: Sequence[_Items]) -> _Items:
 
 
 class InteractionStream(StreamDataset):
-    """A stream of interactions, each followed by samples of other items; new ones in each epoch."""
+    """A stream of interactions, each followed by samples of other items; new ones in each epoch.
+
+    In an evaluation a row's own ids choose them, so that they are the same whichever worker reads the row.
+    """
 
     def __init__(self, stream: StreamDataset, pool: ItemPool) -> None:
         self.__dict__.update(stream.__dict__)
@@ -111,9 +122,19 @@ class InteractionStream(StreamDataset):
         count = super().num_samples(split)
         return None if count is None else count * (1 + self._pool.sampling.count)
 
-    def prepared(self, blocks: Iterator[Samples], random: np.random.Generator) -> Iterator[Samples]:
+    def prepared(self, blocks: Iterator[Samples], random: np.random.Generator | None) -> Iterator[Samples]:
         """Blocks with samples of other items."""
-        return (self._pool.beside(block, random) for block in blocks if len(block))
+        return (self._pool.beside(block, self._shares(block, random)) for block in blocks if len(block))
+
+    def _shares(self, rows: Samples, random: np.random.Generator | None) -> Shares:
+        count = self._pool.sampling.count
+        if random is not None:
+            return random.random(len(rows) * count)
+        from embershard.worker.data.hashing import hash_numbers  # here: its kernels need numba
+
+        draws = hash_numbers("row", _keys(rows.ids))[:, None] + np.arange(count)
+        hashes = hash_numbers(f"negatives {self._seed}", draws.reshape(-1))
+        return (hashes >> 9).astype(np.float64) / 2.0**53  # of 53 bits, as a float64 has
 
 
 def observe_all(pool: ItemPool, source: BlockSource) -> ItemPool:

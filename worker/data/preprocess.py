@@ -376,6 +376,7 @@ class Fitting:
             if feature.transform[:1] == ("log",):
                 x = np.log1p(np.maximum(x, 0))
             figures.observe(x[~np.isnan(x)], self._random)
+        counted: set[tuple[object, ...]] = set()  # a column that two features of a table read counts once
         for name, feature in own.features.items():
             table = feature.table or name
             if table in self.unseen and not feature.is_dense:
@@ -384,7 +385,9 @@ class Fitting:
                     self.without_values.discard(table)
                 if np.isin(hashes, self.unseen[table]).any():
                     del self.unseen[table]
-            if not feature.is_dense and own._tables[table]["min_count"] is not None:
+            read = table, feature.column or name, feature.of, feature.separator, feature.weight_separator
+            if not feature.is_dense and own._tables[table]["min_count"] is not None and read not in counted:
+                counted.add(read)
                 values = own._values(name, feature, arrays)
                 found, counts = np.unique(values.hashes(table, feature.weight_separator), return_counts=True)
                 parts = self._counts.setdefault(table, [])
@@ -431,9 +434,10 @@ class _Figures:
         if not self._count:
             return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0, "quantiles": [0.0]}
         quantiles = np.quantile(self._sample, np.linspace(0, 1, _QUANTILES)).tolist()
-        is_constant = self._low == self._high  # whose squares are rounding errors, by which others would be divided
-        std = 0.0 if is_constant else (self._squares / self._count) ** 0.5
-        return {"mean": self._mean, "std": std, "min": self._low, "max": self._high, "quantiles": quantiles}
+        mean, std = self._mean, (self._squares / self._count) ** 0.5
+        if self._low == self._high:  # a constant, whose squares are rounding errors, by which others would be divided
+            mean, std = self._low, 0.0
+        return {"mean": mean, "std": std, "min": self._low, "max": self._high, "quantiles": quantiles}
 
 
 def _summed(parts: Sequence[_Counts]) -> _Counts:

@@ -89,11 +89,11 @@ class StreamDataset:
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """This worker's blocks in file order; the share may be empty."""
         check_share(rank, world_size, batch_size)
-        blocks = self.prepared(self._source(split).blocks(rank, world_size, None), np.random.default_rng(self._seed))
+        blocks = self.prepared(self._source(split).blocks(rank, world_size, None), None)
         return (rows.batch() for rows in in_batches(blocks, batch_size))
 
-    def prepared(self, blocks: Iterator[Samples], random: np.random.Generator) -> Iterator[Samples]:
-        """Blocks as they are to be used; here: as they are read."""
+    def prepared(self, blocks: Iterator[Samples], random: np.random.Generator | None) -> Iterator[Samples]:
+        """Blocks as they are to be used, without `random` for an evaluation; here: as they are read."""
         return blocks
 
     def _train(self, blocks: Iterator[Samples], rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:

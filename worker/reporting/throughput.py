@@ -19,6 +19,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.reporting.records import Interval, StepBytes
 
 INTERVAL_SECONDS = 1.0
+_NOBODY = -1  # whose samples are those that a resumed run cannot divide evenly among its workers
 
 T = TypeVar("T")
 
@@ -98,8 +99,8 @@ class Throughput:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore the state that `state_dict` returned, maybe with another number of workers."""
-        self.samples = round(state["all_samples"] / self._world_size)
-        self._counts = dict.fromkeys(range(self._world_size), self.samples)
+        self.samples, rest = divmod(int(state["all_samples"]), self._world_size)
+        self._counts = {**dict.fromkeys(range(self._world_size), self.samples), _NOBODY: rest}
         self._met_at = self.samples
         # a checkpoint of an earlier version does not tell them apart
         workers, data = state.get("waited_for_workers", 0.0), state.get("waited_for_data", 0.0)

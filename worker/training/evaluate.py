@@ -88,10 +88,10 @@ class Evaluator:
         if self._dataset.evaluation == "ranking":
             return [self._rank(split)]
         schema = self._dataset.schema
-        collectors, column = self._metrics.collectors(schema.labels), self._metrics.group_column(schema)
+        collectors = self._metrics.collectors(schema.labels)
         for batch in self._dataset.evaluate(split, *self._group.share, self._batch_size):
             logits = self._forward(self._model, to_device(batch, self._device))
-            groups = batch.groups if column is None else batch.ids[:, column]
+            groups = self._metrics.groups_of(batch, schema)
             for collector in collectors:
                 collector.update(logits, batch.labels, groups, batch.weights)
         return collectors
@@ -184,16 +184,23 @@ class Metrics:
         built_in: list[Pointwise | Labels | Candidates] = [Candidates(self.top_k)]
         return built_in + [Pointwise()] * bool(self.own)
 
-    def group_column(self, schema: Schema) -> int | None:
-        """The column of ids that groups samples; None where that is left to the batches."""
+    def groups_of(self, batch: Batch, schema: Schema) -> torch.Tensor | None:
+        """(B,) int64: the ids of the feature that groups samples, or else the batch's own groups, if it has some."""
         if self.groups is None:
-            return None
+            return batch.groups
         starts = {field.name: field.start for field in schema.fields}
-        return starts[self.groups] if starts else schema.features.index(self.groups)
+        return batch.ids[:, starts[self.groups] if starts else schema.features.index(self.groups)]
 
     def compute(self, collectors: Sequence[Collector], split: str = "") -> Figures:
         """The figures of what was collected of a split. UserCodeFailed, naming it, where a user's metric raises."""
-        found = collectors[0].compute()
+        found = collectors[0].compute() | self.of_user(collectors, split)
+        if not self.names:
+            return {name: value for name, value in found.items() if name.partition("@")[0] not in _IF_NAMED}
+        return {name: found[name] for name in (*self.names, *(_COUNTS & found.keys()))}
+
+    def of_user(self, collectors: Sequence[Collector], split: str = "") -> Figures:
+        """The figures of the user's metrics; errors as of `compute`."""
+        found: Figures = {}
         for metric in self.own:
             scores = collectors[-1]
             if isinstance(scores, Labels):
@@ -202,9 +209,7 @@ class Metrics:
             else:
                 assert isinstance(scores, Pointwise)
                 found[metric.name] = metric(*scores.arrays(), split=split)
-        if not self.names:
-            return {name: value for name, value in found.items() if name.partition("@")[0] not in _IF_NAMED}
-        return {name: found[name] for name in (*self.names, *(_COUNTS & found.keys()))}
+        return found
 
 
 def metrics_of(job: Job) -> Metrics:

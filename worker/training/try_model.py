@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ def try_model(job: Job, schema: Schema, batches: Mapping[str, Batch]) -> None:
             else:
                 model.eval()
                 with torch.no_grad():
-                    _try_metrics(metrics, batch, forward(model, batch))
+                    _try_metrics(metrics, schema, batch, forward(model, batch))
                 model.train()
         except (EmbershardError, IndexError) as error:
             _explain_ids(job, model, batch, split, error)
@@ -108,17 +107,18 @@ def _where(job: Job) -> str:
     return where_defined(find(name)) if ":" in name else ""
 
 
-def _try_metrics(metrics: Metrics, batch: Batch, logits: Tensor) -> None:
+def _try_metrics(metrics: Metrics, schema: Schema, batch: Batch, logits: Tensor) -> None:
     if not metrics.own:
         return
-    labels = batch.labels
-    if len(labels) > 1 and bool((labels == labels[0]).all()):
-        # the first samples may have one class where the split has two, and many metrics want both
-        labels = torch.arange(len(labels)) % 2
-    arrays = labels.numpy().astype(np.float32), logits.numpy().astype(np.float32)
-    for metric in metrics.own:
-        groups, weights = (None if part is None else part.numpy() for part in (batch.groups, batch.weights))
-        metric(*arrays, groups, weights)
+    labels = batch.labels.clone()
+    for own in labels.unbind(1) if len(schema.labels) > 1 else (labels,):
+        known = own[~own.isnan()]
+        if own.numel() > 1 and bool((known == known[:1]).all()):
+            # the first samples may have one class where the split has two, and many metrics want both
+            own.copy_(torch.arange(own.numel()).view(own.shape) % 2)
+    collectors = metrics.collectors(schema.labels)
+    collectors[-1].update(logits, labels, metrics.groups_of(batch, schema), batch.weights)
+    metrics.of_user(collectors)
 
 
 def _explain_ids(job: Job, model: nn.Module, batch: Batch, split: str, error: Exception) -> None:

@@ -343,6 +343,8 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(make_session, mo
     again = Throughput(session, 2)
     again.load_state_dict(meter.state_dict())
     assert again.waited == meter.waited
+    again.load_state_dict({**meter.state_dict(), "all_samples": 61})
+    assert again.all_samples == 61  # which two workers cannot have trained alike
 
 
 def test_batches_that_the_training_thread_makes_are_waited_for_and_others_only_as_the_session_says(

@@ -92,7 +92,7 @@ def weighed(labels, scores, weights):
 def by_group(labels, scores, groups):
     return float(len(set(groups.tolist())))
 def two_classes(labels, scores):
-    if len(set(labels.tolist())) < 2:
+    if len(set(labels.tolist())) != 2:
         raise ValueError("one class")
     return 1.0
 def word(labels, scores):
@@ -285,6 +285,16 @@ def test_a_metric_that_wants_two_classes_is_tried_with_both_and_named_where_the_
         Trainer(settings, data, None, WorkerGroup()).run()
     assert error.value.fields["where"] == line_of('raise ValueError("one class")')
     assert "valid, whose 32 labels are all 1" in error.value.fields["what"]
+
+
+def test_a_metric_is_tried_as_it_is_computed_of_one_label_without_missing_ones_and_by_the_groups_of_the_job():
+    schema = Schema(("C1", "b", "c"), 0, ROWS, labels=("x", "y"))
+    labels = torch.stack([torch.ones(16), torch.arange(16.0) % 2], 1)
+    labels[3, 0] = torch.nan
+    batch = dataclasses.replace(first_batches(dataset())["valid"], labels=labels)
+    metrics = ["auc", "mine_job:two_classes", "mine_job:by_group"]
+    settings = job("Wide", metrics=metrics, evaluate={"groups": "C1"})
+    try_model(settings, schema, {"train": batch, "valid": batch})
 
 
 def test_groups_reach_a_metric_and_a_callback_that_fails_ends_the_run(line_of):

@@ -192,13 +192,12 @@ def test_decimals_that_are_no_category_split_rows(tmp_path, split, is_coded):
 
 
 def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_errors(tmp_path):
-    columns, features = (
-        {"user": ["u"] * 400, "x": [1234567.1] * 400},
-        "{user: {}, x: {type: number, transform: standardise}}",
-    )
+    columns = {"user": ["u"] * 401, "x": [1234567.1] * 401, "y": [0.7e30] * 401}
+    features = "{user: {}, x: {type: number, transform: standardise}, y: {type: number, transform: standardise}}"
     section = section_of(tmp_path, columns, features).fit(tmp_path, 0)
-    _, dense = section.preprocessor()({"user": ["u"] * 2, "x": [1234567.1, 1234569.1]})
+    _, dense = section.preprocessor()({"user": ["u"] * 2, "x": [1234567.1, 1234569.1], "y": [0.7e30] * 2})
     assert dense[:, 0].tolist() == pytest.approx([0, 2], abs=1e-6)
+    assert dense[:, 1].tolist() == [0, 0]
 
 
 def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path):

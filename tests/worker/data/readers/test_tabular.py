@@ -196,6 +196,14 @@ def test_counts_of_many_values_are_not_sorted_anew_for_each_block(monkeypatch):
     assert sum(sorted_at_once) < 6 * 6400
 
 
+def test_a_column_that_two_features_of_a_table_read_counts_once_for_min_count(tmp_path):
+    (tmp_path / "train.csv").write_text("item,history,label\na,b|c,0\nb,b|c,1\n")
+    history = "column: history, table: item, separator: '|'"
+    features = f" {{item: {{min_count: 3}}, h: {{type: sequence, {history}}}, mean: {{type: list, {history}}}}}"
+    fitted = job_of(tmp_path, features, model=OWN).data.fit(tmp_path, 0).fitted
+    assert fitted["vocabularies"] == {"item": es.hash_ids("item", ["b"]).tolist()}  # c occurs twice
+
+
 def test_a_checkpoint_gives_what_was_learnt_whatever_became_of_the_files(tmp_path):
     (tmp_path / "train.csv").write_text("user,age,label\na,1,0\na,3,1\nb,5,0\n")
     features = " {user: {min_count: 2}, age: {type: number, transform: standardise}}"
@@ -248,6 +256,22 @@ def test_each_interaction_is_followed_by_samples_of_other_items(tmp_path, by):
         assert share == pytest.approx(0.1 if by == "uniform" else 0.82, abs=0.03)
     first, second = (sorted(zip(*b[0].ids.T.tolist(), strict=True)) for b in batches[:2])
     assert first != second
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.parquet"])
+def test_any_number_of_workers_evaluates_the_same_samples_of_other_items(tmp_path, name):
+    write(tmp_path, name)
+    negatives = {"count": 3, "by": "popularity", "features": ["item"]}
+    section = job_of(tmp_path, " {user: {}, item: {}}", train=name, valid=name, label=[], negatives=negatives).data
+    dataset = section.open(tmp_path, 0)
+
+    def samples(workers, batch_size):
+        batches = [b for rank in range(workers) for b in dataset.evaluate("valid", rank, workers, batch_size)]
+        return sorted(tuple(row) for b in batches for row in np.column_stack([b.ids, b.labels]).tolist())
+
+    found = samples(1, 64)
+    assert len(found) == 4 * ROWS
+    assert samples(2, 64) == samples(3, 50) == found
 
 
 def test_several_labels_may_be_missing_one_by_one(tmp_path):
