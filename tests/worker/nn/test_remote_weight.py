@@ -501,6 +501,30 @@ def test_a_change_in_place_is_an_error(make_session, change):
     assert torch.equal(model.items.weight, before)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_evaluation_may_have_other_values_of_a_table_for_a_while(make_session, grad):
+    plain, _, model, session = torch_and_ours(make_session)
+    own = model(IDS).detach()
+    weights = [(net.items.weight, net.items.weight.data.clone()) for net in (plain, model)]
+    for weight, values in weights:
+        weight.data.copy_(2 * values)
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(model(IDS), plain(IDS))
+    for weight, values in weights:
+        weight.data.copy_(values)
+    assert torch.equal(model(IDS), own)
+    session.step()  # no ParameterChanged
+    assert torch.equal(model(IDS), own)
+
+
+def test_rows_with_max_norm_are_not_read_past_other_values(make_session):
+    model = nn.Embedding.from_pretrained(torch.full((12, 4), 0.1), freeze=False, max_norm=1.0)
+    model = es.wrap(model, make_session(1), optimizer=es.SGD(lr=0.1))
+    model.weight.data.mul_(2.0)  # still within the norm
+    with torch.no_grad(), pytest.raises(ParameterChanged):
+        model(IDS)
+
+
 REFUSED = {
     "copy": (copy.deepcopy, TypeError),
     "pickle": (pickle.dumps, TypeError),
