@@ -249,12 +249,17 @@ class RemoteWeight(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """ParameterChanged, but for a model that moves: a tied layer assigns what it read, on the new device."""
+        """Put the own values back. ParameterChanged for others.
+
+        A model that moves does the same: a tied layer assigns what it read, on the new device.
+        """
         whole = self._whole
         if whole is None or value.dtype != whole.dtype:
             raise ParameterChanged(parameter=self.table.spec.name)
         if value.device == self.device:
             is_same = value.data_ptr() == whole.data_ptr()
+            if not is_same and self._shown is not None and (is_same := have_same_values(self._shown, value)):
+                whole.detach().copy_(value)
         else:
             is_same = torch.equal(value.to(whole.device), whole.detach())
         if not is_same:

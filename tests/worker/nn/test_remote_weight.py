@@ -517,6 +517,26 @@ def test_an_evaluation_may_have_other_values_of_a_table_for_a_while(make_session
     assert torch.equal(model(IDS), own)
 
 
+@pytest.mark.parametrize("assigned", [False, True])
+def test_an_attack_on_the_rows_trains_as_in_torch(make_session, assigned):
+    """Miyato et al. 2017: a second backward at rows that went along the gradient, and then the own rows again."""
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for _ in range(3):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            net.zero_grad()
+            net(IDS).sin().sum().backward()
+            weight, own = net.items.weight, net.items.weight.data.clone()
+            weight.data.add_(weight.grad / weight.grad.norm())
+            net(IDS).sin().sum().backward()
+            if assigned:
+                weight.data = own
+            else:
+                weight.data.copy_(own)
+            step()
+    for name, values in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], values, rtol=0, atol=1e-6)
+
+
 def test_rows_with_max_norm_are_not_read_past_other_values(make_session):
     model = nn.Embedding.from_pretrained(torch.full((12, 4), 0.1), freeze=False, max_norm=1.0)
     model = es.wrap(model, make_session(1), optimizer=es.SGD(lr=0.1))
