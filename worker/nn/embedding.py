@@ -199,7 +199,12 @@ class _RemoteRows(nn.Module):
         """All rows, where this step reads them anyway, or where another tensor takes the weight's place."""
         weight = self._weight
         if isinstance(weight, RemoteWeight):
-            return weight.for_lookups() if weight.in_use and self.max_norm is None else None
+            if not weight.in_use:
+                return None
+            if self.max_norm is None:
+                return weight.for_lookups()
+            weight.check_unchanged()  # the rows are read, and scaled, on the shards
+            return None
         return weight  # of torch.func.functional_call
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:

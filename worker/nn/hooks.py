@@ -98,7 +98,8 @@ class _Hook:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a wrapped model holds a session and cannot be copied or pickled: copy the model before wrapping it, "
-            "save model.state_dict(), and keep it out of the dataset and collate_fn of a DataLoader with workers"
+            "save model.state_dict(), average its dense weights with embershard.WeightAverage, and keep it out of the "
+            "dataset and collate_fn of a DataLoader with workers"
         )
 
 

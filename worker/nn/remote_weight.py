@@ -85,7 +85,7 @@ class RemoteWeight(nn.Parameter):
     _whole: Tensor | None  # (num_embeddings, dim), a leaf, while it is as the step wants it
     _read_at: int  # clock
     _whole_version: int  # of the whole, as it was read
-    _shown: Tensor | None  # a copy of the whole, where somebody got it apart from autograd: numpy raises no version
+    _shown: Tensor | None  # a copy of the whole, where somebody got it apart from autograd
     _used: bool  # as a whole, and with a gradient, in this step
     _was_used: bool  # in the step before
     _reads_whole: bool  # whether lookups do
@@ -108,8 +108,11 @@ class RemoteWeight(nn.Parameter):
         A whole that somebody only looked at does not change which rows are trained. All lookups of a step read alike:
         an activation checkpoint repeats some in backward, and takes what these save for what it has saved.
         """
-        if not (torch.is_grad_enabled() and self.requires_grad):
-            return self._whole_of_step() if self._is_current() else None
+        is_trained = torch.is_grad_enabled() and self.requires_grad
+        if self._is_current() and (not is_trained or self._is_changed()):  # to other values, for an evaluation
+            return self._whole_of_step()
+        if not is_trained:
+            return None
         clock = self.table.session.clock
         if self._chosen_at != clock:
             self._chosen_at = clock
@@ -150,18 +153,21 @@ class RemoteWeight(nn.Parameter):
     def forget(self) -> None:
         """Read the whole anew at its next use."""
         self.check_unchanged()
-        self._whole = None
+        self._whole = self._shown = None
 
     def check_unchanged(self) -> None:
-        """ParameterChanged where somebody changed the values that were read."""
-        whole, shown = self._whole, self._shown
-        self._shown = None
-        if whole is None:
-            return
-        same = shown is None or have_same_values(shown, whole.detach())
-        if whole._version != self._whole_version or not same:
-            self._whole = None
+        """ParameterChanged where somebody changed the values that were read, and did not put them back."""
+        if self._is_changed():
+            self._whole = self._shown = None
             raise ParameterChanged(parameter=self.table.spec.name)
+
+    def _is_changed(self) -> bool:
+        """Whether the values that were read are others now; numpy raises no version, and who puts them back does."""
+        if self._whole is None:
+            return False
+        if self._shown is None:
+            return self._whole._version != self._whole_version
+        return not have_same_values(self._shown, self._whole.detach())
 
     def move(self, device: torch.device) -> None:
         """Have the rows on another device."""
@@ -235,20 +241,25 @@ class RemoteWeight(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The whole table, apart from autograd; a change in it is found at the next step, as ParameterChanged."""
+        """The whole table, apart from autograd; a change that lasts is found at the next step, as ParameterChanged."""
         whole = self._whole_of_step().detach()
-        if self._shown is None and whole.device.type == "cpu":  # numpy writes to no other memory
+        if self._shown is None and whole._version == self._whole_version:
             self._shown = whole.clone()
         return whole
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """ParameterChanged, but for a model that moves: a tied layer assigns what it read, on the new device."""
+        """Put the own values back. ParameterChanged for others.
+
+        A model that moves does the same: a tied layer assigns what it read, on the new device.
+        """
         whole = self._whole
         if whole is None or value.dtype != whole.dtype:
             raise ParameterChanged(parameter=self.table.spec.name)
         if value.device == self.device:
             is_same = value.data_ptr() == whole.data_ptr()
+            if not is_same and self._shown is not None and (is_same := have_same_values(self._shown, value)):
+                whole.detach().copy_(value)
         else:
             is_same = torch.equal(value.to(whole.device), whole.detach())
         if not is_same:

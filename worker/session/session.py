@@ -626,7 +626,8 @@ class Session:
     def close(self) -> None:
         """Wait for requests in flight and close the connections; gradients that were not pushed are dropped.
 
-        Residuals are dropped too: the log says how many rows of which table.
+        Residuals are dropped too: the log says how many rows of which table. It also names a weight that was changed in
+        this process since the last step, which the shards do not have.
         """
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)
@@ -639,6 +640,14 @@ class Session:
                 'to send them, call session.compress("%s", push="none") and session.step() before',
                 name, rows, name,
             )  # fmt: skip
+        held: list[DenseWeights | WholeTable] = [*self.registry.dense, *self._whole_tables]
+        for weights in held:
+            try:
+                weights.check_unchanged()
+            except ParameterChanged as error:
+                _log.warning("the session was closed after a change that the shards do not have: %s", error)
+            except (ValueError, NotImplementedError):
+                continue  # of another type, or without memory: nobody wants these values back on the shards
         self._prefetched.forget()
         self._collected.clear()
         self.client.close()

@@ -240,6 +240,17 @@ def test_an_evaluation_may_have_other_values_for_a_while(counted):
     assert torch.equal(model(IDS), own)
 
 
+@pytest.mark.parametrize("name", ["scale", "embedding.weight"])
+def test_a_change_that_the_shards_never_get_is_named_as_the_session_is_closed(counted, caplog, name):
+    for changed in (False, True):
+        session, _ = counted(1)
+        weight = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1)).get_parameter(name)
+        if changed:
+            weight.detach()[:] = 7.0  # as averages that a callback puts in place after the last step
+        session.close()
+        assert (f"parameter {name.removesuffix('.weight')!r} was changed" in caplog.text) == changed
+
+
 def test_a_step_of_torch_looks_once_at_all_weights(counted, monkeypatch):
     session, _ = counted(1)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))

@@ -501,6 +501,50 @@ def test_a_change_in_place_is_an_error(make_session, change):
     assert torch.equal(model.items.weight, before)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_evaluation_may_have_other_values_of_a_table_for_a_while(make_session, grad):
+    plain, _, model, session = torch_and_ours(make_session)
+    own = model(IDS).detach()
+    weights = [(net.items.weight, net.items.weight.data.clone()) for net in (plain, model)]
+    for weight, values in weights:
+        weight.data.copy_(2 * values)
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(model(IDS), plain(IDS))
+    for weight, values in weights:
+        weight.data.copy_(values)
+    assert torch.equal(model(IDS), own)
+    session.step()  # no ParameterChanged
+    assert torch.equal(model(IDS), own)
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_an_attack_on_the_rows_trains_as_in_torch(make_session, assigned):
+    """Miyato et al. 2017: a second backward at rows that went along the gradient, and then the own rows again."""
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for _ in range(3):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            net.zero_grad()
+            net(IDS).sin().sum().backward()
+            weight, own = net.items.weight, net.items.weight.data.clone()
+            weight.data.add_(weight.grad / weight.grad.norm())
+            net(IDS).sin().sum().backward()
+            if assigned:
+                weight.data = own
+            else:
+                weight.data.copy_(own)
+            step()
+    for name, values in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], values, rtol=0, atol=1e-6)
+
+
+def test_rows_with_max_norm_are_not_read_past_other_values(make_session):
+    model = nn.Embedding.from_pretrained(torch.full((12, 4), 0.1), freeze=False, max_norm=1.0)
+    model = es.wrap(model, make_session(1), optimizer=es.SGD(lr=0.1))
+    model.weight.data.mul_(2.0)  # still within the norm
+    with torch.no_grad(), pytest.raises(ParameterChanged):
+        model(IDS)
+
+
 REFUSED = {
     "copy": (copy.deepcopy, TypeError),
     "pickle": (pickle.dumps, TypeError),
