@@ -281,7 +281,7 @@ class Preprocessor:
         if given["bucketised"]:
             ids = self._buckets(name, feature, values)
         elif given["ids"] == "exact":
-            ids = values.exact_ids(given["num_ids"] or NUM_HASHED_IDS)
+            ids = values.exact_ids(given["num_ids"] or NUM_HASHED_IDS, feature.weight_separator)
         else:
             ids = values.hashes(table, feature.weight_separator)
             if given["buckets"] is not None:

@@ -64,13 +64,16 @@ class ColumnValues:
         """The hash of each value."""
         return hashes_of(table, self.column, self.flat, self.row, weight_separator)
 
-    def exact_ids(self, limit: int) -> Ids:
+    def exact_ids(self, limit: int, weight_separator: str | None) -> Ids:
         """The ids that the values are already; BadValue for one that is not in 0 to below `limit`."""
         bound = f"num_ids {limit}" if limit != NUM_HASHED_IDS else "2**62; leave ids: exact out to hash any value"
+        values = decoded(self.column, self.flat, self.row)
+        if weight_separator is not None:
+            values = _without_weights(texts_of(self.column, values, self.row), weight_separator)
         try:
-            array = decoded(self.column, self.flat, self.row).cast(pa.int64())
+            array = values.cast(pa.int64())
         except pa.ArrowException:
-            texts = texts_of(self.column, self.flat)
+            texts = texts_of(self.column, values)
             wrong = np.flatnonzero(~np.asarray(pc.match_substring_regex(texts, r"^[0-9]{1,18}$")))
             place = int(wrong[0]) if len(wrong) else 0
             text = texts[place].as_py()
@@ -105,6 +108,10 @@ class ColumnValues:
             numbers = numbers[(place >= 0) & (place < out.shape[1])]
         out[...] = fill
         out[np.arange(out.shape[1]) < kept[:, None]] = numbers
+
+
+def _without_weights(texts: pa.Array, separator: str) -> pa.Array:
+    return pc.list_element(pc.split_pattern(texts, separator, max_splits=1, reverse=True), 0)
 
 
 def _last(parts: pa.Array) -> pa.Array:
@@ -201,7 +208,7 @@ def hashes_of(
         return hash_column(table, array)
     texts = texts_of(column, array, row)
     if weight_separator is not None:
-        texts = pc.list_element(pc.split_pattern(texts, weight_separator, max_splits=1, reverse=True), 0)
+        texts = _without_weights(texts, weight_separator)
     return hash_texts(table, texts)
 
 

@@ -75,6 +75,15 @@ def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[st
     return lambda module, batch: bce(forward(module, batch), batch.labels, batch.weights, **args)
 
 
+def weight_by(model: nn.Module, *, own_loss: bool) -> Callable[[Batch], float]:
+    """How a batch counts among others: by what the loss is a mean over; for the user's `own_loss` by its samples."""
+    if own_loss:
+        return len
+    if isinstance(model, ListRecommender):
+        return lambda batch: model.num_lists(batch.ids)
+    return lambda batch: batch.weight
+
+
 def bce(
     logits: Tensor, labels: Tensor, weights: Tensor | None = None, *, label_weights: Sequence[float] = ()
 ) -> Tensor:

@@ -69,6 +69,10 @@ class ListRecommender(Recommender):
         """Logits of ids and dense as a Recommender's, or for a loss over lists (R, C), which `split_lists` takes."""
         raise NotImplementedError
 
+    def num_lists(self, ids: Tensor) -> int:
+        """R of `split_lists`, for ids with lists: the loss is a mean over so many."""
+        return len(ids)
+
     def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(R,) scores of the own items, and (R, C) of others, -inf where one is no negative of its row."""
         return scores[:, 0], scores[:, 1:]

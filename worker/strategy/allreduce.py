@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.errors import JobError, WorkerLost
+from embershard.worker.device import is_dtensor
 from embershard.worker.strategy.protocol import StepBatch
 
 
@@ -118,8 +119,7 @@ def all_reduced(model: nn.Module, *, views: bool, group: dist.ProcessGroup | Non
 
 def check_used(module: nn.Module, loss: torch.Tensor) -> None:
     """JobError where backward would give no gradient to a parameter that FSDP is to sum: all would hang."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards a model has imported it
-    if fsdp is None or not any(isinstance(part, fsdp.FSDPModule) for part in module.modules()):
+    if not _sharded_parts(module):
         return
     used, seen, nodes = set(), set(), [loss.grad_fn]
     while nodes:
@@ -137,7 +137,8 @@ def check_used(module: nn.Module, loss: torch.Tensor) -> None:
 
 
 def check_reduced(module: nn.Module) -> None:
-    """JobError where backward gave a parameter no gradient that DistributedDataParallel is to sum: all would hang."""
+    """JobError where backward left a gradient to be summed, after which all would hang, or each worker has its own."""
+    _check_sharded(module)
     if not isinstance(module, DistributedDataParallel):
         return
     try:
@@ -145,6 +146,24 @@ def check_reduced(module: nn.Module) -> None:
     except RuntimeError:
         trained = [(name, parameter) for name, parameter in module.module.named_parameters() if parameter.requires_grad]
         raise _left_out([name for name, parameter in trained if parameter.grad is None]) from None
+
+
+def _sharded_parts(module: nn.Module) -> list[nn.Module]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards a model has imported it
+    return [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+
+
+def _check_sharded(module: nn.Module) -> None:
+    # FSDP sums the gradients of a part whose forward was called; else they stay with the whole weights
+    in_parts = {id(parameter) for part in _sharded_parts(module) for parameter in part.parameters()}
+    named = module.named_parameters() if in_parts else ()
+    alone = [name for name, its in named if id(its) in in_parts and its.grad is not None and not is_dtensor(its)]
+    if alone:
+        reason = (
+            f"fsdp did not sum the gradient of {', '.join(alone)}: it does where a module is called, as in "
+            "self.encoder(x), and not where another method of it, or its weight, is used: call it, or use ddp"
+        )
+        raise JobError(where="model", reason=reason)
 
 
 def _left_out(parameters: Sequence[str]) -> JobError:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from embershard.proto.errors import JobError
 from embershard.proto.spec import Optimizer
 from embershard.worker.job.training import DenseMode
+from embershard.worker.models.layers import FeatureEmbedding
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
 from embershard.worker.strategy.formula_optimizer import RowFormulaOptimizer
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, torch_optimizer
@@ -108,9 +109,9 @@ def _check_shared(model: nn.Module, parts: Sequence[nn.Module]) -> None:
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The children that have parameters; in place of one that is not called (a list, or dict), its children."""
+    """The children that have parameters; in place of one that may not be called (a list, or dict), its children."""
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if type(child).forward is nn.Module.forward or isinstance(child, FeatureEmbedding):
             yield from _parts(child)
         elif any(True for _ in child.parameters()):
             yield child

@@ -35,10 +35,10 @@ class StepBatch:
     joint: float = 0.0  # weight of all workers whose gradients torch adds up with these; 0: that of this one alone
 
 
-def step_batches(batches: Iterator[EpochBatch], *, own_loss: bool) -> Iterator[StepBatch]:
-    """Batches that count by what their loss is a mean over; that of the user's `own_loss`: by their samples."""
+def step_batches(batches: Iterator[EpochBatch], weigh: Callable[[Batch], float]) -> Iterator[StepBatch]:
+    """Batches that count by what `weigh` says of each."""
     for epoch, batch in batches:
-        yield StepBatch(epoch, batch, len(batch), weight=len(batch) if own_loss else batch.weight)
+        yield StepBatch(epoch, batch, len(batch), weight=weigh(batch))
 
 
 class Strategy(Protocol):

@@ -17,6 +17,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.compression.settings import describe_codecs
 from embershard.worker.job.job import Job
+from embershard.worker.models.loss import weight_by
 from embershard.worker.models.user_defined import embedding_inputs_of
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
@@ -82,7 +83,7 @@ class ShardStrategy:
         self.session = session
         self._counted = ShardCounters(session.client)
         in_workers = job.dense_mode != "ps"
-        self._inputs, self._own_loss = embedding_inputs_of(model), job.own_loss is not None
+        self._inputs, self._weigh = embedding_inputs_of(model), weight_by(model, own_loss=job.own_loss is not None)
         if self._inputs is None and job.train.prefetch:
             reason = f"{job.model.name} does not say which ids its tables read: give it a method embedding_inputs(ids)"
             raise JobError(where="train.prefetch", reason=f"{reason} that returns {{'table': ids}}, or use 0")
@@ -154,7 +155,7 @@ class ShardStrategy:
         if self._ahead is not None and (inputs := self._inputs) is not None:
             # a loss may call the model in its own way, but on these ids
             batches = self.session.prefetch(batches, staleness=self._ahead, inputs=lambda item: inputs(item[1]))
-        turns = step_batches(batches, own_loss=self._own_loss)
+        turns = step_batches(batches, self._weigh)
         if self._together is None or self._dense is None:
             return turns
         return self._dense.gathered(self._together.batches(turns))

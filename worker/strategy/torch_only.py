@@ -17,6 +17,7 @@ from embershard.proto.spec import Constant, Initializer, Normal, Uniform, name_k
 from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.job.job import Job
+from embershard.worker.models.loss import weight_by
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.patterns import first_match
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
@@ -132,7 +133,7 @@ class TorchStrategy:
     def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
         self._tables = materialise(model, job.initializers(), job.train.seed, device)
         whole = row_gradients(model, self._tables)
-        self._prefix, self._own_loss = job.prefix, job.own_loss is not None
+        self._prefix, self._weigh = job.prefix, weight_by(model, own_loss=job.own_loss is not None)
         self.model: nn.Module = model.to(device)
         self.module: nn.Module = model
         self._together = SynchronousSteps.join() if job.strategy == "ddp" else None
@@ -173,7 +174,7 @@ class TorchStrategy:
 
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """Iterate over the batches of this worker's steps."""
-        turns = step_batches(batches, own_loss=self._own_loss)
+        turns = step_batches(batches, self._weigh)
         return turns if self._together is None else self._together.batches(turns)
 
     def step(self, weight: float) -> None:

@@ -1,5 +1,6 @@
 """What strategies promise: the figures of torch alone, steps that workers make together, and counts of this run."""
 
+import copy
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch
 from embershard.worker.session.session import Session
-from embershard.worker.strategy.allreduce import SynchronousSteps
+from embershard.worker.strategy.allreduce import SynchronousSteps, check_reduced
 from embershard.worker.strategy.dense import _shard
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.strategy.shards import ShardCounters
@@ -282,6 +283,37 @@ def test_fsdp_shards_a_part_of_another_one_first():
     gradients = dict(model.named_parameters())
     for name, parameter in wanted.named_parameters():
         torch.testing.assert_close(gradients[name].grad.full_tensor(), parameter.grad)
+
+
+class Methods(nn.Module):
+    """What reads rows by `lookup` of their embedding, which projects them, or a layer by a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        fields = (es.Field("tags", "tag", 0, 2, "mean"),)
+        self.embedding = es.FeatureEmbedding(es.Schema(("tags",), 0, None, fields, (es.IdTable("tag", 5, 3),)), 4)
+        self.embedding.tag.requires_grad_(False)
+        self.tower = Tower(nn.Linear(4, 4))
+
+    def forward(self, ids, *, called=True):
+        x = self.embedding.lookup(ids).pooled().squeeze(1)
+        return self.tower(x) if called else nn.functional.linear(x, self.tower.last.weight)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_fsdp_sums_the_gradients_of_projections_and_refuses_those_that_it_would_not_sum():
+    model, ids = Methods(), torch.tensor([[1, 4], [2, -1]])
+    wanted = copy.deepcopy(model)
+    parts = _shard(model, torch.device("cpu"))
+    for each in (wanted, model):
+        each(ids).sum().backward()
+        check_reduced(each)
+    torch.testing.assert_close(model.embedding.tag_map.weight.grad.full_tensor(), wanted.embedding.tag_map.weight.grad)
+    for part in parts:
+        part.unshard()
+    model(ids, called=False).sum().backward()
+    with pytest.raises(JobError, match=r"fsdp did not sum the gradient of tower\.last\.weight: it does where"):
+        check_reduced(model)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -18,7 +18,8 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.models.ctr.fm import DeepFM
-from embershard.worker.models.loss import bce
+from embershard.worker.models.loss import bce, loss_of, weight_by
+from embershard.worker.models.sequence.sasrec import SASRec
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
@@ -144,13 +145,29 @@ def test_batches_of_a_step_count_by_the_weights_of_their_samples(make):
     run, parts = make(weighed_loss, accumulate=3), batches(4, 4, 4)
     weights = torch.tensor([0.0] * 4 + [1.0, 0.0, 2.0, 5.0] + [0.1] * 4)  # those of the first batch are nothing
     parts = [replace(part, weights=some) for part, some in zip(parts, weights.split(4), strict=True)]
-    for one in step_batches(((0, part) for part in parts), own_loss=False):
+    for one in step_batches(((0, part) for part in parts), weight_by(run.model, own_loss=False)):
         run.step(one)
     assert run.updater.rows.weight == pytest.approx(8.4)
     whole = joined(parts)
     weighed_loss(run.plain, replace(whole, weights=weights)).backward()
     torch.optim.SGD(run.plain.parameters(), lr=0.5).step()
     run.check()
+
+
+def test_batches_of_histories_count_by_the_actions_that_their_loss_is_a_mean_over(make_session):
+    length, plain = 6, SASRec(ROWS, 4, 6, blocks=1, dropout=0.0)
+    loss = loss_of(plain, plain)
+    run = OnShards(make_session(), loss, plain=plain, accumulate=2)
+    places = torch.arange(length) < torch.tensor([[6], [5], [1], [2]])
+    ids = torch.randint(ROWS, (4, 3, length), generator=torch.Generator().manual_seed(2)).where(places.unsqueeze(1), -1)
+    ids = torch.cat([ids[:, 0], ids[:, 1:].transpose(1, 2).flatten(1)], 1)  # histories, then item and negative of each
+    parts = [Batch(part, None, torch.ones(2)) for part in ids.split(2)]
+    for one in step_batches(((0, part) for part in parts), weight_by(run.model, own_loss=False)):
+        run.step(one)
+    assert run.updater.rows.weight == 14
+    loss(plain, Batch(ids, None, torch.ones(4))).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    run.check(atol=1e-5)
 
 
 def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make):

@@ -67,6 +67,10 @@ class SASRec(ListRecommender):
         items: Tensor = rows[num_places:].view(len(states), -1, rows.shape[1])
         return (items * states.unsqueeze(1)).sum(2)  # bmm takes ten times as long for so many small products
 
+    def num_lists(self, ids: Tensor) -> int:
+        """The places that have an item."""
+        return int((ids[:, : self.history] >= 0).sum())
+
     def _of_all_places(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Logits (B, C), with padding computed too: an exported program needs shapes that values do not decide."""
         rows = self.embedding(ids.clamp(min=0))

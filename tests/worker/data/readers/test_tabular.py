@@ -17,7 +17,7 @@ from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import Checkpoint, CheckpointManifest, with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.preprocess import FeatureSpec, Fitting, Preprocessor
-from embershard.worker.data.values import BadFeature
+from embershard.worker.data.values import BadFeature, BadValue
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.training.trainer import Trainer
 
@@ -106,6 +106,16 @@ def test_each_format_gives_the_same_samples(tmp_path):
         np.testing.assert_array_equal(found[0], other)
     # user, item, 3 of the history, 4 tags, old, user_item; age, and 4 weights of tags
     assert found[0].shape[1] == 1 + 1 + 3 + 4 + 1 + 1 + 1 + 4
+
+
+def test_integer_ids_of_a_list_may_have_weights(tmp_path):
+    (tmp_path / "train.csv").write_text("label,tags\n1,3:0.5|7\n0,\n")
+    own = "{type: list, separator: '|', weight_separator: ':', max_length: 2, ids: exact, num_ids: 9}"
+    section = job_of(tmp_path, f" {{tags: {own}}}").data.fit(tmp_path, 0)
+    batch = next(section.open(tmp_path, 0).evaluate("train", 0, 1, 2))
+    assert (batch.ids.tolist(), batch.dense.tolist()) == ([[3, 7], [-1, -1]], [[0.5, 1.0], [0.0, 0.0]])
+    with pytest.raises(BadValue, match="id 9 is not in 0 to below num_ids 9"):
+        section.preprocessor()({"tags": ["9:2"]})
 
 
 def test_samples_are_those_of_loops_over_rows(tmp_path):
