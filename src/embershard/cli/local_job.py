@@ -130,6 +130,7 @@ class LocalJob:
                 elastic=job.elastic(job.workers),
                 most=job.workers,
                 restarts=job.train.restart_workers,
+                records=self.folder / WORKER_RECORDS,
                 engine=self.engine,
                 say=say,
             )
