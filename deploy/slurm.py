@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -153,8 +154,10 @@ def _said(*command: str) -> str:
 def _srun(node: str) -> tuple[str, ...]:
     """A step of one task on a node, which shares the allocation with the others and ends with its srun."""
     unset = (word for name in _SIZES for word in ("-u", name))
+    # a pseudo-terminal, for a progress bar: in the log of a batch job that would be a megabyte every ten minutes
+    shown = ("--unbuffered",) if sys.stdout.isatty() else ()
     return (
         "env", *unset, "srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--export=ALL",
-        "--unbuffered", "--kill-on-bad-exit=1", "--no-kill=off", "--quit-on-interrupt", "--mem=0", "--cpu-bind=none",
+        *shown, "--kill-on-bad-exit=1", "--no-kill=off", "--quit-on-interrupt", "--mem=0", "--cpu-bind=none",
         "--quiet",
     )  # fmt: skip

@@ -43,8 +43,9 @@ class LocalWorkers:
     one is lost. What they write to stderr goes to `logs`/worker-N.log.
 
     Elastic training goes on without a worker that a signal ended, as when its machine is lost, for as long as there is
-    another: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends with an
-    error of its own ends all of them: the others would come to it too.
+    another that trains: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends
+    with an error of its own ends all of them: the others would come to it too. One that was started again trains once
+    its file N.json in `records` (by default `logs`) has changed; until then it does not know how far the job is.
 
     There may be up to `most` workers: `resize` starts more, and has those that came last leave. Training goes on
     without one of these, whatever ends it.
@@ -65,6 +66,7 @@ class LocalWorkers:
         elastic: bool = False,
         most: int = 0,
         restarts: int = 0,
+        records: Path | None = None,
         engine: ClusterEngine = LOCAL,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
@@ -84,6 +86,8 @@ class LocalWorkers:
         self._gone: set[int] = set()  # workers that have left, or that a signal ended for good
         self._leaving: set[int] = set()  # workers that were told to
         self._again: set[int] = set()  # workers that were started again, or came later
+        self._records = logs if records is None else records
+        self._record_times: dict[int, int] = {}  # of those, when they had last recorded where they stood: st_mtime_ns
         self.lost: dict[int, list[str]] = {}  # "SIGKILL", by worker, for every time that a signal ended it
 
     @property
@@ -137,7 +141,11 @@ class LocalWorkers:
             done = any(code == 0 for rank, code in enumerate(codes) if rank not in self._gone)
             over = min(over, time.monotonic()) if done else over
             ended = {rank for rank, code in enumerate(codes) if code not in (None, 0)} - self._gone
-            for rank in [rank for rank in ended if self._survives(rank, done)]:
+            survived = [rank for rank in ended if self._survives(rank, done)]
+            goes_on = done or any(code is None and self._trains(rank) for rank, code in enumerate(codes))
+            if survived and not goes_on:  # who is started now would train the job from its start, on trained rows
+                raise self._failure(ended)
+            for rank in survived:
                 ended.discard(rank)
                 self._lose(rank, restart=not done)
             if ended or len(self._gone) == len(self._processes):
@@ -176,6 +184,16 @@ class LocalWorkers:
         """Whether training goes on where this worker has ended; `done` by others."""
         is_late = rank >= self._least or (done and rank in self._again)
         return self._elastic and (self._code(rank) < 0 or is_late)
+
+    def _trains(self, rank: int) -> bool:
+        """Whether a running worker knows how far the job is: one that came late does once it has trained."""
+        return rank not in self._again or self._record_time(rank) != self._record_times.get(rank, 0)
+
+    def _record_time(self, rank: int) -> int:
+        try:
+            return (self._records / f"{rank}.json").stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def _lose(self, rank: int, *, restart: bool) -> None:
         how = _how(self._code(rank))
@@ -226,6 +244,7 @@ class LocalWorkers:
         self._processes.append(self._start(rank))
 
     def _begin_again(self, rank: int) -> None:
+        self._record_times[rank] = self._record_time(rank)
         self._processes[rank] = self._start(rank)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:

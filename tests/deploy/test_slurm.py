@@ -60,6 +60,12 @@ def test_shards_and_workers_are_spread_over_the_nodes(engine):
     assert meeting(LOCAL.workers(1)[0], 7)["MASTER_ADDR"] == "127.0.0.1"
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_workers_have_a_terminal_only_where_this_command_has_one(is_terminal, engine, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert all(("--unbuffered" in place.prefix) == is_terminal for place in engine.workers(2))
+
+
 def test_an_exit_code_of_srun_is_that_of_its_process(engine):
     place = engine.shards(1)[0]
     assert [engine.exit_code(code, place) for code in (0, 1, 75, 137, 143, 255)] == [0, 1, 75, -9, -15, 255]

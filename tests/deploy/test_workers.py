@@ -116,6 +116,17 @@ def test_a_worker_that_was_started_again_too_late_does_not_keep_the_job(start, m
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_only_a_worker_that_has_trained_since_it_was_started_again_goes_on_alone(start, tmp_path, trains):
+    record = f"Path({str(tmp_path / '0.json')!r}).write_text('{{}}')"
+    again = f"STARTS == 1 and {KILL}; {record if trains else 'pass'}; starts.with_name('ready').touch(); time.sleep(1)"
+    waits = "[time.sleep(0.01) for _ in range(6000) if not starts.with_name('ready').exists()]"
+    with start(again, f"STARTS == 1 and ({waits}, {KILL})", elastic=True, restarts=2, records=tmp_path) as running:
+        with contextlib.nullcontext() if trains else raises(WorkerFailed, worker=1, how="SIGKILL"):
+            running.wait()
+    assert (tmp_path / "starts-1").read_text() == ("xx" if trains else "x")
+
+
 LEAVE = (
     "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); starts.with_name(f'ready-{RANK}').touch(); time.sleep(60)"
 )

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+from contextlib import closing
 
 import numpy as np
 import psutil
@@ -11,9 +12,13 @@ import pytest
 import torch
 
 import embershard as es
+from embershard.cli import local_job
 from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.proto.snapshot.stored import open_snapshot
+from embershard.worker.checkpoint import checkpoint as checkpoints
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint
+from embershard.worker.checkpoint.snapshots import take_snapshot
+from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
 from embershard.worker.training.trainer import Trainer
@@ -211,3 +216,29 @@ def test_resuming_asks_before_the_tables_of_another_job_are_lost(start):
         resume = ("--set", "train.steps=60", "--resume", "checkpoints/step-000000020", "--ps", shards.addresses[0])
         assert "--replace" in said(start(JOB, *resume), 1)
         said(start(JOB, *resume, "--replace"))
+
+
+def test_a_shard_that_loses_its_rows_while_a_checkpoint_is_restored_is_restored_with_the_others_again(
+    whole, monkeypatch, tmp_path
+):
+    checkpoint, restore_shards, restores = Checkpoint.open(str(whole)), checkpoints.restore_shards, []
+
+    def restore(client, *args, **words):
+        restores.append(client)
+        if len(restores) == 1:
+            restore_shards(client, *args, **words)
+            os.kill(shards.pids[1], signal.SIGKILL)
+        restore_shards(client, *args, **words)
+
+    monkeypatch.setattr(checkpoints, "restore_shards", restore)
+    with LocalShards(2, restart=RestartPolicy(), report=lambda line: None) as shards:
+        ps = ",".join(shards.addresses)
+        local_job._meet_shards(ps, checkpoint, replace=False)
+        with closing(Client.connect(ps)) as client:
+            take_snapshot(client, str(tmp_path), SNAPSHOT)
+    assert len(restores) == 2
+    got, want = tables(tmp_path), tables(whole)
+    assert list(got) == list(want)
+    for name, parts in want.items():
+        for one, other in zip(got[name], parts, strict=True):
+            np.testing.assert_array_equal(one, other, name)

@@ -33,7 +33,7 @@ from embershard.deploy.panel import LocalPanel
 from embershard.deploy.scaling import ScalingPolicy
 from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
-from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed
+from embershard.proto.errors import EmbershardError, LogLocked, ShardFailed, ShardRestarted
 from embershard.proto.security.tls import TLS
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.owner import remove_unfinished
@@ -130,6 +130,7 @@ class LocalJob:
                 elastic=job.elastic(job.workers),
                 most=job.workers,
                 restarts=job.train.restart_workers,
+                records=self.folder / WORKER_RECORDS,
                 engine=self.engine,
                 say=say,
             )
@@ -280,17 +281,27 @@ def _meet_shards(
 ) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
 
-    Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them.
+    Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them. Where one
+    loses its rows meanwhile, all are restored once more.
     ShardUnavailable where one does not answer by the timeout. TablesInTheWay where the shards hold tables of another
     name, dim or optimizer, unless `replace` is true. RowsLost where one shard lost its rows, and no checkpoint gives
     them back.
     """
     from embershard.worker.client.client import Client
 
-    with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
-        if checkpoint is not None and checkpoint.manifest.snapshot:
-            from embershard.worker.checkpoint.checkpoint import restore_shards
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
+                if checkpoint is not None and checkpoint.manifest.snapshot:
+                    from embershard.worker.checkpoint.checkpoint import restore_shards
 
-            restore_shards(client, checkpoint, replace=replace)
-        else:
-            client.lineage.check()
+                    restore_shards(client, checkpoint, replace=replace)
+                else:
+                    client.lineage.check()
+            return
+        except ShardRestarted as error:
+            # what it lost is in the checkpoint, too
+            if checkpoint is None or time.monotonic() > end:
+                raise
+            say(f"the shard at {error.fields['address']} was restarted meanwhile: the checkpoint is restored again")
