@@ -50,7 +50,7 @@ class Storage:
         self.url = self._root if self._local else url.rstrip("/")
         if _NO_UTF_8.search(self.url):  # shards are told of it in UTF-8
             reason = "it is no UTF-8; name another folder, or rename it"
-            raise BadSnapshotName(name=url, what="a folder of snapshots", reason=reason)
+            raise BadSnapshotName(name=self.url, what="a folder of snapshots", reason=reason)
 
     def at(self, path: str) -> str:
         """A file as people name it."""
