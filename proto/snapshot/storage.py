@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import has_magic
@@ -15,6 +16,8 @@ from typing import BinaryIO, cast
 
 from embershard.proto.errors import BadSnapshotName, EmbershardError, SnapshotNotWritten, SnapshotUnreadable
 from embershard.proto.snapshot import folders
+
+_NO_UTF_8 = re.compile("[\ud800-\udfff]")  # bytes of a name that is none, as Python has them
 
 
 class Storage:
@@ -45,6 +48,9 @@ class Storage:
             raise BadSnapshotName(name=url, what="a folder of snapshots", reason=reason) from None
         self._local = isinstance(self._files, LocalFileSystem)
         self.url = self._root if self._local else url.rstrip("/")
+        if _NO_UTF_8.search(self.url):  # shards are told of it in UTF-8
+            reason = "it is no UTF-8; name another folder, or rename it"
+            raise BadSnapshotName(name=self.url, what="a folder of snapshots", reason=reason)
 
     def at(self, path: str) -> str:
         """A file as people name it."""

@@ -1,5 +1,6 @@
 """The `embershard` command: what it imports, how it exits, and what small commands make of their options."""
 
+import errno
 import json
 import logging
 import math
@@ -62,7 +63,14 @@ def test_every_command_has_a_help_page(name):
 
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
-    [(UnknownTable(table="t", known="none"), 1, "error: no table 't' here"), (KeyboardInterrupt(), 130, "")],
+    [
+        (UnknownTable(table="t", known="none"), 1, "error: no table 't' here"),
+        (KeyboardInterrupt(), 130, ""),
+        (BlockingIOError(errno.EAGAIN, "busy"), 1, "error: the system gives this command no more processes: raise the"),
+        (OSError(errno.EMFILE, "too many"), 1, "error: the system gives this command no more open files: raise the"),
+        (RuntimeError("can't start new thread"), 1, "error: the system gives this command no more threads and"),
+        (OSError(errno.EFBIG, "too large", "a"), 1, "error: cannot write to a: too large"),
+    ],
 )
 def test_errors_are_messages_and_exit_codes(raised, code, words, monkeypatch, capsys):
     def fail():

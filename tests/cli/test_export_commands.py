@@ -20,6 +20,7 @@ from embershard.worker.checkpoint.checkpoint import OtherJob
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.export import CannotExport
+from embershard.worker.trained.folder import write_facts
 from embershard.worker.trained.import_weights import CannotImport
 from embershard.worker.trained.onnx import ExportNotInstalled
 from embershard.worker.training.trainer import Trainer
@@ -163,7 +164,23 @@ def test_a_model_that_reads_a_linear_layers_weight_is_not_written_in_int8(monkey
     train(*job[1::2])
     with pytest.raises(CannotExport, match=r"`weight` is no tensor, .*leave --int8 out"):
         export(*job, "--int8")
-    assert "export.json" not in in_out()
+    assert in_out() == set()
+
+
+def test_an_export_that_fails_leaves_the_one_before_and_nothing_else(monkeypatch):
+    train("strategy=local")
+    export(*LOCAL)
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    Path("out/.embershard-unfinished-killed").mkdir()  # by a signal, in an earlier export
+
+    def fail(folder, facts):
+        (folder / "export.json").mkdir()
+        write_facts(folder, facts)
+
+    monkeypatch.setattr(export_command, "write_facts", fail)
+    with pytest.raises(CannotExport, match=r"cannot write out/export\.json: Is a directory"):
+        export(*LOCAL)
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
 
 
 def test_two_exports_do_not_write_to_one_folder_at_once():

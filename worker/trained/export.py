@@ -16,7 +16,6 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.trained.folder import (
     MODEL,
-    SORTING,
     TABLES,
     TRAINED,
     CannotExport,
@@ -24,7 +23,6 @@ from embershard.worker.trained.folder import (
     TensorStream,
     check_tensors,
     make_folder,
-    remove_file,
     write_tensors,
 )
 from embershard.worker.trained.reading import PORTION, is_hashed, pull_all, remote_tables
@@ -84,8 +82,6 @@ def export_weights(
     for file, tensors in ((MODEL, weights), (TABLES, pairs), (TRAINED, trained)):
         if tensors:
             write_tensors(out / file, tensors)
-        else:
-            remove_file(out / file)  # of an earlier export, whose rows these are not
     return facts
 
 
@@ -104,7 +100,7 @@ def _in_order(read_table: ReadTable, spec: TableSpec, ids: Ids, folder: Path) ->
         yield ids, np.concatenate([rows for _, rows in portions])[order]
         return
     record = np.dtype([("id", np.int64), ("row", np.float32, (spec.dim,))])
-    with tempfile.TemporaryDirectory(prefix=SORTING, dir=folder) as name:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
         for some, rows in read_table(spec.name):
             portion = np.searchsorted(firsts, some, "right") - 1
             for number in np.unique(portion).tolist():

@@ -6,16 +6,18 @@ tables.safetensors     tables of hashed ids, which are no matrix: NAME.ids (N,) 
 trained.safetensors    NAME (rows,) bool: which rows of model.safetensors were trained; others have first values
 dense.onnx             the dense part, with rows as inputs (worker/trained/onnx.py)
 dense.int8.safetensors its linear layers in int8 (worker/trained/quantise.py)
-export.json            format version, job, schema, what is done with columns, tables, files; written last
+export.json            format version, job, schema, what is done with columns, tables, files; put there last
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from embershard.worker.data.batch import Field, IdTable, Schema
 
 MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"
 ONNX, INT8 = "dense.onnx", "dense.int8.safetensors"
-SORTING = ".embershard-sorting-"  # begins the names of folders by which a large table is sorted; no user's own
+UNFINISHED = ".embershard-unfinished-"  # begins the name of an export's folder until it is whole; no user's own
 FORMAT, VERSION = "embershard-export", 2
 
 DTYPES = {
@@ -64,7 +66,7 @@ class CannotExport(EmbershardError):
 
 def _not_written(path: Path, error: OSError) -> CannotExport:
     """What the system says of a place, and what to do."""
-    reason = f"{error.strerror or error}; export to another folder, or correct that. What is there is no whole export"
+    reason = f"{error.strerror or error}; export to another folder, or correct that"
     return CannotExport(path=str(path), reason=reason)
 
 
@@ -125,16 +127,46 @@ def check_tensors(path: Path, values: Mapping[str, object]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of an export, without an export.json and what a killed export left. CannotExport if it fails."""
+    """Make the folder of an export. CannotExport if it fails."""
     try:
         folders.make_folder(path)
     except OSError as error:
         raise _not_written(path, error) from None
-    remove_file(path / FACTS)  # until all files are there again, the folder is no export
-    for unfinished in path.glob(f"{SORTING}*"):  # each as large as a table
-        shutil.rmtree(unfinished, ignore_errors=True)
-    for name in (MODEL, TABLES, TRAINED, ONNX, INT8, FACTS):
-        remove_file(path / f"{name}.new")
+
+
+@contextlib.contextmanager
+def export_into(out: Path) -> Iterator[Path]:
+    """Give an empty folder to write the files of an export to; once all are there, they replace the export in `out`.
+
+    An export that fails or is killed leaves the one before as it was: a server that starts meanwhile loads it.
+    CannotExport names files as they are called in `out`.
+    """
+    make_folder(out)
+    for killed in out.glob(f"{UNFINISHED}*"):  # as large as an export
+        shutil.rmtree(killed, ignore_errors=True)
+    try:
+        unfinished = tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out)
+    except OSError as error:
+        raise _not_written(out, error) from None
+    with unfinished as name:
+        try:
+            yield Path(name)
+        except CannotExport as error:
+            path, reason = out / Path(str(error.fields["path"])).name, str(error.fields["reason"])
+            raise CannotExport(path=str(path), reason=reason) from error.__cause__
+        remove_file(out / FACTS)  # a folder with files of two exports is none
+        for file in (MODEL, TABLES, TRAINED, ONNX, INT8, FACTS):
+            _replace(Path(name) / file, out / file)
+
+
+def _replace(new: Path, path: Path) -> None:
+    if not new.exists():
+        remove_file(path)  # of an earlier export, whose weights these are not
+        return
+    try:
+        move(new, path)
+    except OSError as error:
+        raise _not_written(path, error) from None
 
 
 def remove_file(path: Path) -> None:

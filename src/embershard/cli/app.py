@@ -49,7 +49,14 @@ COMMANDS = {
 _MARKUP = re.compile(r"\[(?=[a-zA-Z#/@])")
 OF_TRAINING = ("torch", "pyarrow")  # packages of the extra `train`, without which shards serve
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
-_NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+# what a limit on this process refuses it, of which the system names neither a file nor the limit
+_LIMITS = {
+    errno.EAGAIN: "processes: raise the limit on processes (ulimit -u, TasksMax= in systemd, pids of the container)",
+    errno.ENOMEM: "memory: raise the limit on memory (ulimit -v, MemoryMax= in systemd, memory of the container)",
+    errno.EMFILE: "open files: raise the limit on files (ulimit -n 65536, LimitNOFILE= in systemd)",
+}
+_NO_THREAD = re.compile("can't start new thread|Failed to launch worker thread")  # of Python, of pyarrow
 
 
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])  # for which typer has no name
@@ -130,7 +137,7 @@ def _embershard(
 
 
 def run() -> None:
-    """Run the command line; a named error, or a place that cannot be written, ends it with exit code 1."""
+    """Run the command line; a named error, a place that cannot be written, or a limit ends it with exit code 1."""
     _open_closed_streams()
     # torch's C++ warnings bring stack frames along, and what they warn of reaches us as an exception
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -151,9 +158,15 @@ def run() -> None:
     except OSError as error:
         if _has_no_folder():
             fail("the current folder was removed; change to another one, and run the command again")
+        if error.errno in _LIMITS:
+            fail(f"the system gives this command no more {_LIMITS[error.errno]} ({error.strerror})")
         if error.errno not in _NOT_OURS:
             raise
         fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
+    except Exception as error:
+        if not _NO_THREAD.search(str(error)):
+            raise
+        fail(f"the system gives this command no more threads and {_LIMITS[errno.EAGAIN]}, or on memory (ulimit -v)")
     finally:
         _end_children()
 

@@ -16,6 +16,7 @@ from embershard.cli.folders import kept_from_others
 from embershard.cli.job_file import DataOption, SetOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import NamedShards
+from embershard.cli.signals import ended_by_signals
 from embershard.cli.source import check_one_source, open_source
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import JobError, UserCodeFailed
@@ -30,10 +31,11 @@ from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import (
     INT8,
+    MODEL,
     ONNX,
     CannotExport,
     ExportFacts,
-    remove_file,
+    export_into,
     write_facts,
     write_tensors,
 )
@@ -99,29 +101,39 @@ def export(
         strategy = trained(settings, dataset, found.session, found.checkpoint)
         averaged = average_of(settings, strategy, found.session, found.checkpoint)
         stack.enter_context(kept_from_others({"OUT": folder}))
-        with averaged():
-            facts = export_weights(strategy.model, folder, found.read_table, strategy.table_rows())
-            num_dense = len(dense_state(strategy.model))
-        for file in (ONNX, INT8):
-            remove_file(folder / file)  # of an earlier export, whose weights these are not
-        for name, fact in facts.items():
-            initial = fact.rows - fact.trained
-            rest = f", {initial:,} with their first values" if initial else ""
-            typer.echo(f"{folder / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
-        typer.echo(f"{folder / 'model.safetensors'}: {num_dense} dense tensors")
-        inputs = inputs_of(settings, dataset)
-        if inputs is None:
-            typer.echo(f"reader {settings.data.reader} has no `inputs`: use score_ids to serve the model")
-        if onnx:
+        stack.enter_context(ended_by_signals())
+        lines = []
+        with export_into(folder) as unfinished:
             with averaged():
-                part = part_of_trained(settings, strategy.model, dataset, folder / ONNX)
-            typer.echo(f"{export_onnx(part, dataset.schema, folder)}: the dense part")
-        if int8:
-            _export_int8(settings, dataset, strategy, averaged, folder)
-        write_facts(folder, ExportFacts(job=job_data(settings), schema=dataset.schema, inputs=inputs, tables=facts))
+                facts = export_weights(strategy.model, unfinished, found.read_table, strategy.table_rows())
+                num_dense = len(dense_state(strategy.model))
+            if onnx:
+                with averaged():
+                    part = part_of_trained(settings, strategy.model, dataset, unfinished / ONNX)
+                export_onnx(part, dataset.schema, unfinished)
+                lines.append(f"{folder / ONNX}: the dense part")
+            if int8:
+                layers, compared = _export_int8(settings, dataset, strategy, averaged, unfinished)
+                lines += [f"{folder / INT8}: {layers} linear layers", *compared]
+            inputs = inputs_of(settings, dataset)
+            told = ExportFacts(job=job_data(settings), schema=dataset.schema, inputs=inputs, tables=facts)
+            write_facts(unfinished, told)
+    # once it is there: stdout may be closed
+    for name, fact in facts.items():
+        initial = fact.rows - fact.trained
+        rest = f", {initial:,} with their first values" if initial else ""
+        typer.echo(f"{folder / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
+    typer.echo(f"{folder / MODEL}: {num_dense} dense tensors")
+    if inputs is None:
+        typer.echo(f"reader {settings.data.reader} has no `inputs`: use score_ids to serve the model")
+    for line in lines:
+        typer.echo(line)
 
 
-def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path) -> None:
+def _export_int8(
+    job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path
+) -> tuple[int, list[str]]:
+    """Write the linear layers in int8; how many they are, and lines that compare the quality."""
     evaluator = Evaluator(
         job,
         dataset,
@@ -140,10 +152,9 @@ def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Avera
         reason = f"with its linear layers in int8, whose `weight` is no tensor, {error}: leave --int8 out"
         raise CannotExport(path=str(out / INT8), reason=reason) from None
     write_tensors(out / INT8, int8_tensors(strategy.model))
-    typer.echo(f"{out / INT8}: {layers} linear layers")
-    differences = {}
+    lines, differences = [], {}
     for split, figures in before.items():
         full, rounded = figures[job.metric], after[split][job.metric]
         differences[split] = None if math.isnan(rounded - full) else rounded - full
-        typer.echo(f"{split} {job.metric}: {full:.5f} in float32, {rounded:.5f} in int8 ({rounded - full:+.5f})")
-    typer.echo(json.dumps({"metric": job.metric, "int8_difference": differences}))
+        lines.append(f"{split} {job.metric}: {full:.5f} in float32, {rounded:.5f} in int8 ({rounded - full:+.5f})")
+    return layers, [*lines, json.dumps({"metric": job.metric, "int8_difference": differences})]

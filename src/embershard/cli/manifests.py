@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -230,7 +231,12 @@ def _give(files: dict[str, str], output: Path | None) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (output / name).write_text(text, encoding="utf-8")
+            beside = output / f"{name}.new"
+            try:  # a full disk leaves the file that is in use
+                beside.write_text(text, encoding="utf-8")
+                os.replace(beside, output / name)
+            finally:
+                beside.unlink(missing_ok=True)
     except OSError as error:
         path, reason = error.filename or output, error.strerror or str(error)
         raise CannotWrite(path=str(path), reason=reason, remedy="choose another folder with --output") from None

@@ -1,6 +1,8 @@
 """What `embershard manifests` prints: valid to the engines' own validators, and words that our own commands take."""
 
+import errno
 import shlex
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -331,6 +333,21 @@ def test_a_job_file_that_is_missing_and_a_folder_that_cannot_be_written_are_name
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="--output"):
         run("systemd", "--name", "ads", "--shards", "1", "--access", "/a", "--output", str(tmp_path / "file"))
+
+
+def test_a_unit_that_the_disk_does_not_take_leaves_the_one_before(tmp_path, monkeypatch):
+    words = ("systemd", "--name", "ads", "--shards", "1", "--access", "/a", "--output", str(tmp_path))
+    run(*words)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    def full(path, text, encoding):
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CannotWrite, match="No space left"):
+        run(*words)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_a_shard_leaves_memory_to_what_is_no_table():

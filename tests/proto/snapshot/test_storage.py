@@ -102,6 +102,7 @@ def test_a_folder_that_cannot_be_made_and_a_file_that_cannot_be_read_are_named(t
     [
         ("", "it is empty"),
         ("simplecache::s3://b/x", "without '::'"),
+        ("/tmp/caf\udce9", "it is no UTF-8"),
         ("nosuch://b/x", "no storage nosuch://; .* s3://"),
         ("dask://b", "distributed|Install"),
     ],

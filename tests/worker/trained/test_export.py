@@ -29,10 +29,11 @@ from embershard.worker.session.session import Session
 from embershard.worker.trained import export as export_module
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import (
-    SORTING,
+    UNFINISHED,
     CannotExport,
     ExportFacts,
     TableFacts,
+    export_into,
     make_folder,
     write_bytes,
     write_facts,
@@ -99,7 +100,8 @@ class Run:
 
     def export(self, out):
         strategy = self.trained()
-        return export_weights(strategy.model, out, self.read_table, strategy.table_rows())
+        with export_into(out) as folder:
+            return export_weights(strategy.model, folder, self.read_table, strategy.table_rows())
 
     def facts(self, name, file, rows, trained):
         spec = self.table(name).spec
@@ -168,11 +170,10 @@ def test_a_table_that_is_sorted_in_parts_is_the_same_file(make_run, tmp_path, mo
     run.export(tmp_path / "whole")
     monkeypatch.setattr(export_module, "SORTED_BYTES", 7 * 16)
     monkeypatch.setattr(export_module, "PORTION", 3)
-    (tmp_path / "parts" / f"{SORTING}killed" / "files").mkdir(parents=True)  # by a signal, in an earlier export
-    (tmp_path / "parts" / "sorting-of-mine").mkdir()
-    (tmp_path / "parts" / "dense.onnx.new").touch()
+    (tmp_path / "parts" / f"{UNFINISHED}killed" / "files").mkdir(parents=True)  # by a signal, in an earlier export
+    (tmp_path / "parts" / "unfinished-of-mine").mkdir()
     run.export(tmp_path / "parts")
-    (tmp_path / "parts" / "sorting-of-mine").rmdir()  # a folder of the user's own stays
+    (tmp_path / "parts" / "unfinished-of-mine").rmdir()  # a folder of the user's own stays
     whole, parts = ({path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("whole", "parts"))
     assert whole == parts  # and nothing else is left in the folder
 
@@ -182,7 +183,8 @@ def test_without_a_snapshot_nothing_says_which_rows_were_trained(run, tmp_path):
     first = run.export(out)
     strategy = run.trained()
     # again into the same folder, where the marks of the last export would be wrong
-    facts = export_weights(strategy.model, out, None, {"embedding": 7})
+    with export_into(out) as folder:
+        facts = export_weights(strategy.model, folder, None, {"embedding": 7})
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert (facts["embedding"].trained, facts["linear"].trained) == (7, 0)  # as many as the shards say
     assert (facts["embedding"].rows, facts["linear"].dim) == (IDS, 1)
