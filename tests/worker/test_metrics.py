@@ -226,8 +226,8 @@ def test_a_reliability_curve_bins_samples_by_their_prediction():
     assert np.allclose(found, [(0.175, 0.25, 4), (0.775, 0.75, 4)])
     assert sum(count for *_, count in reliability(labels, np.zeros(8))) == 8
     assert reliability(np.empty(0), np.empty(0)) == []
-    lowest = np.r_[np.full(4, -3.0), np.arange(6.0)]  # four of ten have the lowest prediction: a bin of their own
-    assert [count for *_, count in reliability(np.ones(10), lowest)] == [4, 1, 1, 1, 1, 1, 1]
+    lowest = np.r_[np.full(4, -3.0), np.arange(5.0)]  # four have the lowest prediction: a bin of their own
+    assert [count for *_, count in reliability(np.ones(9), lowest, bins=8)] == [4, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["auc", "logloss", "ne", "calibration", "gauc"])
