@@ -2,6 +2,7 @@
 
 import json
 import socket
+from contextlib import closing
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +15,8 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import BadAddress, BadToken
 from embershard.proto.monitoring.exporter import parse_address
 from embershard.proto.security.tokens import new_token
+from embershard.worker.client.client import Client
+from embershard.worker.client.membership import Terms
 
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8]}
@@ -138,3 +141,14 @@ def test_a_command_that_takes_shards_takes_certificates():
             if "--ps" in options and "--tls" not in options:
                 without.add(name)
     assert not without
+
+
+def test_a_job_says_that_it_ends_the_one_that_is_on_its_shards(stream_shard, capsys):
+    with closing(Client.connect(stream_shard)) as other:
+        local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
+        assert not capsys.readouterr().err
+        other.join(Terms(workers=1))
+        local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
+        assert "another job (workers: 1)" in capsys.readouterr().err
+        local_job._meet_shards(stream_shard, None, replace=False)  # as the job itself is started again
+        assert not capsys.readouterr().err

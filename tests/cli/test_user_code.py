@@ -91,6 +91,6 @@ def test_user_code_is_looked_for_before_anything_starts(words, message, tmp_path
 
 
 def test_an_optimizer_of_shards_that_run_already_is_theirs(monkeypatch):
-    monkeypatch.setattr(local_job, "_meet_shards", lambda *_: None)
+    monkeypatch.setattr(local_job, "_meet_shards", lambda *_, **__: None)
     monkeypatch.setattr(local_job, "LocalWorkers", local_job.LocalShards)
     assert said(*TRAIN, f"embedding.optimizer={CUSTOM}", "--ps", "127.0.0.1:7700,127.0.0.1:7701") == "started"

@@ -95,7 +95,7 @@ class Job(Section):
     durability: Literal["memory", "log", "fsync"] = "memory"
     """Which failures the rows survive, of shards that `train` starts (docs/durability.md)."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""
-    """Text before the names of tables, which keeps models on the same shards apart."""
+    """Text before the names of tables, for the models of several jobs on the same shards, which train one at a time."""
     output: Path | None = None
     """Folder of the run; by default runs/JOB-TIME."""
 

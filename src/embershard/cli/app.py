@@ -158,7 +158,7 @@ def run() -> None:
     except OSError as error:
         if _has_no_folder():
             fail("the current folder was removed; change to another one, and run the command again")
-        if error.errno in _LIMITS:
+        if error.errno in _LIMITS and not hasattr(error, "characters_written"):  # of an output that does not block
             fail(f"the system gives this command no more {_LIMITS[error.errno]} ({error.strerror})")
         if error.errno not in _NOT_OURS:
             raise

@@ -42,6 +42,7 @@ from embershard.worker.reporting.worker_record import FOLDER as WORKER_RECORDS
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
+    from embershard.worker.client.client import Client
 
 _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
@@ -112,7 +113,7 @@ class LocalJob:
                 stack.callback(self._remove_unfinished, run)  # by then all processes have ended
             local = self._local_shards(stack) if job.has_shards and ps is None else None
             if ps is not None:
-                _meet_shards(ps, checkpoint, self.replace, timeout, self.tls)
+                _meet_shards(ps, checkpoint, self.replace, timeout, self.tls, is_first=not self.recoveries.made)
             if local is not None:
                 stack.callback(local.close)
                 local.start()
@@ -278,8 +279,12 @@ def _meet_shards(
     replace: bool,
     timeout: timedelta = _START_TIMEOUT,
     tls: TLS | None = None,
+    *,
+    is_first: bool = False,
 ) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
+
+    The first attempt says so where another job is on the shards, which it ends.
 
     Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them. Where one
     loses its rows meanwhile, all are restored once more.
@@ -293,6 +298,8 @@ def _meet_shards(
     while True:
         try:
             with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
+                if is_first:
+                    _warn_of_others(client)
                 if checkpoint is not None and checkpoint.manifest.snapshot:
                     from embershard.worker.checkpoint.checkpoint import restore_shards
 
@@ -305,3 +312,15 @@ def _meet_shards(
             if checkpoint is None or time.monotonic() > end:
                 raise
             say(f"the shard at {error.fields['address']} was restarted meanwhile: the checkpoint is restored again")
+
+
+def _warn_of_others(client: Client) -> None:
+    """Say so where shards have workers, whose job ends as ours begins."""
+    with contextlib.suppress(EmbershardError):  # an older shard's status, say, which training does not need
+        others = sum(not member.paused for member in client.status()[0].members)
+        if others:
+            say(
+                f"another job (workers: {others}), or a run that was killed, is on these shards, which train one job "
+                "at a time: it ends as this one begins",
+                err=True,
+            )
