@@ -96,6 +96,7 @@ class ExportFacts:
     inputs: Mapping[str, Any] | None  # what is done with columns; None where the reader does not tell
     tables: Mapping[str, TableFacts]  # of hashed or numbered ids on shards, by module
     files: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # bytes and sha256; of an export that is read
+    written: tuple[int, int] = (0, 0)  # inode and time of the export.json that was read: equal exports have others
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +257,13 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
     """
     path = folder / FACTS
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data, written = file.read(), os.fstat(file.fileno())
         told = json.loads(data)
     except FileNotFoundError:
-        reason = "no such file: this is no export, or one that did not end" if folder.is_dir() else "no such folder"
+        reason = "no such folder"
+        if folder.is_dir():
+            reason = "no such file: this is no export, one that did not end, or one that another is replacing just now"
         raise BadExport(path=str(path if folder.is_dir() else folder), reason=reason) from None
     except OSError as error:
         raise BadExport(path=str(path), reason=f"cannot be read: {error.strerror or error}") from None
@@ -278,18 +282,19 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
             schema=_schema(told["schema"]),
             inputs=told["inputs"],
             tables={name: TableFacts(**table) for name, table in told["tables"].items()},
-            files={name: (int(file["bytes"]), str(file["sha256"])) for name, file in told["files"].items()},
+            files={name: (int(one["bytes"]), str(one["sha256"])) for name, one in told["files"].items()},
+            written=(written.st_ino, written.st_mtime_ns),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadExport(path=str(path), reason=f"{type(error).__name__}: {error}") from None
     for name, (size, sha256) in facts.files.items():
-        file = folder / Path(name).name
-        if not file.is_file():
-            raise BadExport(path=str(file), reason="no such file, which export.json names")
-        if file.stat().st_size != size:
-            raise BadExport(path=str(file), reason=f"it has {file.stat().st_size} bytes, not {size}")
-        if verify and _sha256(file) != sha256:
-            raise BadExport(path=str(file), reason="its sha256 is not that of export.json")
+        part = folder / Path(name).name
+        if not part.is_file():
+            raise BadExport(path=str(part), reason="no such file, which export.json names")
+        if part.stat().st_size != size:
+            raise BadExport(path=str(part), reason=f"it has {part.stat().st_size} bytes, not {size}")
+        if verify and _sha256(part) != sha256:
+            raise BadExport(path=str(part), reason="its sha256 is not that of export.json")
     return facts
 
 

@@ -58,7 +58,8 @@ def load_exported(folder: str | Path, *, dense: Dense = "torch", verify: bool = 
         raise ValueError(f"dense must be torch, onnx or int8, got {dense!r}")
     facts = read_facts(path, verify=verify)
     model = ExportedModel(path, facts, dense)
-    if read_facts(path).files != facts.files:
+    now = read_facts(path)
+    if (now.written, now.files) != (facts.written, facts.files):
         raise BadExport(path=str(path), reason="another export replaced its files while they were read: load it again")
     return model
 

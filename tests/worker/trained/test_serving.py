@@ -389,11 +389,12 @@ def test_the_dense_part_may_be_of_int8(make_export):  # that of ONNX: test_expor
         es.load_exported(export.folder, dense="int4")
 
 
-def test_files_that_another_export_replaces_while_they_are_read_are_not_mixed(export, monkeypatch):
+@pytest.mark.parametrize("change", [1, 0])  # 0: by another one and then by one like the first
+def test_files_that_another_export_replaces_while_they_are_read_are_not_mixed(export, change, monkeypatch):
     def replaced(path, read=serving._tensors):
         if path.name == TABLES:
             pairs = load_file(path)
-            write_tensors(path, {**pairs, "embedding.rows": pairs["embedding.rows"] + 1})
+            write_tensors(path, {**pairs, "embedding.rows": pairs["embedding.rows"] + change})
             write_facts(export.folder, export.facts)
         return read(path)
 
