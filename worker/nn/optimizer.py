@@ -12,8 +12,10 @@ from torch import Tensor
 from embershard.proto.errors import BadLearningRate
 from embershard.proto.spec import MAX_FLOAT32
 from embershard.proto.spec import Optimizer as RowOptimizer
+from embershard.worker.nn.rows_gradient import RowsGradient
 from embershard.worker.session.dense import METADATA
 from embershard.worker.session.session import Session
+from embershard.worker.session.tables import RemoteTable
 
 # what the optimizers of torch take from a group beside lr, and those of the shards have from the start
 _FIXED = {"alpha", "betas", "dampening", "eps", "momentum", "weight_decay"}
@@ -25,8 +27,9 @@ class ShardOptimizer(torch.optim.Optimizer):
     The shards apply the row optimizers. There is a group for the embeddings (one per optimizer, if they have
     several) and one for each table of dense weights; a group's "tables" are the names of its tables. Torch
     schedulers may change a group's "lr": the next push sends it, divided by the lr of the row optimizer, as the
-    factor of the tables' learning rate. The gradients of its "params" may be changed in place between backward and
-    `step`: dense gradients and, on one placeholder parameter per table, those of the rows, summed over equal ids.
+    factor of the tables' learning rate. Its "params" are those of the wrapped model; one stands for each table that no
+    wrapped model has. Their gradients may be changed in place between backward and `step`; those of rows are summed
+    over equal ids.
 
     `weight` is the weight of the next step among the workers of a synchronous job: the number of samples of its
     mean.
@@ -48,18 +51,18 @@ class ShardOptimizer(torch.optim.Optimizer):
         self.weight = 1.0
         self.skipped_steps = 0
         dense = {weights.spec.name: weights for weights in session.dense_weights}
-        embeddings: dict[RowOptimizer, list[str]] = {}
+        embeddings: dict[RowOptimizer, list[RemoteTable]] = {}
         for table in session.tables:
             if table.spec.name not in dense:
-                embeddings.setdefault(table.spec.optimizer, []).append(table.spec.name)
+                embeddings.setdefault(table.spec.optimizer, []).append(table)
         groups: list[dict[str, Any]] = [
             {
-                "params": [_StandIn.of(session, name) for name in names],
+                "params": [_parameter_of(session, table) for table in tables],
                 "lr": optimizer.lr,
                 "name": "embedding",
-                "tables": names,
+                "tables": [table.spec.name for table in tables],
             }
-            for optimizer, names in embeddings.items()
+            for optimizer, tables in embeddings.items()
         ]
         for name, weights in dense.items():
             groups.append(
@@ -163,8 +166,14 @@ class ShardOptimizer(torch.optim.Optimizer):
         return scales
 
 
+def _parameter_of(session: Session, table: RemoteTable) -> Tensor:
+    """The parameter of the model, so that code finds it there by what it is; or what stands for one."""
+    parameter = table.parameter
+    return _StandIn.of(session, table.spec.name) if parameter is None else parameter
+
+
 class _StandIn(Tensor):
-    """What stands for the rows of a table among an optimizer's parameters: it has their gradient, and no values."""
+    """What stands for a table that no wrapped model has among an optimizer's parameters: a gradient, and no values."""
 
     session: Session
     table: str
@@ -208,9 +217,8 @@ class _StandIn(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise NotImplementedError(
-            "the parameters of a ShardOptimizer that stand for rows have gradients and no values: regularise and "
-            "freeze by model.parameters(), and leave what changes weights (weight decay, SAM, Lookahead) to the "
-            "optimizers that wrap is given"
+            "what stands for a table that no wrapped model has, among the parameters of a ShardOptimizer, has a "
+            "gradient and no values: leave what changes weights (weight decay, SAM, Lookahead) to the table's optimizer"
         )
 
 
@@ -223,17 +231,19 @@ _CHANGES = {
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the gradients of an optimizer's parameters, to be changed in place; of sparse ones the values."""
+    """Return the gradients of an optimizer's parameters, to be changed in place; of tables those of the rows read."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-                found.append(parameter.grad.values())
-            else:
-                found.append(parameter.grad)
+            if isinstance(gradient, RowsGradient):
+                gradient = gradient.as_subclass(Tensor)
+            elif gradient.is_sparse:
+                parameter.grad = gradient.coalesce()
+                gradient = parameter.grad.values()
+            found.append(gradient)
     return found
 
 

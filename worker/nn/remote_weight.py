@@ -69,6 +69,7 @@ class RemoteWeight(nn.Parameter):
         parameter.__class__ = RemoteWeight
         assert isinstance(parameter, RemoteWeight)
         parameter.table, parameter.limit = table, limit
+        table.parameter = parameter
         parameter.batch_rows, parameter._lookups = batch_rows and 4 * parameter.numel() > limit, []
         parameter._whole, parameter._read_at, parameter._whole_version, parameter.looked_up_at = None, -1, 0, -1
         parameter._shown, parameter._reads_whole, parameter._chosen_at = None, False, -1

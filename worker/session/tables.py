@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Protocol, TypeVar
@@ -105,6 +106,16 @@ class RemoteTable:
     def __init__(self, session: TableSession, spec: TableSpec) -> None:
         self.session = session
         self.spec = spec
+        self._parameter: weakref.ref[torch.Tensor] | None = None  # which holds this table
+
+    @property
+    def parameter(self) -> torch.Tensor | None:
+        """The parameter of a wrapped model whose rows these are, while the model lives."""
+        return None if self._parameter is None else self._parameter()
+
+    @parameter.setter
+    def parameter(self, parameter: torch.Tensor) -> None:
+        self._parameter = weakref.ref(parameter)
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of `ids` (any shape, int32 or int64) as they are now, (*ids.shape, dim), apart from autograd.

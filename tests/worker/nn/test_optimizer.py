@@ -232,15 +232,35 @@ def test_gradients_are_one_per_table_with_equal_ids_summed(make_session):
     loss_of(wrapped, BATCHES[0]).backward()
     optimizer = es.ShardOptimizer(session)
     users, items = optimizer.param_groups[0]["params"]
-    assert users.grad.shape[0] == len(plain.users.weight.grad.abs().sum(1).nonzero())
+    assert users.grad.shape == items.grad.shape == (12, 4)
     torch.testing.assert_close(users.grad.norm(), plain.users.weight.grad.norm())
-    assert items.grad.shape[1] == 4
-    assert len(gradients(optimizer)) == 2 + 4
+    found = gradients(optimizer)
+    assert len(found) == 2 + 4
+    assert found[0].shape == (len(plain.users.weight.grad.abs().sum(1).nonzero()), 4)
     optimizer.zero_grad()
     assert gradients(optimizer) == []
 
 
-def test_parameters_that_stand_for_rows_are_the_same_at_every_step_and_lose_a_gradient_as_torchs_do(make_session):
+def test_the_groups_have_the_parameters_of_the_model(make_session):
+    plain, wrapped, session = twins(make_session)
+    optimizer = es.ShardOptimizer(session)
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    assert own == set(wrapped.parameters())  # by identity: trainers look them up
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in BATCHES[:3]:
+        for model, (users, items) in (
+            (plain, (plain.users.weight, plain.items.weight)),
+            (wrapped, optimizer.param_groups[0]["params"]),
+        ):
+            users.requires_grad_(requires_grad=batch is BATCHES[1])  # as what freezes a part for some epochs
+            (loss_of(model, batch) + 0.1 * items.square().sum()).backward()
+        theirs.step()
+        theirs.zero_grad()
+        optimizer.step()
+    assert_equal_weights(plain, wrapped, session)
+
+
+def test_parameters_of_rows_are_the_same_at_every_step_and_lose_a_gradient_as_torchs_do(make_session):
     plain, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
     users, items = optimizer.param_groups[0]["params"]
@@ -263,21 +283,21 @@ def test_parameters_that_stand_for_rows_are_the_same_at_every_step_and_lose_a_gr
         lambda rows: rows.square().sum(),
         lambda rows: rows.data.clamp_(-1, 1),
         lambda rows: rows.detach().clone(),
-        lambda rows: rows.grad.add_(rows, alpha=0.1),
+        lambda rows: torch.ones(1).add_(rows, alpha=0.1),
         lambda rows: torch._foreach_lerp_([rows], [torch.ones(1)], 0.5),
         lambda rows: rows.requires_grad_(False),
         lambda rows: setattr(rows, "requires_grad", False),
         lambda rows: rows.register_hook(print),
     ],
 )
-def test_parameters_that_stand_for_rows_have_no_values(make_session, use):
-    _, wrapped, session = twins(make_session)
-    loss_of(wrapped, BATCHES[0]).backward()
+def test_what_stands_for_a_table_without_a_model_has_no_values(make_session, use):
+    session = make_session(2)
+    session.table(es.TableSpec(name="users", dim=4, optimizer=es.SGD(lr=0.1)))
     rows = es.ShardOptimizer(session).param_groups[0]["params"][0]
-    with pytest.raises(NotImplementedError, match="stand for rows have gradients and no values"):
+    with pytest.raises(NotImplementedError, match="a table that no wrapped model has"):
         use(rows)
     with pytest.raises(ValueError, match="the gradient of rows on the shards cannot be replaced"):
-        rows.grad = rows.grad * 0.5
+        rows.grad = torch.ones(1, 4)
 
 
 def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(make_session):
