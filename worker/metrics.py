@@ -8,6 +8,7 @@ is NaN. All arithmetic is float64 over exact ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -238,7 +239,8 @@ class Pointwise:
 class Labels:
     """Collects several labels: each figure of each, `auc:income`, and by its bare name the mean over the labels.
 
-    `samples` are all of them, `samples:income` those that have this label.
+    A mean leaves out a label whose figure is undefined: one without samples, or of one class. `samples` are all of
+    them, `samples:income` those that have this label.
     """
 
     names: tuple[str, ...]
@@ -265,10 +267,18 @@ class Labels:
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
         found = [part.compute() for part in self.parts]
-        means = {name: float(np.mean([figures[name] for figures in found])) for name in found[0]}
+        means = {}
+        for name in found[0]:
+            defined = [one[name] for one in found if not _is_undefined(one, name)]
+            means[name] = float(np.mean(defined)) if defined else math.nan
         means["samples"] = float(sum(map(len, self.parts[0].labels)))
         own = list(zip(self.names, found, strict=True))
         return means | {f"{name}:{label}": value for label, figures in own for name, value in figures.items()}
+
+
+def _is_undefined(figures: Mapping[str, float], name: str) -> bool:
+    """Whether samples have no such figure; it is also NaN, as their logloss then is, where predictions are."""
+    return math.isnan(figures[name]) and (not figures["samples"] or not math.isnan(figures["logloss"]))
 
 
 @dataclass(eq=False)
@@ -325,7 +335,8 @@ class FullRanking:
     def update(self, scores: torch.Tensor, users: Users) -> None:
         """One batch: scores (B, I) of every item for each user, changed in place (seen items become -inf)."""
         scores[torch.from_numpy(users.seen_user), torch.from_numpy(users.seen_item)] = -math.inf
-        values, top = (part.cpu().numpy() for part in torch.topk(scores, min(self.k, scores.shape[1]), dim=1))  # (B, k)
+        best = torch.topk(scores.float(), min(self.k, scores.shape[1]), dim=1)
+        values, top = best.values.cpu().numpy(), best.indices.cpu().numpy()  # (B, k)
         num_items = scores.shape[1]
         relevant = np.sort(users.relevant_user * num_items + users.relevant_item)
         keys = top + np.arange(len(top))[:, None] * num_items

@@ -153,7 +153,7 @@ def test_full_ranking_equals_torchmetrics(theirs):
 def test_full_ranking_with_fewer_items_than_k():
     figures = FullRanking(k=20)
     users = Users(torch.arange(1), np.array([0]), np.array([0]), np.array([0, 0]), np.array([1, 2]))
-    figures.update(torch.tensor([[9.0, 2.0, 1.0]]), users)
+    figures.update(torch.tensor([[9.0, 2.0, 1.0]], dtype=torch.bfloat16), users)
     perfect = dict.fromkeys(("recall@20", "ndcg@20", "map@20", "users"), 1.0)
     assert figures.compute() == {**perfect, "coverage@20": 2 / 3}  # the seen item is shown to nobody
     assert math.isnan(FullRanking().compute()["recall@20"])
@@ -260,6 +260,21 @@ def test_figures_of_a_label_are_weighed_and_leave_missing_ones_out():
     assert bins == [(0.5, 0.25, 2)]
     assert math.isnan(logloss(np.ones(2), np.zeros(2), np.zeros(2)))
     assert reliability(np.ones(2), np.array([0.0, math.nan])) == []
+
+
+def test_a_mean_over_labels_leaves_out_those_of_one_class_and_without_samples():
+    logits = torch.tensor([[1.0, 2.0, 0.0], [-1.0, 0.5, 0.0], [0.5, 1.0, 0.0]])
+    labels = torch.tensor([[1.0, 0.0, math.nan], [0.0, 0.0, math.nan], [0.0, 0.0, math.nan]])
+    figures = Labels(("common", "rare", "missing"))
+    figures.update(logits, labels)
+    found = figures.compute()
+    assert found["auc"] == found["auc:common"] == 1.0
+    assert math.isnan(found["auc:rare"])
+    assert found["logloss"] == np.mean([found["logloss:common"], found["logloss:rare"]])
+    logits[0, 1] = math.nan  # a model that diverged must not look good
+    broken = Labels(("common", "rare", "missing"))
+    broken.update(logits, labels)
+    assert math.isnan(broken.compute()["auc"])
 
 
 def test_candidates_may_come_in_rows():
