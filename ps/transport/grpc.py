@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import EmbershardError, NotAllowed, UntrustedCertificate, WrongVersion
+from embershard.proto.errors import EmbershardError, InvalidRequest, NotAllowed, UntrustedCertificate, WrongVersion
 from embershard.proto.messages import METHODS, OTHER_SERVICES, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.transport.grpc import ERROR_KEY, INSTANCE_KEY
@@ -73,24 +73,33 @@ class ShardService:
         return self._dispatch.access is None
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio."""
+        """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio.
+
+        A unary call is a stream of one message to a server that asks for it: who may not call sends no more than what
+        fits gRPC's window.
+        """
         return grpc.method_handlers_generic_handler(
             SERVICE,
-            {name: grpc.unary_unary_rpc_method_handler(self._method(kind)) for kind, (name, _) in METHODS.items()},
+            {name: grpc.stream_unary_rpc_method_handler(self._method(kind)) for kind, (name, _) in METHODS.items()},
         )
 
-    def _method(self, kind: type[Request]) -> Callable[[bytes, _Context], Awaitable[bytes]]:
+    def _method(self, kind: type[Request]) -> Callable[[object, _Context], Awaitable[bytes]]:
         counters = self._dispatch.counters.transports["grpc"]
 
-        async def method(data: bytes, context: _Context) -> bytes:
-            remaining, arrived = context.time_remaining(), time.monotonic()
-            counters.received_bytes += len(data)
+        async def method(_: object, context: _Context) -> bytes:
+            arrived = time.monotonic()
             if self._is_for_another(context):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "another process of the shard answers now")
-            deadline = arrived + (_NO_DEADLINE if remaining is None else remaining)
             try:
                 identity = self._peer_identity(context)
                 peer = self._peer_of(context)
+                principal = self._principal(peer, identity, context)
+                data = await context.read()
+                remaining, arrived = context.time_remaining(), time.monotonic()
+                if data is grpc.aio.EOF:
+                    raise InvalidRequest(reason="the call brought no message")
+                counters.received_bytes += len(data)
+                deadline = arrived + (_NO_DEADLINE if remaining is None else remaining)
                 answer = self._dispatch.submit(
                     kind,
                     lambda: loads(kind, data),
@@ -98,7 +107,7 @@ class ShardService:
                     num_bytes=len(data),
                     deadline=deadline,
                     peer=peer.address,
-                    principal=self._principal(peer, identity, context),
+                    principal=principal,
                 )
                 reply = await asyncio.wrap_future(answer)
             except EmbershardError as error:
@@ -173,10 +182,10 @@ class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
         error = WrongVersion(lowest=OLDEST_VERSION, highest=VERSION, own_lowest=theirs, own_highest=theirs)
 
-        async def refuse(data: bytes, context: _Context) -> bytes:
+        async def refuse(_: object, context: _Context) -> bytes:
             await _abort(context, error)
 
-        return grpc.unary_unary_rpc_method_handler(refuse)
+        return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 async def _abort(context: _Context, error: EmbershardError) -> NoReturn:
@@ -195,10 +204,10 @@ class Refuses(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         """A handler of any method."""
 
-        async def refuse(data: bytes, context: _Context) -> bytes:
+        async def refuse(_: object, context: _Context) -> bytes:
             await _abort(context, self._error)
 
-        return grpc.unary_unary_rpc_method_handler(refuse)
+        return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 def make_server(

@@ -1,6 +1,7 @@
 """Each transport asks who a peer is, and lets it do what its role may and no more; clients of ours and raw bytes."""
 
 import socket
+import threading
 import time
 from contextlib import closing
 from datetime import timedelta
@@ -307,6 +308,26 @@ def test_grpc_takes_a_bearer_token_and_shows_its_schema_to_nobody(serve_grpc, ac
         with pytest.raises(grpc.RpcError) as caught:
             schema(b"", metadata=(("authorization", f"Bearer {TOKENS['admin']}"),), timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_grpc_refuses_who_may_not_call_before_the_message_is_read(serve_grpc, access):
+    gate = threading.Event()
+
+    def late():
+        gate.wait(60)
+        yield b""
+
+    with grpc.insecure_channel(serve_grpc(access=access).address) as channel:
+        hello = channel.stream_unary(f"/{SERVICE}/Hello")
+        try:
+            with pytest.raises(grpc.RpcError) as caught:
+                hello(late(), timeout=60)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        finally:
+            gate.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            hello(iter(()), metadata=(("authorization", f"Bearer {TOKENS['read']}"),), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("patterns", [["other"], ["items", "other*"]])
