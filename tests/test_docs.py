@@ -92,7 +92,7 @@ def test_files_of_who_may_do_what_are_valid(block):
 
 @pytest.mark.parametrize("block", [block for block in of("yaml") if "access" not in block.words], ids=str)
 def test_parts_of_jobs_are_valid(block, tmp_path):
-    part = YAML(typ="safe").load(block.text)
+    part = YAML(typ="safe", pure=True).load(block.text)
     if "job" not in block.words:
         part = reduce(lambda inner, section: {section: inner}, block.words, part)
         base = {key: value for key, value in BASE.items() if not (key in part and is_replaced(key, part[key]))}

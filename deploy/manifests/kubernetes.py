@@ -86,7 +86,8 @@ def _sections(job: str) -> Object:
     from ruamel.yaml.error import YAMLError
 
     try:
-        found = YAML(typ="safe").load(job)
+        # pure: libyaml, where it is installed, knows no colon in a plain text within braces, as in {1000: topk:0.01}
+        found = YAML(typ="safe", pure=True).load(job)
     except YAMLError as error:
         raise BadDeployment(what="job", reason=f"it is no YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(found, dict):

@@ -21,7 +21,7 @@ from embershard.proto.messages import replace
 MIB, GIB = 2**20, 2**30
 UNLIMITED = resource.RLIM_INFINITY
 NO_GPU = {"torch.cuda.is_available": False}
-BY_AVX2, BY_AMX = ({**NO_GPU, "torch.cpu.get_capabilities": {name: True}} for name in ("avx2", "amx_bf16"))
+BY_AVX2, BY_AMX = ({**NO_GPU, "embershard.worker.nn.onednn.cpu_flags": {name}} for name in ("avx2", "amx_bf16"))
 MKL, ONEDNN = ({"embershard.worker.nn.onednn.onednn_is_faster": faster} for faster in (False, True))
 BIG = case(replace(STATUS, tables=(replace(TABLE, bytes=100 * GIB),)))
 OF_64_SHARDS = Case(probes=[probe(stream_greeting=replace(GREETING, num_shards=64))])

@@ -152,6 +152,27 @@ def test_columns_become_what_their_values_are():
     assert job["data"]["split"] == {"by": "random", "valid": 0.1, "test": 0.1}
 
 
+def test_names_of_ids_times_and_labels_are_known_in_every_spelling():
+    rows = range(300)
+    job = features_of(
+        {
+            "isMale": [n % 2 for n in rows],
+            "isClick": [n % 2 for n in rows],
+            "userId": [n * 7 for n in rows],
+            "Item ID": [n * 5 for n in rows],
+            "movieid": [n * 3 for n in rows],
+            "SKUCode": [n * 2 for n in rows],
+            "paid": [n * n for n in rows],
+            "eventTime": [1_700_000_000 + n for n in rows],
+        }
+    )
+    number = {"type": "number", "transform": "standardise"}
+    assert (job["data"]["label"], job["data"]["split"]["column"]) == ("isClick", "eventTime")
+    assert job["features"] == {name: {} for name in ("isMale", "userId", "Item ID", "movieid", "SKUCode")} | {
+        "paid": number
+    }
+
+
 def test_rows_are_split_by_the_finest_time_and_by_no_duration():
     rows = range(300)
     events = [datetime(2026, 1, 1) + timedelta(minutes=n) for n in rows]

@@ -32,16 +32,21 @@ def use_onednn(model: nn.Module) -> int:
 
 def onednn_is_faster() -> bool:
     """Whether this processor is one on which MKL is slow: it has AVX-512 and is not Intel's."""
-    return torch.cpu.get_capabilities().get("avx512_f", False) and _vendor() not in ("", "GenuineIntel")
+    return "avx512f" in cpu_flags() and _cpuinfo("vendor_id") not in ("", "GenuineIntel")
 
 
-def _vendor() -> str:
-    """The processor's maker, as Linux tells it; empty where it does not."""
+def cpu_flags() -> set[str]:
+    """The instruction sets of this processor, by Linux's names: avx2, avx512f, avx512_bf16; none on other systems."""
+    return set(_cpuinfo("flags").split())  # torch.cpu.get_capabilities needs torch 2.11
+
+
+def _cpuinfo(name: str) -> str:
+    """A field of the first processor, as Linux tells it; empty where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 class OneDnnLinear(nn.Linear):

@@ -30,8 +30,9 @@ _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion",
 _TIME = re.compile(r"(^|_)(time|timestamp|date|datetime|ts|day)$", re.I)
 _TIME_TEXT = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")
 _ID = re.compile(
-    r"(^|_)(id|user|item|product|ad|movie|book|song|store|brand|category|code|zip|hour|device)s?(_|$)", re.I
+    r"(^|_)(id|(user|item|product|ad|movie|book|song|store|brand|category|code|zip|hour|device)(id)?)s?(_|$)", re.I
 )
+_WORD_ENDS = re.compile(r"[\W_]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
 _MISSING = {"nan", "na", "n/a", "null", "none", "?", "-", "inf", "+inf", "-inf", "infinity", "-infinity", r"\n"}
 _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
@@ -302,7 +303,7 @@ def _label(data: Path, look: Look, label: str | None) -> str:
         return label
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     two = [name for name, values in look.columns.items() if _label_values(values)]
-    named = [name for name in (*binary, *two) if name.lower() in _LABELS]
+    named = [name for name in (*binary, *two) if _words(name).lower() in _LABELS]
     if len(binary) > 1 and not named:
         reason = f"{len(binary)} columns of zeros and ones: {', '.join(binary)}; name the label by --label"
         raise CannotInit(path=str(data), reason=reason)
@@ -376,28 +377,33 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
     distinct = set(present)
     if isinstance(present[0], date | datetime) or (_is_time(name, present) and len(distinct) > _FEW):
         return _A_TIME
-    if _TIME.search(name) and len(distinct) > _FEW and isinstance(present[0], str):
+    if _TIME.search(_words(name)) and len(distinct) > _FEW and isinstance(present[0], str):
         return "# NAME: left out, its times are not written as 2026-01-31 12:00:00"
     if len(distinct) == 1:
         return "# NAME: left out, it has one value in these rows"
     if len(distinct) == rows > _FEW and name.lower() in _ROW_NUMBERS:
         return "# NAME: left out, it numbers the rows"
     if all(isinstance(value, bool | int) for value in present):
-        if len(distinct) <= _FEW or _ID.search(name):
+        if len(distinct) <= _FEW or _ID.search(_words(name)):
             return "{}"
         return _number([float(value) for value in present if isinstance(value, int)])
     if all(isinstance(value, int | float) for value in present):
-        if _ID.search(name) and all(isinstance(value, float) and value.is_integer() for value in present):
+        if _ID.search(_words(name)) and all(isinstance(value, float) and value.is_integer() for value in present):
             return f"# NAME: left out, its ids are floats, as {present[0]}: save integers (of pandas Int64)"
         return _number([float(value) for value in present if isinstance(value, int | float)])
     return _of_text([str(value) for value in present], rows, table)
+
+
+def _words(name: str) -> str:
+    """A column's name as user_id, where it is written as userId or User ID."""
+    return _WORD_ENDS.sub("_", name).strip("_")
 
 
 def _is_time(name: str, values: Sequence[object]) -> bool:
     """Whether a column has texts of times, or has the name of times and numbers that may be some."""
     if any(isinstance(value, str) for value in values):
         return all(isinstance(value, str) and _TIME_TEXT.match(value) for value in values)
-    named = _TIME.search(name)
+    named = _TIME.search(_words(name))
     numbers = [value for value in values if isinstance(value, int | float)]
     return named is not None and (named.start() == 0 or min(numbers, default=0) >= _FIRST_TIME)
 

@@ -74,13 +74,15 @@ def bf16(case: Case) -> Finding | None:
         return None
     import torch
 
+    from embershard.worker.nn.onednn import cpu_flags
+
     wanted = case.job is not None and case.job.train.amp == "bf16"
     missing = warn if wanted else ok
     if torch.cuda.is_available():
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
         return ok("the GPU has bfloat16") if has_it else missing("the GPU has no bfloat16: use fp16")
-    has = torch.cpu.get_capabilities()
-    found = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name, False)]
+    has = cpu_flags()
+    found = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in has]
     fast = any(name.endswith("bf16") for name in found)
     words = "in hardware" if fast else "only by conversion, so mixed precision would not be faster here"
     return (ok if fast else missing)(f"bfloat16 {words} ({', '.join(found) or 'no AVX2'})")

@@ -105,6 +105,17 @@ def test_pods_run_our_commands_and_find_each_other(issuer, job):
         assert "--insecure" in shard["template"]["spec"]["containers"][0]["args"]
 
 
+def test_a_job_is_read_as_in_training_where_libyaml_is_installed(monkeypatch, tmp_path):
+    class Libyaml:
+        def __init__(self, *_):
+            raise AssertionError("libyaml reads no {1000: topk:0.01}")
+
+    monkeypatch.setattr("ruamel.yaml.main.CParser", Libyaml)
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{JOB}compression: {{push: {{at: {{0: none, 1000: topk:0.01}}}}}}\n")
+    assert "1000: topk:0.01" in run("kubernetes", "--name", "ads", "--job", str(path), "--image", "x")
+
+
 def test_workers_of_a_job_with_checkpoints_recover(tmp_path):
     path = tmp_path / "job.yaml"
 
