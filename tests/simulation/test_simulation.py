@@ -69,6 +69,7 @@ FOUND_SINCE = {  # by seeds with all that they draw: an I/O thread, and focuses 
     4110: "a call asked on although the shard had answered that pushes are lost, and ended without an answer",
     7910: "a push that a new process had taken was dropped by its sender, who heard that earlier ones are lost",
     4718: "a worker that had only loaded waited at one shard, and none of its heartbeats said what another had lost",
+    282: "a push that one process refused, and the next one took, was told of as refused",
 }
 
 

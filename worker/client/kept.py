@@ -66,13 +66,22 @@ class KeptPushes:
                 kept.is_answered = True
             said = self._said.pop((shard, push.token.seq), None)
             self._drop(shard)
-        if kept is not None and said is not None:  # it was sent again while another shard was waited for
+        # it was sent again while another shard was waited for
+        if kept is not None and said is not None and not _is_early(said):
             self._settle_answered(shard, kept.push, said)
 
-    def settle(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> None:
-        """A push is safe, and so are those that were answered before it, or it was refused."""
+    def settle(self, shard: int, push: Push, outcome: Reply | EmbershardError) -> Reply | EmbershardError:
+        """A push is safe, and so are those that were answered before it, or it was refused; what became of it.
+
+        What one process refused, the next one may have taken while another shard was waited for.
+        """
         with self._lock:
-            self._said.pop((shard, push.token.seq), None)
+            said = self._said.pop((shard, push.token.seq), None)
+            outcome = said if isinstance(outcome, EmbershardError) and isinstance(said, Pushed) else outcome
+        if _is_early(outcome):
+            self.answered(shard, push)
+            return outcome
+        with self._lock:
             kept = self._kept[shard]
             for one in kept:
                 if one.push.token.seq == push.token.seq:
@@ -82,6 +91,7 @@ class KeptPushes:
             self._look()
         if isinstance(outcome, Pushed):
             self.acknowledge(shard, push.token.seq)
+        return outcome
 
     def acknowledge(self, shard: int, seq: int, term: int | None = None) -> None:
         """A shard says that what it has answered is safe up to this push.
@@ -163,13 +173,11 @@ class KeptPushes:
                 outcome = send(replace(push, tables=tuple(replace(part, route=0) for part in push.tables)))
             if isinstance(outcome, EmbershardError) and outcome.retryable:
                 return outcome
-            if isinstance(outcome, Pushed) and outcome.early:
-                continue
             with self._lock:
                 is_answered = kept.is_answered  # else its sender is told
                 if not is_answered:
                     self._said[shard, push.token.seq] = outcome
-            if is_answered:
+            if is_answered and not _is_early(outcome):
                 self._settle_answered(shard, push, outcome)
         return None
 
@@ -210,6 +218,10 @@ def with_first_incomplete(request: Sent, first: int) -> Sent:
     if token is None or first <= token.first_incomplete:
         return request
     return replace(request, token=replace(token, first_incomplete=first))
+
+
+def _is_early(outcome: Reply | EmbershardError) -> bool:
+    return isinstance(outcome, Pushed) and outcome.early
 
 
 def _num_bytes(push: Push) -> int:

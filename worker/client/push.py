@@ -262,7 +262,7 @@ class PushQueue:
             if isinstance(outcome, Pushed) and outcome.early:
                 self._kept.answered(shard, pushes[shard])
             elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and _is_kept(outcome)):
-                self._kept.settle(shard, pushes[shard], outcome)
+                outcomes[shard] = self._kept.settle(shard, pushes[shard], outcome)
         return outcomes
 
     def _call_until_room(self, pushes: Mapping[int, Push], member: Membership | None) -> dict[int, Outcome]:

@@ -470,6 +470,18 @@ def test_a_push_that_was_sent_again_before_its_sender_knew_its_early_answer_is_n
     assert [error for _, _, error in kept.take_refused()] == [outcome] * isinstance(outcome, errors.LeaseLost)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_push_that_one_process_refused_and_the_next_one_took_is_not_told_of_as_refused(early):
+    """Its table was lost with the power, and declared again by another worker, while another shard was waited for."""
+    kept, one, took = KeptPushes(), push(gradients([1])), Pushed(False, 1, 0, early=early)
+    kept.add(0, one)
+    assert kept.resend(0, 2, lambda push: took) is None
+    assert kept.settle(0, one, errors.UnknownTable(shard="", table="t", known="")) is took
+    assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == ((1, [0]) if early else (99, []))
+    kept.acknowledge(0, 1, term=2)
+    assert (kept.first_incomplete(0, 99), kept.unsafe([0])) == (99, [])
+
+
 def test_a_push_that_was_refused_as_it_was_kept_and_is_sent_once_more_by_its_sender_is_kept():
     """Its call had timed out; a heartbeat met the shard's next process, to which the worker came back by a new join."""
     kept, one = KeptPushes(), push(gradients([1]))
