@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -642,12 +642,11 @@ class Session:
             )  # fmt: skip
         held: list[DenseWeights | WholeTable] = [*self.registry.dense, *self._whole_tables]
         for weights in held:
-            try:
-                weights.check_unchanged()
-            except ParameterChanged as error:
-                _log.warning("the session was closed after a change that the shards do not have: %s", error)
-            except (ValueError, NotImplementedError):
-                continue  # of another type, or without memory: nobody wants these values back on the shards
+            # of another type, without memory, or after an error of the GPU: nobody wants these values on the shards
+            with suppress(ValueError, RuntimeError):
+                if (changed := weights.changed()) is not None:
+                    change = ParameterChanged(parameter=changed)
+                    _log.warning("the session was closed after a change that the shards do not have: %s", change)
         self._prefetched.forget()
         self._collected.clear()
         self.client.close()
