@@ -148,7 +148,10 @@ def test_a_job_says_that_it_ends_the_one_that_is_on_its_shards(stream_shard, cap
         local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
         assert not capsys.readouterr().err
         other.join(Terms(workers=1))
-        local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
-        assert "another job (workers: 1)" in capsys.readouterr().err
+        for is_paused in (False, True):  # as in an evaluation
+            if is_paused:
+                other.membership.pause()
+            local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
+            assert "another job (workers: 1)" in capsys.readouterr().err
         local_job._meet_shards(stream_shard, None, replace=False)  # as the job itself is started again
         assert not capsys.readouterr().err

@@ -284,7 +284,7 @@ def _meet_shards(
 ) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
 
-    The first attempt says so where another job is on the shards, which it ends.
+    The first attempt says so where the members of another job are on the shards, which it ends.
 
     Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them. Where one
     loses its rows meanwhile, all are restored once more.
@@ -315,9 +315,9 @@ def _meet_shards(
 
 
 def _warn_of_others(client: Client) -> None:
-    """Say so where shards have workers, whose job ends as ours begins."""
+    """Say so where shards have members, whose job ends as ours begins; a job of one worker may have none."""
     with contextlib.suppress(EmbershardError):  # an older shard's status, say, which training does not need
-        others = sum(not member.paused for member in client.status()[0].members)
+        others = len(client.status()[0].members)  # paused ones, too, as in an evaluation
         if others:
             say(
                 f"another job (workers: {others}), or a run that was killed, is on these shards, which train one job "
