@@ -249,7 +249,8 @@ def test_a_change_that_the_shards_never_get_is_named_as_the_session_is_closed(co
         if changed:
             weight.detach()[:] = 7.0  # as averages that a callback puts in place after the last step
         session.close()
-        assert (f"parameter {name.removesuffix('.weight')!r} was changed" in caplog.text) == changed
+        session.close()  # as `with` does after a call of one's own
+        assert caplog.text.count(f"parameter {name.removesuffix('.weight')!r} was changed") == changed
     assert bool((weight.detach() == 7.0).all())  # still there, to be saved
 
 
