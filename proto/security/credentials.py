@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import os
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -205,11 +206,11 @@ def _read(path: Path) -> bytes:
 
 def _read_optional(path: Path) -> bytes:
     """The bytes of a file that may be missing; it may be blank, too, but a file of no bytes is one half written."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return b""
-    data = _read(path)
+    data = _read(path) if path.exists() else b""  # a link to a volume that is not mounted, say
     if not data:
-        _refuse(path, Problem.UNREADABLE, "it is empty", "Write it again, or delete it")
+        _refuse(path, Problem.UNREADABLE, "it is empty, or a link to no file", "Write it again, or delete it")
     return data
 
 

@@ -69,7 +69,7 @@ def test_every_command_has_a_help_page(name):
         (BlockingIOError(errno.EAGAIN, "busy"), 1, "error: the system gives this command no more processes: raise the"),
         (OSError(errno.EMFILE, "too many"), 1, "error: the system gives this command no more open files: raise the"),
         (RuntimeError("can't start new thread"), 1, "error: the system gives this command no more threads and"),
-        (OSError(errno.EFBIG, "too large", "a"), 1, "error: cannot write to a: too large"),
+        (OSError(errno.EFBIG, "too large", "a"), 1, "error: cannot write to a: too large; raise the limit on"),
     ],
 )
 def test_errors_are_messages_and_exit_codes(raised, code, words, monkeypatch, capsys):

@@ -3,6 +3,8 @@
 import json
 import socket
 from contextlib import closing
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -12,9 +14,10 @@ from embershard.cli import evaluate, export, local_job, shards
 from embershard.deploy import workers
 from embershard.deploy.engine import LOCAL, meeting
 from embershard.deploy.supervisor import LocalShards
-from embershard.proto.errors import BadAddress, BadToken
+from embershard.proto.errors import BadAddress, BadToken, ShardRestarted
 from embershard.proto.monitoring.exporter import parse_address
 from embershard.proto.security.tokens import new_token
+from embershard.worker.checkpoint import checkpoint as checkpoints
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 
@@ -143,12 +146,27 @@ def test_a_command_that_takes_shards_takes_certificates():
     assert not without
 
 
+def test_a_shard_that_every_restore_ends_is_not_restored_for_ever(stream_shard, monkeypatch):
+    def restore(client, *_, **__):
+        restores.append(client)
+        raise ShardRestarted(address=stream_shard, got="b", want="a")
+
+    restores, checkpoint = [], SimpleNamespace(manifest=SimpleNamespace(snapshot=True))
+    monkeypatch.setattr(checkpoints, "restore_shards", restore)
+    with pytest.raises(ShardRestarted):
+        local_job._meet_shards(stream_shard, checkpoint, replace=False, timeout=timedelta(seconds=1))
+    assert len(restores) == 3
+
+
 def test_a_job_says_that_it_ends_the_one_that_is_on_its_shards(stream_shard, capsys):
     with closing(Client.connect(stream_shard)) as other:
         local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
         assert not capsys.readouterr().err
         other.join(Terms(workers=1))
-        local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
-        assert "another job (workers: 1)" in capsys.readouterr().err
+        for is_paused in (False, True):  # as in an evaluation
+            if is_paused:
+                other.membership.pause()
+            local_job._meet_shards(stream_shard, None, replace=False, is_first=True)
+            assert "another job (workers: 1)" in capsys.readouterr().err
         local_job._meet_shards(stream_shard, None, replace=False)  # as the job itself is started again
         assert not capsys.readouterr().err

@@ -110,7 +110,7 @@ class RemoteWeight(nn.Parameter):
         an activation checkpoint repeats some in backward, and takes what these save for what it has saved.
         """
         is_trained = torch.is_grad_enabled() and self.requires_grad
-        if self._is_current() and (not is_trained or self._is_changed()):  # to other values, for an evaluation
+        if self._is_current() and (not is_trained or self.changed()):  # to other values, for an evaluation
             return self._whole_of_step()
         if not is_trained:
             return None
@@ -158,17 +158,20 @@ class RemoteWeight(nn.Parameter):
 
     def check_unchanged(self) -> None:
         """ParameterChanged where somebody changed the values that were read, and did not put them back."""
-        if self._is_changed():
+        name = self.changed()
+        if name is not None:
             self._whole = self._shown = None
-            raise ParameterChanged(parameter=self.table.spec.name)
+            raise ParameterChanged(parameter=name)
 
-    def _is_changed(self) -> bool:
-        """Whether the values that were read are others now; numpy raises no version, and who puts them back does."""
+    def changed(self) -> str | None:
+        """The name of the table, where the values that were read are others now."""
         if self._whole is None:
-            return False
+            return None
         if self._shown is None:
-            return self._whole._version != self._whole_version
-        return not have_same_values(self._shown, self._whole.detach())
+            same = self._whole._version == self._whole_version
+        else:  # numpy raises no version, and who puts values back does
+            same = have_same_values(self._shown, self._whole.detach())
+        return None if same else self.table.spec.name
 
     def move(self, device: torch.device) -> None:
         """Have the rows on another device."""

@@ -244,8 +244,8 @@ class DenseWeights:
         place = next(number for number, its in enumerate(self._slices) if its.parameter is parameter)
         self._watched.setdefault(place, parameter.detach().clone())
 
-    def check_unchanged(self) -> None:
-        """ParameterChanged, once, where somebody else than a pull changed a parameter: all are pulled anew then."""
+    def changed(self) -> str | None:
+        """The name of a parameter that somebody else than a pull changed. ValueError where one is of another type."""
         with torch._C.DisableTorchFunctionSubclass():
             for number, (place, version) in enumerate(zip(self._slices, self._versions, strict=True)):
                 before, now = self._watched.get(number), place.parameter
@@ -256,11 +256,18 @@ class DenseWeights:
                     )
                 same = before is None or have_same_values(before, now.detach().to(before))
                 if now._version > version or not same:
-                    self._clock = None
-                    self._watched.clear()
-                    self._mark_stale(self._slices)
-                    raise ParameterChanged(parameter=place.name)
+                    return place.name
+        return None
+
+    def check_unchanged(self) -> None:
+        """ParameterChanged, once, where somebody else than a pull changed a parameter: all are pulled anew then."""
+        name = self.changed()
         self._watched.clear()
+        if name is not None:
+            self._clock = None
+            with torch._C.DisableTorchFunctionSubclass():
+                self._mark_stale(self._slices)
+            raise ParameterChanged(parameter=name)
 
     def _mark_stale(self, slices: Sequence[_ParameterSlice]) -> None:
         """NaN takes the place of old values: whatever reads them past the class, as an alias does, is seen at once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -83,7 +83,7 @@ class Session:
         self._exact = False  # inside `exact`, where a codec would round what is read
         self._versions: Versions = {}  # the lowest of the rows that this step has read
         self._lost_leases: int | None = None  # when the first rows of the step were pulled
-        self._is_stepping = False
+        self._is_stepping = self._is_closed = False
         self.stepped_by: object = None  # the ShardOptimizer of the last step, by a name that it has for this
 
     @property
@@ -641,13 +641,13 @@ class Session:
                 name, rows, name,
             )  # fmt: skip
         held: list[DenseWeights | WholeTable] = [*self.registry.dense, *self._whole_tables]
-        for weights in held:
-            try:
-                weights.check_unchanged()
-            except ParameterChanged as error:
-                _log.warning("the session was closed after a change that the shards do not have: %s", error)
-            except (ValueError, NotImplementedError):
-                continue  # of another type, or without memory: nobody wants these values back on the shards
+        for weights in () if self._is_closed else held:
+            # of another type, without memory, or after an error of the GPU: nobody wants these values on the shards
+            with suppress(ValueError, RuntimeError):
+                if (changed := weights.changed()) is not None:
+                    change = ParameterChanged(parameter=changed)
+                    _log.warning("the session was closed after a change that the shards do not have: %s", change)
+        self._is_closed = True
         self._prefetched.forget()
         self._collected.clear()
         self.client.close()

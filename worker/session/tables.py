@@ -87,6 +87,10 @@ class TableSession(Protocol):
 class WholeTable(Protocol):
     """A table that may be read as a whole; the session says when its rows are no longer those of the shards."""
 
+    def changed(self) -> str | None:
+        """The name of the table, where somebody changed the values that were read."""
+        ...
+
     def check_unchanged(self) -> None:
         """ParameterChanged where somebody changed the values that were read."""
         ...

@@ -162,7 +162,8 @@ def run() -> None:
             fail(f"the system gives this command no more {_LIMITS[error.errno]} ({error.strerror})")
         if error.errno not in _NOT_OURS:
             raise
-        fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
+        remedy = "; raise the limit on files' size (ulimit -f, LimitFSIZE= in systemd)" * (error.errno == errno.EFBIG)
+        fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}{remedy}")
     except Exception as error:
         if not _NO_THREAD.search(str(error)):
             raise

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoin
 
 _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
+_RESTORES = 3  # of one checkpoint, however long each takes: the restore itself may be what ends a shard
 _REMOVAL_SECONDS = 15
 _LOGS = "shard-logs"
 
@@ -284,21 +285,20 @@ def _meet_shards(
 ) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
 
-    The first attempt says so where another job is on the shards, which it ends.
+    The first attempt says so where the members of another job are on the shards, which it ends.
 
     Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them. Where one
-    loses its rows meanwhile, all are restored once more.
+    loses its rows meanwhile, all are restored once more, up to _RESTORES times in all.
     ShardUnavailable where one does not answer by the timeout. TablesInTheWay where the shards hold tables of another
     name, dim or optimizer, unless `replace` is true. RowsLost where one shard lost its rows, and no checkpoint gives
     them back.
     """
     from embershard.worker.client.client import Client
 
-    end = time.monotonic() + timeout.total_seconds()
-    while True:
+    for repeats in range(_RESTORES):
         try:
             with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
-                if is_first:
+                if is_first and not repeats:
                     _warn_of_others(client)
                 if checkpoint is not None and checkpoint.manifest.snapshot:
                     from embershard.worker.checkpoint.checkpoint import restore_shards
@@ -309,15 +309,15 @@ def _meet_shards(
             return
         except ShardRestarted as error:
             # what it lost is in the checkpoint, too
-            if checkpoint is None or time.monotonic() > end:
+            if checkpoint is None or repeats == _RESTORES - 1:
                 raise
             say(f"the shard at {error.fields['address']} was restarted meanwhile: the checkpoint is restored again")
 
 
 def _warn_of_others(client: Client) -> None:
-    """Say so where shards have workers, whose job ends as ours begins."""
+    """Say so where shards have members, whose job ends as ours begins; a job of one worker may have none."""
     with contextlib.suppress(EmbershardError):  # an older shard's status, say, which training does not need
-        others = sum(not member.paused for member in client.status()[0].members)
+        others = len(client.status()[0].members)  # paused ones, too, as in an evaluation
         if others:
             say(
                 f"another job (workers: {others}), or a run that was killed, is on these shards, which train one job "

@@ -102,6 +102,9 @@ def test_a_revocation_list_must_be_of_a_trusted_authority(tmp_path):
     for data in (b"nothing", b""):
         replace(tmp_path, {"crl.pem": data})
         assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "crl.pem"))
+    (tmp_path / "crl.pem").unlink()
+    (tmp_path / "crl.pem").symlink_to(tmp_path / "not mounted")
+    assert problem_of(tmp_path) == ("unreadable", str(tmp_path / "crl.pem"))
     replace(tmp_path, {"crl.pem": b"\n"})  # of a service for which there is no file
     assert not Credentials.load(tmp_path).revoked
 

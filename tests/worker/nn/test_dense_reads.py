@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import embershard as es
+from embershard.proto.errors import ClientClosed
 from embershard.proto.messages import Pull
 from embershard.worker.session.dense import DenseWeights, ParameterChanged, may_be_compiled
 
@@ -248,7 +249,22 @@ def test_a_change_that_the_shards_never_get_is_named_as_the_session_is_closed(co
         if changed:
             weight.detach()[:] = 7.0  # as averages that a callback puts in place after the last step
         session.close()
-        assert (f"parameter {name.removesuffix('.weight')!r} was changed" in caplog.text) == changed
+        session.close()  # as `with` does after a call of one's own
+        assert caplog.text.count(f"parameter {name.removesuffix('.weight')!r} was changed") == changed
+    assert bool((weight.detach() == 7.0).all())  # still there, to be saved
+
+
+def test_a_session_is_closed_though_its_weights_cannot_be_looked_at(counted, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    model.scale.data.mul_(1.0)
+    monkeypatch.setattr(torch, "equal", fail)
+    session.close()
+    with pytest.raises(ClientClosed):
+        model.embedding(IDS)
 
 
 def test_a_step_of_torch_looks_once_at_all_weights(counted, monkeypatch):
