@@ -7,6 +7,7 @@ be read at any time.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
@@ -550,6 +551,14 @@ class Shard:
         """Put what was restored in place of what is here."""
         if (quotas := self.core.tables.quotas) is not None:
             quotas.check_restored(contents.tables)
+        known = self.core.pushes.dedup.epochs()
+        # a system time that was corrected since: such a worker epoch is refused here, and would refuse all later ones
+        workers = [
+            window
+            for window in contents.workers
+            if not self._fences.is_ahead(window.epoch) or known.get(window.worker) == window.epoch
+        ]
+        contents = dataclasses.replace(contents, workers=workers)
         if self._log is not None:
             for table in contents.tables:
                 self._log_rows(table, contents.lineage, self._log)

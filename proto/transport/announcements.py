@@ -11,6 +11,8 @@ Whoever may write to the folder decides where clients connect.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import re
 import time
@@ -30,6 +32,9 @@ _PLACE = re.compile(r"#\d{1,5}$", re.ASCII)
 _NAME = re.compile(r"shard-(\d{1,5})\.json", re.ASCII)
 _MOST_BYTES = 4096  # of an announcement
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between looks for shards that start
+_SILENT_SECONDS = 3.0  # waiting for longer than this is logged, once
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +112,16 @@ def announced_addresses(folder: Path, timeout: timedelta = timedelta(0)) -> list
     Waits until all are there. NotAnnounced where they are not by the timeout.
     """
     end, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE
+    logged_at = time.monotonic() + _SILENT_SECONDS
     while True:
         try:
             of = _number_of_shards(folder)
-        except NotAnnounced:
+        except NotAnnounced as error:
             if time.monotonic() + pause > end:
                 raise
+            if time.monotonic() >= logged_at:
+                logged_at = math.inf
+                _log.warning("waiting for shards: %s", error)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         else:

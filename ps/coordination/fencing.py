@@ -34,9 +34,13 @@ class Fences:
         """Refuse a run or an epoch that is more than AHEAD_MINUTES ahead: FutureEpoch."""
         worker, epoch, run = _claim(request)
         for what, number in (("epoch", epoch), ("run", run)):
-            if number > (self._clock() + 60 * AHEAD_MINUTES) * 1e9:
+            if self.is_ahead(number):
                 now = _text(self._clock())
                 raise FutureEpoch(worker=worker, what=what, got=_text(number / 1e9), now=now, minutes=AHEAD_MINUTES)
+
+    def is_ahead(self, number: int) -> bool:
+        """Whether an epoch or a run, in nanoseconds since 1970, is more than AHEAD_MINUTES ahead."""
+        return number > (self._clock() + 60 * AHEAD_MINUTES) * 1e9
 
     def note(self, request: Push | Join, peer: str) -> None:
         """Remember whose request it was that was not refused, if it is the newest of its worker or run."""

@@ -70,6 +70,7 @@ def test_every_command_has_a_help_page(name):
         (OSError(errno.EMFILE, "too many"), 1, "error: the system gives this command no more open files: raise the"),
         (RuntimeError("can't start new thread"), 1, "error: the system gives this command no more threads and"),
         (OSError(errno.EFBIG, "too large", "a"), 1, "error: cannot write to a: too large; raise the limit on"),
+        (OSError(errno.EACCES, "denied", "a"), 1, "error: cannot use a: denied; name another place, or correct that"),
     ],
 )
 def test_errors_are_messages_and_exit_codes(raised, code, words, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from embershard.proto import errors, spec
 from embershard.proto.arrays import mix64
+from embershard.proto.clock import SystemClock
 from embershard.proto.codec.name import CodecName
 from embershard.proto.messages import Declare, Leave, Load, Pull, Restore, Snapshot, TableGradients, TableIds, replace
 from embershard.proto.routing import Placement
@@ -215,6 +216,31 @@ def test_pushes_before_a_snapshot_are_known_after_it_and_refused_on_another_numb
         push(fresh, 1, epoch=0)
     with pytest.raises(errors.MemoryLost, match="If a snapshot was restored onto it, start the worker again"):
         push(restored(tmp_path, 0, 2), 2)
+
+
+class Ahead(SystemClock):
+    """A system time that is an hour ahead until it is corrected."""
+
+    seconds = 3600.0
+
+    def since_1970(self):
+        return time.time() + self.seconds
+
+
+def test_a_worker_epoch_of_a_clock_that_was_ahead_refuses_no_later_worker_after_a_restore(tmp_path):
+    clock = Ahead()
+    shard, ahead = Shard(0, Placement.even(1), OptimizerRegistry(), clock=clock), int(clock.since_1970() * 1e9)
+    for table in (ITEMS, PLAIN):
+        shard.handle(Declare(table))
+    push(shard, epoch=ahead)
+    take([shard], tmp_path)
+    clock.seconds = 0.0
+    fresh = restored(tmp_path)
+    with pytest.raises(errors.FutureEpoch):
+        push(fresh, epoch=ahead)
+    assert not push(fresh, epoch=time.time_ns()).duplicate
+    restore(shard, tmp_path, number=2, replace=True)
+    assert push(shard, epoch=ahead).duplicate  # a session that restored goes on
 
 
 def test_one_snapshot_at_a_time(tmp_path, go, monkeypatch):

@@ -50,6 +50,7 @@ _MARKUP = re.compile(r"\[(?=[a-zA-Z#/@])")
 OF_TRAINING = ("torch", "pyarrow")  # packages of the extra `train`, without which shards serve
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)  # of a place that a user named
 # what a limit on this process refuses it, of which the system names neither a file nor the limit
 _LIMITS = {
     errno.EAGAIN: "processes: raise the limit on processes (ulimit -u, TasksMax= in systemd, pids of the container)",
@@ -160,6 +161,8 @@ def run() -> None:
             fail("the current folder was removed; change to another one, and run the command again")
         if error.errno in _LIMITS and not hasattr(error, "characters_written"):  # of an output that does not block
             fail(f"the system gives this command no more {_LIMITS[error.errno]} ({error.strerror})")
+        if error.errno in _NO_ACCESS and error.filename:
+            fail(f"cannot use {error.filename}: {error.strerror}; name another place, or correct that")
         if error.errno not in _NOT_OURS:
             raise
         remedy = "; raise the limit on files' size (ulimit -f, LimitFSIZE= in systemd)" * (error.errno == errno.EFBIG)

@@ -12,6 +12,7 @@ from embershard.deploy.authority import Authority, write_new
 from embershard.proto.errors import BadAddress, CannotAnnounce, NotAnnounced
 from embershard.proto.messages import GetStatus
 from embershard.proto.security.tls import TLS
+from embershard.proto.transport import announcements as announcing
 from embershard.proto.transport.addresses import parse_addresses, shard_addresses, transport_for
 from embershard.proto.transport.announcements import (
     Announcement,
@@ -141,6 +142,15 @@ def test_a_folder_that_does_not_name_all_shards_of_one_job_is_an_error_that_name
     with pytest.raises(NotAnnounced) as raised:
         shard_addresses(f"file:{tmp_path}")
     assert raised.value.fields["folder"] == str(tmp_path)
+
+
+def test_a_wait_for_shards_that_are_not_announced_says_once_why(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(announcing, "_SILENT_SECONDS", 0.0)
+    with pytest.raises(NotAnnounced):
+        shard_addresses(f"file:{tmp_path}", timedelta(seconds=0.2))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting for shards: {NotAnnounced(folder=str(tmp_path), reason='no shard is announced there')}"
+    ]
 
 
 @pytest.mark.parametrize(
