@@ -37,7 +37,7 @@ def onednn_is_faster() -> bool:
 
 def cpu_flags() -> set[str]:
     """The instruction sets of this processor, by Linux's names: avx2, avx512f, avx512_bf16; none on other systems."""
-    return set(_cpuinfo("flags").split())  # torch.cpu.get_capabilities needs torch 2.11
+    return set(_cpuinfo("flags").split())  # older versions of torch have no torch.cpu.get_capabilities
 
 
 def _cpuinfo(name: str) -> str:
