@@ -38,7 +38,7 @@ from ..machinery.world import World
 from .model import OPTIMIZERS, ModelShard
 
 READS = (Pull, Heartbeat, Hello, GetStatus)
-MOST_TRIES = 6  # of a push that is refused for good, however its link fails
+MOST_TRIES = 6  # at one process, of a push that is refused for good, however its link fails
 Token = tuple[int, int, int]  # worker, epoch, seq
 
 
@@ -82,7 +82,7 @@ class ShardOracle:
     damaged: Any = None  # (LSN, path name) that was flipped in a file
     damaged_base: str = ""  # name of the base in which a bit was flipped
     lost: set[Token] = field(default_factory=set)  # acknowledged, and lost with the machine's power
-    unknown: Counter[Token] = field(default_factory=Counter)  # times that a push's table was not known
+    unknown: Counter[tuple[Token, int]] = field(default_factory=Counter)  # tries, by process
     has_lost: bool = False  # whether anything that was answered is lost with the machine's power
     served_at: float = 0.0  # since when the shard serves, as it was last begun
     settled: dict[Token, int] = field(default_factory=dict)  # LSN of the event by which it was refused
@@ -158,8 +158,8 @@ class ShardOracle:
                 self.missing.discard(_token(request))
                 self.lost.discard(_token(request))  # it came again, and its sender is told that it is not applied
             if isinstance(outcome, UnknownTable):
-                self.unknown[_token(request)] += 1
-                if self.unknown[_token(request)] > MOST_TRIES:
+                self.unknown[_token(request), request.term] += 1  # a kept push is sent to each process that comes after
+                if self.unknown[_token(request), request.term] > MOST_TRIES:
                     self.fail(f"push {_token(request)} is sent again and again, although its table is unknown")
             if isinstance(outcome, MemoryLost):
                 self.world.covered["loss of power told by MemoryLost"] += 1
