@@ -70,6 +70,8 @@ FOUND_SINCE = {  # by seeds with all that they draw: an I/O thread, and focuses 
     7910: "a push that a new process had taken was dropped by its sender, who heard that earlier ones are lost",
     4718: "a worker that had only loaded waited at one shard, and none of its heartbeats said what another had lost",
     282: "a push that one process refused, and the next one took, was told of as refused",
+    5994: "a worker waited at one shard, and only its heartbeats heard that another had evicted it",
+    8486: "a push that a shard refused for its route counted as answered until it was sent with its ids",
 }
 
 

@@ -33,6 +33,7 @@ from embershard.proto.messages import (
     Join,
     Joined,
     Leave,
+    Push,
     Rendezvous,
     RendezvousResult,
     Reply,
@@ -118,6 +119,8 @@ class Membership:
         self._numbers = numbers  # of joins and pauses, ascending as long as the epoch is the same
         self._paused_terms: dict[int, int] = {}  # shard -> term of the process that knows of the pause
         self._memory_lost: MemoryLost | None = None  # what a shard has answered a heartbeat
+        self._joins = 0  # that all shards have taken
+        self._evicted: tuple[int, LeaseLost] | None = None  # what a shard has answered a heartbeat after so many joins
         self._lock = connections.clock.rlock()  # of joining
         self._ended = connections.clock.event()
 
@@ -209,7 +212,9 @@ class Membership:
     ) -> dict[int, Outcome]:
         """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait.
 
-        MemoryLost where any shard has told a heartbeat that it has lost acknowledged pushes of this worker.
+        MemoryLost where any shard has told a heartbeat that it has lost acknowledged pushes of this worker. Where one
+        has told it that it evicted this worker, the outcome at shards that wait is LeaseLost. For pushes the worker
+        joins again instead, and the shards answer these then.
         With `until_error` the first error of a shard, which comes first in the outcomes, ends the wait for the others.
         """
         outcomes: dict[int, Outcome] = {}
@@ -231,6 +236,12 @@ class Membership:
             if waiting and self._memory_lost is not None:
                 # the others may wait for it at the shard that has lost them, and none of these requests goes there
                 raise clipped(self._memory_lost)  # as another exception: it is raised more than once
+            lost_leases, evicted = self.lost_leases, self._evicted
+            if waiting and evicted is not None and evicted[0] == self._joins:
+                # as above
+                if not any(isinstance(request, Push) for request in waiting.values()):
+                    return outcomes | dict.fromkeys(waiting, clipped(evicted[1]))
+                self.rejoin(lost_leases)  # what came of a push is for its shard to say, and it refuses older clocks now
             ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}
             # one that is silent now may have said before for whom it waits
             waits = next((ahead[shard] for shard in waiting if shard in ahead), None)
@@ -308,6 +319,7 @@ class Membership:
             if all(reply.member for reply in replies):
                 # the same first clock everywhere: no shard closes one that another still waits for
                 self.first, self.members = clock, tuple(replies[0].members)
+                self._joins += 1
                 return clock
             if deadline.seconds <= 0:
                 reason = f"the clock ran away from it for {self._timeout}"
@@ -350,9 +362,12 @@ class Membership:
             shard: Heartbeat(worker=self.worker, epoch=self._epoch, term=self._connections.term(shard))
             for shard in self._connections.shards
         }
-        lost_leases = self.lost_leases
+        lost_leases, joins = self.lost_leases, self._joins
         outcomes = self._connections.call(beats, timeout=timeout, counted=False, awaits_recovery=False)
-        if self.paused and self.may_rejoin and any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
+        evicted = next((outcome for outcome in outcomes.values() if isinstance(outcome, LeaseLost)), None)
+        if evicted is not None:
+            self._evicted = (joins, evicted)
+        if self.paused and self.may_rejoin and evicted is not None:
             with suppress(EmbershardError):  # the next heartbeat tries again
                 self.rejoin(lost_leases)  # no request of its own would say so, and others may wait for it there
         elif self.paused and self._paused_terms != self._terms():

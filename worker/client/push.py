@@ -261,7 +261,7 @@ class PushQueue:
         for shard, outcome in outcomes.items():
             if isinstance(outcome, Pushed) and outcome.early:
                 self._kept.answered(shard, pushes[shard])
-            elif pushes[shard].early and not (isinstance(outcome, EmbershardError) and _is_kept(outcome)):
+            elif pushes[shard].early and not _comes_again(outcome):
                 outcomes[shard] = self._kept.settle(shard, pushes[shard], outcome)
         return outcomes
 
@@ -382,6 +382,11 @@ def _is_kept(outcome: EmbershardError) -> bool:
     MemoryLost may be what a shard has said of those before it, to the heartbeat of a new connection.
     """
     return may_be_unhandled(outcome) or isinstance(outcome, MemoryLost)
+
+
+def _comes_again(outcome: Outcome) -> bool:
+    """Whether a push with this outcome is sent again, with the ids that its shard does not have perhaps."""
+    return isinstance(outcome, EmbershardError) and (_is_kept(outcome) or isinstance(outcome, UnknownRoute))
 
 
 def _is_late(push: Push, outcome: EmbershardError, member: Membership | None) -> bool:

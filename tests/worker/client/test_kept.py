@@ -255,6 +255,32 @@ def test_flush_asks_until_all_is_safe_also_after_a_loss(machine):
     assert row(client) == -2.0
 
 
+def test_a_push_whose_route_a_shard_has_forgotten_does_not_count_as_answered_while_another_shard_is_silent():
+    """It was taken for answered, and a shard that was started again told its worker that it had lost it."""
+    machines = [Machine(shard=number, shards=2) for number in range(2)]
+    client = Client([LocalTransport(one.handle, f"machine/{one.number}") for one in machines], worker=0)
+    client.declare(SPEC)
+    client.join(Terms(workers=1, lease=timedelta(hours=1)))
+    step(client, 0, *range(20))
+    client.flush()
+    with unanswered(machines[1], client, Push):
+        real = machines[0]._handle
+
+        def forgetful(request):
+            if isinstance(request, Push):
+                machines[0]._handle = real
+                raise errors.UnknownRoute(worker=0, route=1, table="t")
+            return real(request)
+
+        machines[0]._handle = forgetful
+        step(client, 1, *range(20))
+    machines[0].restart()
+    row(client, 0)  # a pull, or a heartbeat, asks who is there
+    step(client, 2, *range(20))
+    assert {row(client, id_) for id_ in range(20)} == {-3.0}
+    client.close()
+
+
 def test_a_load_follows_the_pushes_that_got_no_answer():
     machine = Machine()
     client = machine.client()

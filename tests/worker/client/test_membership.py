@@ -74,6 +74,17 @@ def lose_lease(job, alive):
             wire.shard.advance(job.now)
 
 
+def lose_lease_at(shard, job, lost):
+    """Let time pass in which one shard does not hear of `lost`, and have its next heartbeat hear of that."""
+    beats = [messages.Heartbeat(worker=one.client.worker, epoch=one.client.epoch) for one in job.sessions]
+    for job.now in (0.9 * HOURS, 1.8 * HOURS):
+        for number, wire in enumerate(job.wires):
+            for session, beat in zip(job.sessions, beats, strict=True):
+                if session is not lost or number != shard:
+                    wire.handle(beat)
+    lost.membership._heartbeat(LONG)
+
+
 def step(session, ids, weight=1.0):
     """Push a gradient of 1 for every id; the rows that were read."""
     rows = es.Embedding(session.table(SPEC))(torch.tensor(ids))
@@ -262,6 +273,37 @@ def test_a_pull_that_one_shard_refuses_does_not_wait_for_others_at_another(make_
     job.wires[1].handle(messages.Leave(worker=0, epoch=here.client.epoch))
     with pytest.raises(InvalidRequest, match="it has to join first"):
         step(here, list(range(20)))
+
+
+def test_a_worker_that_one_shard_evicted_joins_again_where_it_waits_at_another(make_pair, monkeypatch):
+    """Those for whom it waits may wait at the shard that evicted it, and none of its requests goes there."""
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
+    job, lost, other = make_pair(staleness=0, wait_timeout=timedelta(seconds=5))
+    lose_lease_at(1, job, lost)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(lost.membership.rendezvous, "m", b"lost")
+        eventually(lambda: lost.stats.lost_leases == 1 or waits.done())
+        assert other.membership.rendezvous("m", b"other") == waits.result() == {0: b"lost", 1: b"other"}
+    assert lost.stats.lost_leases == 1
+
+
+def test_a_push_that_waits_at_one_shard_is_refused_once_another_has_evicted_its_worker(make_pair, monkeypatch):
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
+    job, lost, _ = make_pair(staleness=0, wait_timeout=timedelta(seconds=5))
+    route = lost.table(SPEC).route(torch.tensor([1, 2, 3, 4]))
+    lose_lease_at(1, job, lost)
+    taken = messages.Pushed(duplicate=False, applied=0, skipped=0)  # before its worker was evicted
+
+    def full(request):
+        if isinstance(request, messages.Push) and not lost.stats.lost_leases:
+            raise ClockAhead(clock=0, workers="1", seconds=0.0)
+
+    lost.client.timeout = timedelta(seconds=0.1)
+    job.wires[0].before = full
+    job.wires[1].before = lambda request: taken if isinstance(request, messages.Push) else None
+    assert lost.client.push([("t", route, np.ones((4, 2), np.float32))], clock=0) == taken
+    assert lost.stats.lost_leases == 1
+    assert all(wire.shard.status().tables[0].rows == 0 for wire in job.wires)
 
 
 @pytest.mark.parametrize(("staleness", "may_rejoin"), [(0, False), (3, False), (None, True)])
