@@ -6,9 +6,9 @@ worse than the control's by more than the control's seeds differ, or .01 where t
 Gowalla, all items ranked (published .1872 / .1557 and .1754 / .1473). MMoE on Adult, five seeds: the mean AUC of each
 label must not be more than .001 below that of the same model trained on this label alone.
 
-The runs are left in runs/models: stopped and started again it goes on where it was. `--only sasrec` runs one of them,
-`--long` trains longer against higher bars and prints the hours. Prints a table, then one JSON line; exits 1 below the
-bar.
+The runs are left in runs/models: stopped and started again it continues with the first run that has not ended.
+`--only sasrec` runs one of them. `--long` trains longer against higher bars and prints the hours; a run that was
+stopped continues from its latest evaluation. Prints a table, then one JSON line; exits 1 below the bar.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class Bar:
 def sasrec(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """SASRec against its bar; and its mean over seeds after a fifth of the epochs against plain torch."""
     epochs, bounds = (400, (0.73, 0.53)) if long else (100, (0.70, 0.49))
-    outcome = run_example(
-        "sasrec", "--set", f"train.epochs={epochs}", folder=folder / f"sasrec{'-long' * long}", split="test"
-    )
+    place = folder / f"sasrec{'-long' * long}"
+    outcome = run_example("sasrec", "--set", f"train.epochs={epochs}", folder=place, split="test", resumes=long)
     for metric, least, published in zip(("hr@10", "ndcg@10"), bounds, (".7410", ".5360"), strict=True):
         bar.at_least("sasrec", metric, outcome.figures[metric], least, published, outcome.seconds)
     if long:
@@ -92,14 +91,14 @@ def _plain_sasrec(path: Path, seed: int, epochs: int) -> Mapping[str, float]:
 def simplex(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """SimpleX on Gowalla."""
     words = ("--set", "train.epochs=80", "--set", "data.history=50") if long else ()
-    outcome = run_example("simplex", *words, folder=folder / f"simplex{'-long' * long}")
+    outcome = run_example("simplex", *words, folder=folder / f"simplex{'-long' * long}", resumes=long)
     _gowalla(bar, outcome, (0.183, 0.151) if long else (0.165, 0.137), (".1872", ".1557"))
 
 
 def two_tower(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """Two towers on Gowalla."""
     words = ("--set", "train.epochs=100") if long else ()
-    outcome = run_example("gowalla", *words, folder=folder / f"two-tower{'-long' * long}")
+    outcome = run_example("gowalla", *words, folder=folder / f"two-tower{'-long' * long}", resumes=long)
     _gowalla(bar, outcome, (0.175, 0.147) if long else (0.165, 0.138), (".1754", ".1473"))
 
 

@@ -41,10 +41,11 @@ class Outcome:
         ]
 
 
-def run_example(name: str, *words: str, folder: Path | None = None, split: str = "") -> Outcome:
+def run_example(name: str, *words: str, folder: Path | None = None, split: str = "", resumes: bool = False) -> Outcome:
     """Train examples/NAME.yaml; its best evaluation, on `split` or the one that decides. SystemExit where it fails.
 
-    folder: where the run is left; one that ended there before is not made again.
+    folder: where the run is left; one that ended there before is not made again. With `resumes` one that was stopped
+    there continues from its latest checkpoint, of which each evaluation writes one.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -52,7 +53,13 @@ def run_example(name: str, *words: str, folder: Path | None = None, split: str =
     found = _result(folder)
     if found is None:
         print(f"== {name}", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        checkpoints = folder / "checkpoints"
+        if resumes:
+            words += ("--set", f"checkpoint.folder={checkpoints}")
+        if resumes and any(checkpoints.glob("*/checkpoint.json")):
+            words += ("--resume", "latest")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "-m", "embershard.cli", "train", str(EXAMPLES / f"{name}.yaml")]
         done = subprocess.run([*command, "--output", str(folder), *words], check=False)
         found = _result(folder)
