@@ -1,4 +1,7 @@
-"""Run seeds: python -m simulation 17, or 0:1000; --mutant NAME plants a fault, --trace prints all that happens."""
+"""Run seeds: python -m simulation 17, or 0:1000; --mutant NAME plants a fault, --trace prints all that happens.
+
+In place of seeds, a test (ps/test_shard.py::test_a) runs with the fault that is planted.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ import time
 import traceback
 from collections import Counter
 
+import pytest
+
 from . import mutants
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
-    parser.add_argument("seeds", help="a seed, or FIRST:END")
+    parser.add_argument("seeds", help="a seed, FIRST:END, or FILE::TEST")
     parser.add_argument("--mutant", choices=mutants.names())
     parser.add_argument("--focus", help="of the faults, in place of the seed's own; '' is none")
     parser.add_argument("--trace", action="store_true")
@@ -21,6 +26,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.mutant:
         mutants.install(args.mutant)
+    if "::" in args.seeds:
+        return pytest.main(["-q", "-p", "no:cacheprovider", args.seeds])
     from .simulation import Simulation
 
     first, _, end = args.seeds.partition(":")

@@ -10,7 +10,8 @@ A file of mutants/ says in its first line what is wrong, then has hunks:
     >>>>>>>
 
 `install` has this process import the package so changed; the files stay as they are. A first line may name the seed
-that catches the mutant, with the focus that it was found with: seed 227, focus "".
+that catches the mutant, with the focus that it was found with: seed 227, focus "". What a seed does moves with the
+code: where seeds that catch it are too rare to search for, it names a test that does: test ps/test_shard.py::test_a.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ def names() -> list[str]:
 
 
 def arguments(name: str, count: int) -> list[str]:
-    """What `python -m simulation` is given to catch a mutant: the seed that does, or the first ones."""
+    """What `python -m simulation` is given to catch a mutant: the seed or the test that does, or the first seeds."""
     line = (FOLDER / f"{name}.patch").read_text().partition("\n")[0]
+    test = re.search(r"test (\S+::\w+)", line)
+    if test is not None:
+        return [test[1], "--mutant", name]
     found = re.search(r'seed (\d+)(?:, focus "(.*?)")?', line)
     if found is None:
         return [f"0:{count}", "--mutant", name]

@@ -128,7 +128,9 @@ def test_nothing_is_lost_in_500_seeds():
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", mutants.names())
 def test_a_mutant_is_caught(name):
-    command = [sys.executable, "-m", "simulation", *mutants.arguments(name, SEEDS_FOR_MUTANTS)]
+    arguments = mutants.arguments(name, SEEDS_FOR_MUTANTS)
+    command = [sys.executable, "-m", "simulation", *arguments]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 1, done.stdout
-    assert f"--mutant {name}  #" in done.stdout, done.stderr
+    said = f"FAILED {arguments[0]}" if "::" in arguments[0] else f"--mutant {name}  #"
+    assert said in done.stdout, done.stderr
