@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _MAX_PIECES = 1024  # IOV_MAX of Linux: what one pwritev takes
 _BATCH_BYTES = 4 * 2**20  # that one thread hands to another at a time, so that small records cost no switch each
 _BATCH_ITEMS = 1024
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)  # connections have taken all that a process, or the machine, may open
+_DESCRIPTOR_PAUSE = 0.1  # seconds until the next look for one that is free
 _DIRECT_BYTES = 2**20  # less is left to the page cache and what it reads ahead
 
 _Item = TypeVar("_Item")
@@ -170,7 +173,15 @@ class LocalDisk:
 
     def sync_folder(self, folder: Path) -> None:
         """Wait until the names in a folder are on the disk."""
-        folders.sync(folder)
+        while True:
+            try:
+                folders.sync(folder)
+            except OSError as error:  # one that was not tried has not failed
+                if error.errno not in NO_DESCRIPTORS:
+                    raise
+                time.sleep(_DESCRIPTOR_PAUSE)
+            else:
+                return
 
     def lock(self, path: Path) -> DiskLock:
         """Lock by this file; BlockingIOError, with its holder, while another process does."""
@@ -323,6 +334,14 @@ class _LocalLock:
     def is_held(self) -> bool:
         try:
             return self._path.read_bytes() == self._words
+        except OSError as error:
+            return error.errno in NO_DESCRIPTORS and self._is_held_by_descriptor()
+
+    def _is_held_by_descriptor(self) -> bool:
+        """As `is_held`, without another descriptor; what a network drive would say anew may be in a cache here."""
+        try:
+            is_here = os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+            return is_here and os.pread(self._descriptor, len(self._words) + 1, 0) == self._words
         except OSError:
             return False
 

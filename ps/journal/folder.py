@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogMismatch, LogUnusable
-from embershard.ps.journal.disk import Disk, DiskLock, LocalDisk
+from embershard.ps.journal.disk import NO_DESCRIPTORS, Disk, DiskLock, LocalDisk
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.manifest import MANIFEST, OTHER_LOG, LogBase, LogManifest, read_manifest, write_manifest
 from embershard.ps.journal.reader import LoggedRecord, LogPosition, LogReader
@@ -229,6 +229,8 @@ class LogFolder:
                 self._sync(needed)
                 self.disk.sync_folder(self.folder)
             except OSError as error:
+                if error.errno in NO_DESCRIPTORS:  # it was not tried
+                    raise
                 raise SyncFailed(f"{self.folder}: {error.strerror or error}") from error
         self.update_manifest(first_lsn=base.redo_lsn, bases=bases, **self._end_of(journal))
         segments.recycle(base.redo_lsn)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +32,7 @@ STALL_SECONDS = 30.0  # see STALL_RATE
 PRESSED_SECONDS = 2.0  # in place of STALL_SECONDS, for as long as others are turned away for the memory
 SWEEP_SECONDS = 1.0
 MAX_CONNECTIONS = 10_000  # several of each of a thousand workers
+FREE_FILES = 32  # that connections leave to the log, snapshots and compilers
 ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES  # of rows that wait to be read
 _RETRY_MS = 100
 
@@ -63,6 +66,9 @@ class StreamServer:
         self.passed_on = dispatch.counters.transports["grpc"]  # whose connections come through here
         self.connections: set[Connection] = set()
         self.max_connections, self.open_connections = max_connections, 0  # those passed on included
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # the system gives the lowest free number: at this one no other is free below it
+        self.last_file = sys.maxsize if files == resource.RLIM_INFINITY else files - FREE_FILES
         self.memories = SharedMemories(self.counters)
         self.receiving_bytes = 0
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread

@@ -152,6 +152,12 @@ class Connection(asyncio.BufferedProtocol):
             self._server.rejected["connections"] += 1
             self.drop(f"the shard has {self._server.max_connections} connections already (--connections)")
             return
+        if sock.fileno() >= self._server.last_file:
+            self._server.rejected["connections"] += 1
+            self.drop(
+                "the shard may open no more files for it; raise the limit (ulimit -n 65536, LimitNOFILE= in systemd)"
+            )
+            return
         self._server.open_connections += 1
         self._count(self._server.counters)
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)

@@ -2,8 +2,9 @@
 
 import errno
 import os
+import resource
 import threading
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -25,6 +26,18 @@ def file(tmp_path):
 def short_pwritev(descriptor, pieces, offset):
     data = b"".join(pieces)
     return pwrite(descriptor, data[: 1 + len(data) // 3], offset)
+
+
+@contextmanager
+def no_descriptors():
+    """This process may open no file more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("is_short", [False, True])
@@ -72,6 +85,26 @@ def test_a_read_that_fails_names_file_and_byte(file, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="4096") as raised:
         file.pread(10, 4096)
     assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(tmp_path / "file"))
+
+
+def test_without_a_descriptor_a_lock_is_looked_at_all_the_same(tmp_path):
+    path = tmp_path / "LOCK"
+    with closing(LocalDisk().lock(path)) as lock:
+        with no_descriptors():
+            assert lock.is_held()
+        path.rename(tmp_path / "elsewhere")
+        path.write_bytes((tmp_path / "elsewhere").read_bytes())  # as a copy of the folder
+        with no_descriptors():
+            assert not lock.is_held()
+
+
+def test_a_folder_is_synced_once_there_is_a_descriptor(tmp_path):
+    with no_descriptors():
+        thread = threading.Thread(target=LocalDisk().sync_folder, args=[tmp_path])
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+    thread.join()
 
 
 class TestPageCache:

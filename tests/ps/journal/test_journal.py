@@ -206,6 +206,15 @@ def test_a_failed_sync_acknowledges_nothing(operation):
     assert (written.acknowledged, written.journal.safe.lsn) == (0, 0)
 
 
+@pytest.mark.parametrize(("code", "error"), [(errno.EIO, SyncFailed), (errno.EMFILE, OSError)])
+def test_a_base_for_which_no_file_can_be_opened_is_not_one_that_a_sync_failed_for(code, error):
+    written = Written(disk := SimulatedDisk(), mode="log")
+    written.write([5] * 12, num_bytes=300)
+    fail(disk, "open", code)
+    with pytest.raises(error):
+        written.log.recycle(written.journal, (LogBase("base-40", 40, 38),))
+
+
 def test_segments_below_a_base_become_spares_and_what_was_in_them_is_not_read_again():
     disk = SimulatedDisk()
     written = Written(disk, new_id=ids())

@@ -282,6 +282,18 @@ def test_connections_over_the_limit_are_refused_and_those_passed_on_count(serve,
     assert eventually(lambda: served.stream.open_connections == 0)
 
 
+def test_connections_leave_some_of_the_files_that_the_process_may_open(serve, monkeypatch):
+    served = serve()
+    with connected(served.address) as first:
+        assert eventually(lambda: served.connections == 1)
+        monkeypatch.setattr(served.stream, "last_file", 0)
+        with connected(served.address) as second, suppress(ConnectionError):
+            assert second.recv(1) == b""
+        first.sendall(wire.client_hello(Feature(0)))
+        assert first.recv(1)
+        assert served.stream.rejected["connections"] == 1
+
+
 @pytest.fixture
 def pipe(serve, tmp_path):
     """A peer of something else than the stream, and the other end, at a Unix socket, that it is passed on to."""
