@@ -200,6 +200,14 @@ def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_
     assert dense[:, 1].tolist() == [0, 0]
 
 
+def test_more_buckets_than_percentiles_have_as_many_samples_each(tmp_path):
+    x = np.random.default_rng(0).lognormal(0, 2, 3000)
+    features = "{user: {}, x: {type: number, bucketise: 300}}"
+    section = section_of(tmp_path, {"user": ["u"] * 3000, "x": x}, features).fit(tmp_path, 0)
+    ids, _ = section.preprocessor()({"user": ["u"] * 3000, "x": x})
+    assert np.bincount(ids[:, 1])[1:].tolist() == [10] * 300
+
+
 def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path):
     section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}")
     pq.write_table(
@@ -418,6 +426,14 @@ def test_a_value_that_arrow_cannot_hold_is_named(tmp_path, first, second):
     (tmp_path / "a.jsonl").write_text('{"label": 1, "user": {"id": 7}}\n')
     with pytest.raises(JobError, match=r"a\.jsonl:1: column 'user': {'id': 7} is an object"):
         section.look(tmp_path)
+
+
+def test_a_fraction_behind_the_first_lines_is_named_in_a_column_of_integers(tmp_path):
+    section = section_of(tmp_path, {"user": [1] * 4000}, "{user: {}}", "jsonl")  # more lines than are looked at first
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"label": 1, "user": 1.5}\n')
+    with pytest.raises(JobError, match=r"a\.jsonl:4001: column 'user': 1\.5 is no int64"):
+        list(section.open(tmp_path, 0).evaluate("train", 0, 1, 4096))
 
 
 def test_columns_that_the_first_lines_of_json_lack_have_the_type_of_later_ones(tmp_path):
