@@ -364,7 +364,8 @@ class Fitting:
         for name, feature in preprocessor.features.items():
             if set(feature.transform) - {"log"} or isinstance(feature.bucketise, int):
                 buckets = feature.bucketise if isinstance(feature.bucketise, int) else 0
-                self._numbers[name] = _Figures(max(_QUANTILES, buckets + 1))  # at least the boundaries of all buckets
+                # the boundaries of all buckets, of which the sample of values tells no more than it has
+                self._numbers[name] = _Figures(min(max(_QUANTILES, buckets + 1), _SAMPLE))
 
     def observe(self, columns: Columns) -> None:
         """Take in a block of rows. BadValue for a value that its feature cannot have."""
