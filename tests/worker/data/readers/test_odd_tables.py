@@ -503,6 +503,17 @@ def test_views_of_texts_are_texts(tmp_path, split):
     assert served(pa.table(typed))[1].tolist() == served(columns)[1].tolist()
 
 
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_texts_of_parquet_that_are_encoded_as_differences_are_read(tmp_path, encoding):
+    columns = {"user": ["u1", "u2", "u2", None], "tags": [["a"], ["b", "a"], [], None]}
+    section = section_of(tmp_path, columns, "{user: {}, tags: {type: list, max_length: 2}}")
+    wanted = samples(section, tmp_path).ids
+    rows, paths = pq.read_table(tmp_path / "a.parquet"), ("user", "tags.list.element")
+    of_texts = dict.fromkeys(paths, encoding)
+    pq.write_table(rows, tmp_path / "a.parquet", use_dictionary=False, column_encoding=of_texts)
+    assert samples(section, tmp_path).ids.tolist() == wanted.tolist()
+
+
 def test_a_row_group_with_fewer_rows_than_its_footer_said_is_refused(tmp_path):
     dataset = section_of(tmp_path, {"user": list(range(40))}, "{user: {}}").open(tmp_path, 0)
     pq.write_table(pa.table({"label": [0, 1], "user": [0, 1]}), tmp_path / "a.parquet")
