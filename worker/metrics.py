@@ -8,7 +8,7 @@ is NaN. All arithmetic is float64 over exact ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -222,6 +222,11 @@ class Pointwise:
             weights[chosen] if len(weights) == len(labels) and self.weights else None,
         )
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no sample with a label has a prediction that is NaN or infinite."""
+        return bool(np.isfinite(self.arrays().logits).all())
+
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
         labels, logits, groups, weights = self.arrays()
@@ -267,18 +272,16 @@ class Labels:
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
         found = [part.compute() for part in self.parts]
-        means = {}
-        for name in found[0]:
-            defined = [one[name] for one in found if not _is_undefined(one, name)]
-            means[name] = float(np.mean(defined)) if defined else math.nan
+        means = {name: self.mean([one[name] for one in found]) for name in found[0]}
         means["samples"] = float(sum(map(len, self.parts[0].labels)))
         own = list(zip(self.names, found, strict=True))
         return means | {f"{name}:{label}": value for label, figures in own for name, value in figures.items()}
 
-
-def _is_undefined(figures: Mapping[str, float], name: str) -> bool:
-    """Whether samples have no such figure; it is also NaN, as their logloss then is, where predictions are."""
-    return math.isnan(figures[name]) and (not figures["samples"] or not math.isnan(figures["logloss"]))
+    def mean(self, values: Sequence[float]) -> float:
+        """The mean of a figure of each label; NaN that comes of a prediction that is none is no undefined figure."""
+        own = zip(values, self.parts, strict=True)
+        defined = [value for value, part in own if not math.isnan(value) or not part.is_finite]
+        return float(np.mean(defined)) if defined else math.nan
 
 
 @dataclass(eq=False)

@@ -201,6 +201,27 @@ def test_of_several_columns_of_zeros_and_ones_none_is_taken_for_the_label():
     assert features_of(columns, "saw_ad")["data"]["label"] == "saw_ad"
 
 
+def test_a_label_with_missing_values_is_named_and_no_other_column_taken_in_its_place():
+    columns = {"clicked": [0, 1, None, 1] * 10, "is_male": [0, 1] * 20, "user": [f"u{n}" for n in range(40)]}
+    with pytest.raises(CannotInit, match=r"'clicked' has no value in 10 of 40 rows.*leave these rows out"):
+        features_of(columns)
+    assert features_of(columns, "is_male")["data"]["label"] == "is_male"
+
+
+def test_numbers_with_a_unit_are_remarked_unless_they_are_few():
+    columns = {
+        "label": [0, 1] * 100,
+        "price": [f"${n}.50" for n in range(200)],
+        "share": [f"{n / 7:.1f} %" for n in range(200)],
+        "discount": [f"{n % 3}0%" for n in range(200)],
+    }
+    Path("a.csv").touch()
+    found = job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+    assert "# price: left out, its numbers have a unit, as $0.50: write them without" in found
+    assert "# share: left out" in found
+    assert "  discount: {}" in found
+
+
 def test_what_pandas_and_databases_add_to_parquet_is_known():
     rows = range(300)
     columns = {

@@ -363,7 +363,9 @@ class Fitting:
         self._counts: dict[str, list[_Counts]] = {}  # of a table
         for name, feature in preprocessor.features.items():
             if set(feature.transform) - {"log"} or isinstance(feature.bucketise, int):
-                self._numbers[name] = _Figures()
+                buckets = feature.bucketise if isinstance(feature.bucketise, int) else 0
+                # the boundaries of all buckets, of which the sample of values tells no more than it has
+                self._numbers[name] = _Figures(min(max(_QUANTILES, buckets + 1), _SAMPLE))
 
     def observe(self, columns: Columns) -> None:
         """Take in a block of rows. BadValue for a value that its feature cannot have."""
@@ -410,7 +412,8 @@ class Fitting:
 class _Figures:
     """Count, mean, spread, range and a sample of a number's values, block by block (Chan et al. 1983)."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_quantiles: int) -> None:
+        self._num_quantiles = num_quantiles
         self._count, self._mean, self._squares = 0, 0.0, 0.0
         self._low, self._high = np.inf, -np.inf
         self._sample, self._keys = np.empty(0), np.empty(0)
@@ -433,7 +436,7 @@ class _Figures:
     def to_dict(self) -> dict[str, Any]:
         if not self._count:
             return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0, "quantiles": [0.0]}
-        quantiles = np.quantile(self._sample, np.linspace(0, 1, _QUANTILES)).tolist()
+        quantiles = np.quantile(self._sample, np.linspace(0, 1, self._num_quantiles)).tolist()
         mean, std = self._mean, (self._squares / self._count) ** 0.5
         if self._low == self._high:  # a constant, whose squares are rounding errors, by which others would be divided
             mean, std = self._low, 0.0

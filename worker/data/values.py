@@ -89,11 +89,11 @@ class ColumnValues:
         return ids
 
     def weights(self, separator: str) -> Floats:
-        """The weight that each value ends with, 1 where it has none."""
+        """The weight that each value ends with, 1 where it has none, and 0 where it is missing, as in `a:`."""
         parts = pc.split_pattern(texts_of(self.column, self.flat), separator, max_splits=1, reverse=True)
         has = pc.equal(pc.list_value_length(parts), 2)
         given = pc.if_else(has, _last(parts), "1")
-        return numbers_of(self.column, given, self.row)
+        return np.nan_to_num(numbers_of(self.column, given, self.row))
 
     def write(self, numbers: npt.NDArray[Any], out: npt.NDArray[Any], fill: float) -> None:
         """Write the numbers of each sample into its row of `out`, (N, width), from the left, and `fill` behind them."""

@@ -34,7 +34,7 @@ from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.trained.folder import ONNX, CannotExport, move
-from embershard.worker.trained.reading import pull_all
+from embershard.worker.trained.reading import is_hashed, pull_all
 
 _NEEDS = ("onnx", "onnxscript")
 
@@ -113,7 +113,8 @@ def part_of_trained(job: Job, model: nn.Module, dataset: Dataset, path: Path) ->
             wanted = forward(model, batch)
         with _watched(model) as rolled:
             forward(model, replace(batch, ids=batch.ids.roll(1, 0)))
-        fixed = {name for name in reads if _same(reads[name], rolled[name])}
+        # rows without values of a list may roll alone; no file can hold all rows of hashed ids
+        fixed = {n for n in reads if _same(reads[n], rolled[n]) and not _is_hashed(model.get_submodule(n))}
         while True:
             weights = {name: _whole(model.get_submodule(name)) for name in fixed}
             part = dense_part(job, dataset.schema, dense_state(model), weights)
@@ -173,6 +174,10 @@ def _watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _is_hashed(table: nn.Module) -> bool:
+    return isinstance(table, Embedding | EmbeddingBag) and is_hashed(table)
 
 
 def _whole(table: nn.Module) -> Tensor:

@@ -204,12 +204,18 @@ class Metrics:
         for metric in self.own:
             scores = collectors[-1]
             if isinstance(scores, Labels):
-                own = {f"{metric.name}:{label}": metric(*part.arrays(), split=split) for label, part in scores.labels}
-                found |= {metric.name: float(np.mean(list(own.values()))), **own}
+                own = {f"{metric.name}:{label}": _of_label(metric, part, split) for label, part in scores.labels}
+                found |= {metric.name: scores.mean(list(own.values())), **own}
             else:
                 assert isinstance(scores, Pointwise)
                 found[metric.name] = metric(*scores.arrays(), split=split)
         return found
+
+
+def _of_label(metric: UserMetric, part: Pointwise, split: str) -> float:
+    """The figure of one of several labels; NaN, as of a built-in metric, where no sample has it."""
+    scored = part.arrays()
+    return metric(*scored, split=split) if len(scored.labels) else math.nan
 
 
 def metrics_of(job: Job) -> Metrics:

@@ -34,6 +34,7 @@ _ID = re.compile(
 )
 _WORD_ENDS = re.compile(r"[\W_]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
+_UNIT = re.compile(r"[$€£¥₹]\s*-?\d[\d.,]*|-?\d[\d.,]*\s*[$€£¥₹%]")
 _MISSING = {"nan", "na", "n/a", "null", "none", "?", "-", "inf", "+inf", "-inf", "infinity", "-infinity", r"\n"}
 _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 _FEW = 100  # distinct integers that are categories
@@ -304,6 +305,11 @@ def _label(data: Path, look: Look, label: str | None) -> str:
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     two = [name for name, values in look.columns.items() if _label_values(values)]
     named = [name for name in (*binary, *two) if _words(name).lower() in _LABELS]
+    gaps = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0, None}]
+    if not named and (likely := [name for name in gaps if _words(name).lower() in _LABELS]):
+        missing, rows = look.columns[likely[0]].count(None), len(look.columns[likely[0]])
+        reason = f"column {likely[0]!r} has no value in {missing:,} of {rows:,} rows, and a label may not be missing"
+        raise CannotInit(path=str(data), reason=f"{reason}: leave these rows out, or name another label by --label")
     if len(binary) > 1 and not named:
         reason = f"{len(binary)} columns of zeros and ones: {', '.join(binary)}; name the label by --label"
         raise CannotInit(path=str(data), reason=reason)
@@ -441,6 +447,9 @@ def _of_text(values: Sequence[str], rows: int, table: str | None) -> str:
     if sum(bool(THOUSANDS.fullmatch(value)) for value in values) * 2 > len(values):
         shown = next(value for value in values if THOUSANDS.fullmatch(value))
         return f"# NAME: left out, its numbers have thousands separators, as {shown}: write them without"
+    with_unit = [value for value in values if _UNIT.fullmatch(value)]
+    if len(with_unit) * 2 > len(values) and len(set(values)) > _FEW:
+        return f"# NAME: left out, its numbers have a unit, as {with_unit[0]}: write them without"
     if sum(map(len, values)) > 60 * len(values) and len(set(values)) * 2 > rows:
         return "# NAME: left out, it is free text"
     return "{}"

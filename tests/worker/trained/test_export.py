@@ -480,6 +480,23 @@ def test_a_users_model_of_several_tables_scores_alike_in_onnx(make_session, own_
     torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_hashed_ids_of_a_list_that_the_last_of_the_samples_has_empty_are_inputs_in_onnx(make_session, tmp_path):
+    tags = Field("tags", "tag", 1, 2, "mean")
+    schema = Schema(
+        ("user", "tags"), 0, None, (Field("user", "user", 0), tags), (IdTable("user", 9), IdTable("tag", None))
+    )
+    rows = Samples(np.array([[1, 7, 8], [2, 9, es.PADDING], [3, es.PADDING, es.PADDING]]), None, np.ones(3, np.float32))
+    data = RowsDataset(schema, {"train": rows, "valid": rows}, where="made up")
+    settings = make_job(
+        model={"name": "deepfm", "hidden": [8]}, embedding={"dim": 4, "optimizer": {"name": "sgd", "lr": 0.1}}
+    )
+    strategy = choose_strategy(settings, job_model(settings, schema), make_session(), torch.device("cpu"))
+    part = part_of_trained(settings, strategy.model.eval(), data, tmp_path)
+    assert sorted(part.tables) == sorted(
+        name for name, _ in part.model.named_modules() if name.endswith(("user", "tag"))
+    )
+
+
 @pytest.mark.parametrize("name", ["Offset", "Masked", "Whole", "Padded"])
 def test_a_model_that_computes_with_ids_is_not_written_as_onnx(own_job, tmp_path, name):
     settings = own_job(name, "local")

@@ -95,6 +95,10 @@ def two_classes(labels, scores):
     if len(set(labels.tolist())) != 2:
         raise ValueError("one class")
     return 1.0
+def of_two_classes(labels, scores):
+    if not len(labels):
+        raise ValueError("no samples")
+    return float(labels.mean() + scores.sum()) if len(set(labels.tolist())) == 2 else float("nan")
 def word(labels, scores):
     return "good"
 class Mean:
@@ -295,6 +299,18 @@ def test_a_metric_is_tried_as_it_is_computed_of_one_label_without_missing_ones_a
     metrics = ["auc", "mine_job:two_classes", "mine_job:by_group"]
     settings = job("Wide", metrics=metrics, evaluate={"groups": "C1"})
     try_model(settings, schema, {"train": batch, "valid": batch})
+
+
+def test_the_mean_of_a_metric_leaves_out_labels_without_samples_and_undefined_ones():
+    job_metrics = metrics_of(job(metrics=["mine_job:of_two_classes"]))
+    (collector,) = collectors = job_metrics.collectors(("whole", "one", "none"))
+    labels = torch.tensor([[0.0, 1.0, torch.nan], [1.0, 1.0, torch.nan]])
+    collector.update(torch.zeros(2, 3), labels)
+    found = job_metrics.of_user(collectors, "valid")
+    assert found["of_two_classes"] == found["of_two_classes:whole"] == 0.5
+    assert np.isnan([found["of_two_classes:one"], found["of_two_classes:none"]]).all()
+    collector.update(torch.full((1, 3), torch.nan), torch.ones(1, 3))  # of a model that diverged
+    assert np.isnan(job_metrics.of_user(collectors)["of_two_classes"])
 
 
 def test_groups_reach_a_metric_and_a_callback_that_fails_ends_the_run(line_of):

@@ -25,6 +25,7 @@ from embershard.worker.data.values import BadValue, as_array, decoded, is_list, 
 LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
 READ_BYTES = 1 << 30  # and their bytes: fewer rows where they are longer than 16 kB
+_DELTA = {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"}  # of texts, which Arrow does not read as dictionaries
 
 
 class ParquetData(StreamDataset):
@@ -162,7 +163,7 @@ class ParquetSource:
         file = open_parquet(path, self._footer.get(path))
         self._footer.clear()
         self._footer[path] = file.metadata
-        texts = self._text_leaves(file)
+        texts = self._text_leaves(file, group)
         if texts:
             file = open_parquet(path, file.metadata, list(texts))
         try:
@@ -187,15 +188,17 @@ class ParquetSource:
             where = f"{path}: row group {group}"
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None
 
-    def _text_leaves(self, file: pq.ParquetFile) -> dict[str, str]:
+    def _text_leaves(self, file: pq.ParquetFile, group: int) -> dict[str, str]:
         """Paths of texts to read as dictionaries, whose values are then hashed once each, and their columns."""
+        chunks = file.metadata.row_group(group)
         schema, leaves = file.schema_arrow, {}
         for place in range(len(file.schema)):
             path = file.schema.column(place).path  # of a list's values: history.list.element, or as other writers say
             name = path if path in self.layout.columns else path.partition(".")[0]
             if self.layout.columns.get(name) == "text" and name not in self._as_text:
                 kind = schema.field(name).type
-                if _is_text(kind.value_type if is_list(kind) else kind):
+                is_delta = not _DELTA.isdisjoint(chunks.column(place).encodings)
+                if _is_text(kind.value_type if is_list(kind) else kind) and not is_delta:
                     leaves[path] = name
         return leaves
 

@@ -266,7 +266,9 @@ class Tabular:
         empty = [part for part, count in counts.items() if not count]
         if empty and self.split is not None and not first:
             rows, where = sum(counts.values()), str(self.files["train"][0])
-            raise JobError(where="data.split", reason=f"leaves {empty[0]} without a row, of {rows} in {where}")
+            remedy = f"; write data.split.at as column {self.split.column!r} has its times, as dates or as numbers"
+            reason = f"leaves {empty[0]} without a row, of {rows} in {where}{remedy if self.split.at else ''}"
+            raise JobError(where="data.split", reason=reason)
         for table in fitting.unseen if not first else ():
             where, train = str(as_file(self.vocabulary_folder, names[table])), self.files["train"][0]
             reason = f"has none of the values that table {table!r} gets in {train}: is each line a value?"

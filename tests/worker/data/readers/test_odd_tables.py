@@ -200,6 +200,23 @@ def test_a_number_that_training_saw_one_value_of_is_not_divided_by_its_rounding_
     assert dense[:, 1].tolist() == [0, 0]
 
 
+def test_a_date_that_begins_a_split_of_times_that_are_numbers_is_refused_with_a_remedy(tmp_path):
+    columns = {"user": ["u"] * 4, "t": [1_767_225_600 + n * 86_400 for n in range(4)]}  # seconds
+    split = {"by": "time", "column": "t", "at": ["2026-01-03"]}
+    with pytest.raises(JobError, match=r"leaves test without a row.*write data\.split\.at as column 't' has its times"):
+        section_of(tmp_path, columns, "{user: {}}", split=split).fit(tmp_path, 0)
+    section = section_of(tmp_path, columns, "{user: {}}", split={**split, "at": [1_767_225_600 + 3 * 86_400]})
+    assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 3, "test": 1}
+
+
+def test_more_buckets_than_percentiles_have_as_many_samples_each(tmp_path):
+    x = np.random.default_rng(0).lognormal(0, 2, 3000)
+    features = "{user: {}, x: {type: number, bucketise: 300}}"
+    section = section_of(tmp_path, {"user": ["u"] * 3000, "x": x}, features).fit(tmp_path, 0)
+    ids, _ = section.preprocessor()({"user": ["u"] * 3000, "x": x})
+    assert np.bincount(ids[:, 1])[1:].tolist() == [10] * 300
+
+
 def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path):
     section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}")
     pq.write_table(
@@ -420,6 +437,14 @@ def test_a_value_that_arrow_cannot_hold_is_named(tmp_path, first, second):
         section.look(tmp_path)
 
 
+def test_a_fraction_behind_the_first_lines_is_named_in_a_column_of_integers(tmp_path):
+    section = section_of(tmp_path, {"user": [1] * 4000}, "{user: {}}", "jsonl")  # more lines than are looked at first
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"label": 1, "user": 1.5}\n')
+    with pytest.raises(JobError, match=r"a\.jsonl:4001: column 'user': 1\.5 is no int64"):
+        list(section.open(tmp_path, 0).evaluate("train", 0, 1, 4096))
+
+
 def test_columns_that_the_first_lines_of_json_lack_have_the_type_of_later_ones(tmp_path):
     (tmp_path / "b.jsonl").touch()
     section = section_of(
@@ -476,6 +501,17 @@ def test_views_of_texts_are_texts(tmp_path, split):
     assert found[0] == found[1]
     served = FeatureInputs(inputs_of(load_job(tmp_path / "job.yaml"), None))
     assert served(pa.table(typed))[1].tolist() == served(columns)[1].tolist()
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_texts_of_parquet_that_are_encoded_as_differences_are_read(tmp_path, encoding):
+    columns = {"user": ["u1", "u2", "u2", None], "tags": [["a"], ["b", "a"], [], None]}
+    section = section_of(tmp_path, columns, "{user: {}, tags: {type: list, max_length: 2}}")
+    wanted = samples(section, tmp_path).ids
+    rows, paths = pq.read_table(tmp_path / "a.parquet"), ("user", "tags.list.element")
+    of_texts = dict.fromkeys(paths, encoding)
+    pq.write_table(rows, tmp_path / "a.parquet", use_dictionary=False, column_encoding=of_texts)
+    assert samples(section, tmp_path).ids.tolist() == wanted.tolist()
 
 
 def test_a_row_group_with_fewer_rows_than_its_footer_said_is_refused(tmp_path):

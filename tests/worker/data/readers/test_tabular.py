@@ -118,6 +118,13 @@ def test_integer_ids_of_a_list_may_have_weights(tmp_path):
         section.preprocessor()({"tags": ["9:2"]})
 
 
+def test_a_weight_that_is_missing_is_0(tmp_path):
+    (tmp_path / "train.csv").write_text("label,tags\n1,a:0.5|b:\n0,c:nan|d\n")
+    own = "{type: list, separator: '|', weight_separator: ':', max_length: 2}"
+    batch = next(job_of(tmp_path, f" {{tags: {own}}}").data.open(tmp_path, 0).evaluate("train", 0, 1, 2))
+    assert batch.dense.tolist() == [[0.5, 0.0], [0.0, 1.0]]
+
+
 def test_samples_are_those_of_loops_over_rows(tmp_path):
     write(tmp_path, "a.parquet")
     section = job_of(tmp_path, FEATURES, model=OWN, train="a.parquet").data.fit(tmp_path, 0)
