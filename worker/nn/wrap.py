@@ -105,9 +105,9 @@ def wrap(
 
     ValueError if the model cannot be wrapped: it is already wrapped, is scripted as a whole, is tied to a table that
     cannot be read as a whole, has a tensor or another parameter in the memory of a parameter (self.w =
-    emb.weight.data), or has parameters that are not float32, not initialised, or on the meta device without being a
-    table. OtherParameters if the shards hold other dense weights; TableTooLarge if a use would read a table beyond the
-    limit as a whole.
+    emb.weight.data), or has parameters that are not initialised, on the meta device without being a table, or, where
+    the shards hold them, not float32. OtherParameters if the shards hold other dense weights; TableTooLarge if a use
+    would read a table beyond the limit as a whole.
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
@@ -286,11 +286,12 @@ def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str
                     "takes dense='ps', a weight that is not on the meta device, and a table of at most "
                     f"{settings.whole_limit} bytes (wrap(..., whole_limit=)); untie them, or score sampled candidates"
                 )
-            if parameter.dtype != torch.float32 and (owner is not None or parameter.requires_grad):
-                raise ValueError(
-                    f"parameter {full!r} is {parameter.dtype}; shards hold float32: call model.float() before wrap, "
-                    "and use torch.autocast for mixed precision"
-                )
+            moves = owner is not None or (parameter.requires_grad and settings.are_parameters)
+            if parameter.dtype != torch.float32 and moves:
+                remedy = "call model.float() before wrap, and use torch.autocast for mixed precision"
+                if parameter.is_complex():  # which float() leaves as it is
+                    remedy = "make torch.view_as_real(values) the parameter, and use torch.view_as_complex in forward"
+                raise ValueError(f"parameter {full!r} is {parameter.dtype}; shards hold float32: {remedy}")
             if parameter.is_meta and owner is None:
                 raise ValueError(
                     f"parameter {full!r} is on the meta device; only embeddings may stay there: materialise the others"

@@ -86,6 +86,7 @@ def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
     # one may be in a list, and an attribute; a part of another one has to be sharded before it
     parts = sorted(dict.fromkeys(_parts(model)), key=lambda part: len(list(part.modules())))
     _check_shared(model, parts)
+    _check_types(model, parts)
     in_parts = {id(parameter) for part in parts for parameter in part.parameters()}
     for parameter in model.parameters():  # those of no part are whole on every worker
         if parameter.requires_grad and id(parameter) not in in_parts:
@@ -106,6 +107,16 @@ def _check_shared(model: nn.Module, parts: Sequence[nn.Module]) -> None:
                     f"{first} and {name} are one parameter, and fsdp shards the modules that have them apart: use ddp"
                 )
                 raise JobError(where="dense.mode", reason=reason)
+
+
+def _check_types(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """JobError for a part with trained parameters of several types, which torch cannot shard together."""
+    names = {module: name for name, module in model.named_modules()}
+    for part in parts:
+        types = {str(parameter.dtype) for parameter in part.parameters() if parameter.requires_grad}
+        if len(types) > 1:
+            reason = f"{names[part]} has parameters of {' and '.join(sorted(types))}, and fsdp takes one type: use ddp"
+            raise JobError(where="dense.mode", reason=reason)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -256,13 +256,17 @@ def small(change):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:Complex modules", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("build", "text"),
     [
         (lambda: Tied(device="meta"), "'output.weight' is the weight of embedding 'embedding' too"),
         (lambda: nn.Sequential(nn.Embedding(5, 2).double()), "'0.weight' is torch.float64; shards hold float32"),
         (lambda: nn.Linear(2, 2).half(), "'weight' is torch.float16"),
+        (
+            lambda: nn.Linear(2, 2).to(torch.complex64),
+            r"'weight' is torch.complex64.* make torch.view_as_real\(values\)",
+        ),
         (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device; only embeddings may stay there"),
         (lambda: nn.Sequential(nn.Embedding(5, 2), nn.LazyLinear(2)), "has no shape yet; run one forward before wrap"),
         (
@@ -468,6 +472,27 @@ def test_a_loop_with_an_optimizer_of_torch_is_the_same_loop_without_shards(make_
     ids = torch.arange(10).unsqueeze(1)
     torch.testing.assert_close(remote(ids), plain(ids))
     assert {table.spec.name for table in session.tables} == {"rows"}
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_dense_weights_of_other_types_train_in_the_worker_as_in_torch(make_session, dtype):
+    models = [SumModel(10) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.head.to(dtype)
+        model.head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
+    session = make_session()
+    remote = es.wrap(models[1], session, optimizer=es.SGD(lr=0.1), dense="ddp")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for ids in [torch.randint(0, 10, (6, 3)) for _ in range(3)]:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(ids).abs().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.step()
+    torch.testing.assert_close(remote(torch.arange(10).unsqueeze(1)), models[0](torch.arange(10).unsqueeze(1)))
+    assert torch.equal(remote.head.weight, models[0].head.weight)
 
 
 def test_dense_weights_in_the_worker_can_be_loaded(make_session):

@@ -317,6 +317,15 @@ def test_fsdp_sums_the_gradients_of_projections_and_refuses_those_that_it_would_
 
 
 @pytest.mark.usefixtures("one_process")
+def test_fsdp_refuses_a_part_with_parameters_of_two_types():
+    model = Towers()
+    model.tower.last.double()
+    reason = r"tower has parameters of torch\.float32 and torch\.float64, and fsdp takes one type: use ddp"
+    with pytest.raises(JobError, match=reason):
+        _shard(model, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("other", ["last", "output"])
 def test_fsdp_refuses_a_parameter_of_two_parts(other):
     """Each part trained its own, and one that is the model's, too, was not averaged."""
