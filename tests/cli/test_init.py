@@ -206,6 +206,8 @@ def test_a_label_with_missing_values_is_named_and_no_other_column_taken_in_its_p
     with pytest.raises(CannotInit, match=r"'clicked' has no value in 10 of 40 rows.*leave these rows out"):
         features_of(columns)
     assert features_of(columns, "is_male")["data"]["label"] == "is_male"
+    columns["clicked"] = [0, 1, "maybe", 1] * 10  # no value is missing
+    assert features_of(columns)["data"]["label"] == "is_male"
 
 
 def test_numbers_with_a_unit_are_remarked_unless_they_are_few():
@@ -213,12 +215,15 @@ def test_numbers_with_a_unit_are_remarked_unless_they_are_few():
         "label": [0, 1] * 100,
         "price": [f"${n}.50" for n in range(200)],
         "share": [f"{n / 7:.1f} %" for n in range(200)],
+        "profit": [f"-${n}.50" for n in range(200)],
+        "change": [f"+{n}%" for n in range(200)],
         "discount": [f"{n % 3}0%" for n in range(200)],
     }
     Path("a.csv").touch()
     found = job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
     assert "# price: left out, its numbers have a unit, as $0.50: write them without" in found
-    assert "# share: left out" in found
+    for name in ("share", "profit", "change"):
+        assert f"# {name}: left out" in found
     assert "  discount: {}" in found
 
 

@@ -34,7 +34,7 @@ _ID = re.compile(
 )
 _WORD_ENDS = re.compile(r"[\W_]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
-_UNIT = re.compile(r"[$€£¥₹]\s*-?\d[\d.,]*|-?\d[\d.,]*\s*[$€£¥₹%]")
+_UNIT = re.compile(r"[-+]?[$€£¥₹]\s*-?\d[\d.,]*|[-+]?\d[\d.,]*\s*[$€£¥₹%]")
 _MISSING = {"nan", "na", "n/a", "null", "none", "?", "-", "inf", "+inf", "-inf", "infinity", "-infinity", r"\n"}
 _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 _FEW = 100  # distinct integers that are categories
@@ -305,11 +305,12 @@ def _label(data: Path, look: Look, label: str | None) -> str:
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     two = [name for name, values in look.columns.items() if _label_values(values)]
     named = [name for name in (*binary, *two) if _words(name).lower() in _LABELS]
-    gaps = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0, None}]
-    if not named and (likely := [name for name in gaps if _words(name).lower() in _LABELS]):
-        missing, rows = look.columns[likely[0]].count(None), len(look.columns[likely[0]])
-        reason = f"column {likely[0]!r} has no value in {missing:,} of {rows:,} rows, and a label may not be missing"
-        raise CannotInit(path=str(data), reason=f"{reason}: leave these rows out, or name another label by --label")
+    for name, values in [] if named else look.columns.items():
+        present = {_as_label(value) for value in values if value is not None}
+        if _words(name).lower() in _LABELS and present == {0.0, 1.0}:
+            reason = f"column {name!r} has no value in {values.count(None):,} of {len(values):,} rows"
+            remedy = "a label may not be missing: leave these rows out, or name another label by --label"
+            raise CannotInit(path=str(data), reason=f"{reason}, and {remedy}")
     if len(binary) > 1 and not named:
         reason = f"{len(binary)} columns of zeros and ones: {', '.join(binary)}; name the label by --label"
         raise CannotInit(path=str(data), reason=reason)
