@@ -225,7 +225,8 @@ class Pointwise:
     @property
     def is_finite(self) -> bool:
         """Whether no sample with a label has a prediction that is NaN or infinite."""
-        return bool(np.isfinite(self.arrays().logits).all())
+        batches = zip(self.labels, self.logits, strict=True)
+        return all(np.isfinite(logits[~np.isnan(labels)]).all() for labels, logits in batches)
 
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
@@ -278,7 +279,7 @@ class Labels:
         return means | {f"{name}:{label}": value for label, figures in own for name, value in figures.items()}
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean of a figure of each label; NaN that comes of a prediction that is none is no undefined figure."""
+        """The mean of a figure over the labels for which it is defined; NaN where predictions have made one NaN."""
         own = zip(values, self.parts, strict=True)
         defined = [value for value, part in own if not math.isnan(value) or not part.is_finite]
         return float(np.mean(defined)) if defined else math.nan
