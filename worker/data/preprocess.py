@@ -364,7 +364,7 @@ class Fitting:
         for name, feature in preprocessor.features.items():
             if set(feature.transform) - {"log"} or isinstance(feature.bucketise, int):
                 buckets = feature.bucketise if isinstance(feature.bucketise, int) else 0
-                # the boundaries of all buckets, of which the sample of values tells no more than it has
+                # all boundaries of its buckets are among them; a sample has no more quantiles than values
                 self._numbers[name] = _Figures(min(max(_QUANTILES, buckets + 1), _SAMPLE))
 
     def observe(self, columns: Columns) -> None:

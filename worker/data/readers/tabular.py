@@ -266,7 +266,7 @@ class Tabular:
         empty = [part for part, count in counts.items() if not count]
         if empty and self.split is not None and not first:
             rows, where = sum(counts.values()), str(self.files["train"][0])
-            remedy = f"; write data.split.at as column {self.split.column!r} has its times, as dates or as numbers"
+            remedy = f"; choose data.split.at within the times of column {self.split.column!r}, written as they are"
             reason = f"leaves {empty[0]} without a row, of {rows} in {where}{remedy if self.split.at else ''}"
             raise JobError(where="data.split", reason=reason)
         for table in fitting.unseen if not first else ():
