@@ -89,10 +89,10 @@ class StreamConnection(SocketProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
         sock = self._socket = transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
-            with suppress(OSError):  # a shard that serves somebody else has ended it already
+            with suppress(OSError):  # either side has ended it already, as a shard does that serves somebody else
                 for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                     sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
-            self._heap = self._heap_for(sock)
+                self._heap = self._heap_for(sock)
         else:
             self.uses_tls = self._owner.tls is not None
         if self._link is not None:

@@ -1,5 +1,6 @@
 """The worker's side of the stream transport against shards that do what they should not: scripts over raw sockets."""
 
+import asyncio
 import gc
 import os
 import socket
@@ -25,6 +26,7 @@ from embershard.proto.routing import make_route
 from embershard.proto.transport import io_thread, stream
 from embershard.proto.transport.io_thread import connect_local
 from embershard.proto.transport.stream import StreamTransport
+from embershard.proto.transport.stream_connection import StreamConnection
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import Feature, FrameReader, local_socket
 from embershard.worker.client.client import Client
@@ -449,6 +451,22 @@ def test_connections_that_end_at_the_hello_are_left_and_made_again(connect, monk
         with pytest.raises(Unreachable):
             ask(transport)
     assert ask(transport) == GREETING
+
+
+def test_a_unix_socket_that_is_closed_before_its_connection_is_made_shares_no_memory():
+    class Ended(asyncio.Transport):
+        def __init__(self):
+            with socket.socket(socket.AF_UNIX) as closed:
+                super().__init__({"socket": closed})
+
+        def write(self, data):
+            """As transports that are closing do."""
+
+    async def begin():
+        with closing(StreamTransport("unix:/nowhere")) as owner:
+            StreamConnection(owner).connection_made(Ended())
+
+    asyncio.run(begin())
 
 
 def test_closing_ends_a_connection_that_is_being_made(connect):
