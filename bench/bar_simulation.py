@@ -8,7 +8,7 @@ processes; docs/durability.md says how, and what its oracle looks at. Here:
   write or sync of a disk: others do not happen;
 - each kind of fault at least 100 times in each state of a shard that it can come in;
 - one seed repeated 100 times is 100 times the same, by a checksum of all that happened;
-- at least 19 of 20 planted mutants are caught, each within --mutant-seeds seeds.
+- at least 19 of 20 planted mutants are caught, each by the seed or test that it names, or within --mutant-seeds seeds.
 
 It goes on where an interrupted run of the same code ended. Prints one JSON line; exits 1 where a figure is missed.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import time
@@ -94,19 +93,19 @@ def run_seeds(progress: Progress, end: int) -> None:
 
 
 def run_mutants(progress: Progress, names: list[str], seeds: int) -> None:
-    """The first seed that catches each mutant; -1 where none does."""
+    """Note the seed, or the test, that catches each mutant; empty where nothing does."""
     from simulation import mutants
 
     for name in names:
-        if progress.state["mutants"].get(name, -1) >= 0:
+        if progress.state["mutants"].get(name):
             continue
-        command = [sys.executable, "-m", "simulation", *mutants.arguments(name, seeds)]
+        arguments = mutants.arguments(name, seeds)
+        command = [sys.executable, "-m", "simulation", *arguments]
         done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
-        caught = re.search(r"^python -m simulation (\d+) --mutant", done.stdout, re.MULTILINE)
-        progress.state["mutants"][name] = int(caught[1]) if caught else -1
+        caught = progress.state["mutants"][name] = mutants.catcher(arguments, done.stdout)
         progress.write()
-        line = next((line for line in done.stdout.splitlines() if "#" in line), "not caught")
-        print(f"mutant {name}: {line.partition('# ')[2] or line} [{caught and caught[1]}]", flush=True)
+        wrong = next((line.partition("# ")[2] for line in done.stdout.splitlines() if f"--mutant {name}" in line), "")
+        print(f"mutant {name}: {f'[{caught}] {wrong}' if caught else 'not caught'}", flush=True)
 
 
 def run_repeats(progress: Progress, count: int) -> None:
@@ -156,7 +155,7 @@ def main() -> None:
     print("\n".join(f"{count:9} {what}" for what, count in sorted(state["covered"].items())))
     total, seeds = sum(state["faults"].values()), state["next"] - state["first"]
     per_minute = 60 * total / state["cpu_seconds"] if state["cpu_seconds"] else 0.0
-    caught = sum(seed >= 0 for seed in state["mutants"].values())
+    caught = sum(map(bool, state["mutants"].values()))
     failures = [f"seed {seed} is wrong" for seed in state["wrong"]]
     if per_minute < FAULTS_PER_MINUTE:
         failures.append(f"{per_minute:.0f} faults a minute of CPU, not {FAULTS_PER_MINUTE}")
@@ -179,7 +178,7 @@ def main() -> None:
         "rarest_fault_in_a_state": min((int(what.rpartition(": ")[2]) for what in rare), default=TIMES_IN_EACH_STATE),
         "repeats": f"{state['repeats']}/{args.repeats}",
         "mutants": f"{caught}/{len(names)}",
-        "mutants_by_seed": state["mutants"],
+        "mutants_caught_by": state["mutants"],
     }
     finish(result, failures)
 

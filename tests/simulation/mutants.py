@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def arguments(name: str, count: int) -> list[str]:
     if found is None:
         return [f"0:{count}", "--mutant", name]
     return [found[1], "--mutant", name, *([] if found[2] is None else ["--focus", found[2]])]
+
+
+def catcher(arguments: Sequence[str], output: str) -> str:
+    """What has caught a mutant, by the output of `python -m simulation` with these arguments; empty if nothing has."""
+    if "::" in arguments[0]:
+        return arguments[0] if f"FAILED {arguments[0]}" in output else ""
+    found = re.search(r"^python -m simulation (\d+) --mutant", output, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def changed_sources(name: str) -> dict[str, str]:
