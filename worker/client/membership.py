@@ -33,7 +33,7 @@ from embershard.proto.messages import (
     Join,
     Joined,
     Leave,
-    Push,
+    Pull,
     Rendezvous,
     RendezvousResult,
     Reply,
@@ -213,8 +213,8 @@ class Membership:
         """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait.
 
         MemoryLost where any shard has told a heartbeat that it has lost acknowledged pushes of this worker. Where one
-        has told it that it evicted this worker, the outcome at shards that wait is LeaseLost. For pushes the worker
-        joins again instead, and the shards answer these then.
+        has told it that it evicted this worker, the outcome of pulls that wait is LeaseLost: they need another clock
+        then. For other requests the worker joins again, and goes on waiting.
         With `until_error` the first error of a shard, which comes first in the outcomes, ends the wait for the others.
         """
         outcomes: dict[int, Outcome] = {}
@@ -239,7 +239,7 @@ class Membership:
             lost_leases, evicted = self.lost_leases, self._evicted
             if waiting and evicted is not None and evicted[0] == self._joins:
                 # as above
-                if not any(isinstance(request, Push) for request in waiting.values()):
+                if any(isinstance(request, Pull) for request in waiting.values()):  # of a clock that does not come
                     return outcomes | dict.fromkeys(waiting, clipped(evicted[1]))
                 self.rejoin(lost_leases)  # what came of a push is for its shard to say, and it refuses older clocks now
             ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}

@@ -77,7 +77,8 @@ def lose_lease(job, alive):
 def lose_lease_at(shard, job, lost):
     """Let time pass in which one shard does not hear of `lost`, and have its next heartbeat hear of that."""
     beats = [messages.Heartbeat(worker=one.client.worker, epoch=one.client.epoch) for one in job.sessions]
-    for job.now in (0.9 * HOURS, 1.8 * HOURS):
+    begin = job.now
+    for job.now in (begin + 0.9 * HOURS, begin + 1.8 * HOURS):
         for number, wire in enumerate(job.wires):
             for session, beat in zip(job.sessions, beats, strict=True):
                 if session is not lost or number != shard:
@@ -285,6 +286,18 @@ def test_a_worker_that_one_shard_evicted_joins_again_where_it_waits_at_another(m
         eventually(lambda: lost.stats.lost_leases == 1 or waits.done())
         assert other.membership.rendezvous("m", b"other") == waits.result() == {0: b"lost", 1: b"other"}
     assert lost.stats.lost_leases == 1
+
+
+def test_a_long_wait_goes_on_however_often_another_shard_evicts_its_worker(make_pair, monkeypatch):
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
+    job, lost, other = make_pair(staleness=0, wait_timeout=timedelta(seconds=30))
+    lost.membership._timeout = timedelta(seconds=0.05)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(lost.membership.rendezvous, "m", b"lost")
+        for count in range(1, 6):
+            lose_lease_at(1, job, lost)
+            eventually(lambda count=count: lost.stats.lost_leases == count or waits.done())
+        assert other.membership.rendezvous("m", b"other") == waits.result() == {0: b"lost", 1: b"other"}
 
 
 def test_a_push_that_waits_at_one_shard_is_refused_once_another_has_evicted_its_worker(make_pair, monkeypatch):
