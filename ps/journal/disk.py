@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -30,6 +31,8 @@ _BATCH_ITEMS = 1024
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)  # connections have taken all that a process, or the machine, may open
 _DESCRIPTOR_PAUSE = 0.1  # seconds until the next look for one that is free
 _DIRECT_BYTES = 2**20  # less is left to the page cache and what it reads ahead
+
+_log = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 
@@ -173,12 +176,16 @@ class LocalDisk:
 
     def sync_folder(self, folder: Path) -> None:
         """Wait until the names in a folder are on the disk."""
+        is_stalled = False
         while True:
             try:
                 folders.sync(folder)
             except OSError as error:  # one that was not tried has not failed
                 if error.errno not in NO_DESCRIPTORS:
                     raise
+                if not is_stalled:
+                    _log.error("a folder of the event log is not synced yet, pushes may wait: %s", error)
+                is_stalled = True
                 time.sleep(_DESCRIPTOR_PAUSE)
             else:
                 return

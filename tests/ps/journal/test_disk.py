@@ -98,13 +98,14 @@ def test_without_a_descriptor_a_lock_is_looked_at_all_the_same(tmp_path):
             assert not lock.is_held()
 
 
-def test_a_folder_is_synced_once_there_is_a_descriptor(tmp_path):
+def test_a_folder_is_synced_once_there_is_a_descriptor_and_the_wait_for_it_is_said_once(tmp_path, caplog):
     with no_descriptors():
         thread = threading.Thread(target=LocalDisk().sync_folder, args=[tmp_path])
         thread.start()
-        thread.join(0.05)
+        thread.join(0.15)
         assert thread.is_alive()
     thread.join()
+    assert caplog.text.count("pushes may wait") == 1
 
 
 class TestPageCache:
