@@ -239,7 +239,7 @@ class Membership:
             lost_leases, evicted = self.lost_leases, self._evicted
             if waiting and evicted is not None and evicted[0] == self._joins:
                 # as above
-                if any(isinstance(request, Pull) for request in waiting.values()):  # of a clock that does not come
+                if any(isinstance(request, Pull) for request in waiting.values()):  # they need a later clock
                     return outcomes | dict.fromkeys(waiting, clipped(evicted[1]))
                 self.rejoin(lost_leases)  # what came of a push is for its shard to say, and it refuses older clocks now
             ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}

@@ -385,7 +385,7 @@ def _is_kept(outcome: EmbershardError) -> bool:
 
 
 def _comes_again(outcome: Outcome) -> bool:
-    """Whether a push with this outcome is sent again, with the ids that its shard does not have perhaps."""
+    """Whether a push with this outcome is sent again, as it was or with its ids in place of a forgotten route."""
     return isinstance(outcome, EmbershardError) and (_is_kept(outcome) or isinstance(outcome, UnknownRoute))
 
 

@@ -113,7 +113,7 @@ def part_of_trained(job: Job, model: nn.Module, dataset: Dataset, path: Path) ->
             wanted = forward(model, batch)
         with _watched(model) as rolled:
             forward(model, replace(batch, ids=batch.ids.roll(1, 0)))
-        # rows without values of a list may roll alone; no file can hold all rows of hashed ids
+        # the ids of a list are flat, and stay the same where the last sample has none; hashed ones are never held whole
         fixed = {n for n in reads if _same(reads[n], rolled[n]) and not _is_hashed(model.get_submodule(n))}
         while True:
             weights = {name: _whole(model.get_submodule(name)) for name in fixed}
