@@ -83,16 +83,10 @@ def _pipe_name(path: str) -> str:
 
 async def _connect(path: str, name: str, near: _End, far: _End, received: bytes) -> None:
     far.other = near  # before it connects: a gRPC server speaks first
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
     try:
-        sock.bind(name)
-        if not name.startswith("\0"):
-            os.unlink(name)  # the other side has it all the same
-        sock.connect(path)  # at once, or not at all; uvloop itself does not know abstract names
+        sock = _connected(path, name)
         await asyncio.get_running_loop().create_unix_connection(lambda: far, sock=sock)
     except OSError as error:
-        sock.close()
         _log.warning("cannot pass a connection on to %s: %s", path, error)
         near.transport.abort()
         return
@@ -102,6 +96,21 @@ async def _connect(path: str, name: str, near: _End, far: _End, received: bytes)
         far.transport.close()
     else:
         near.transport.resume_reading()
+
+
+def _connected(path: str, name: str) -> socket.socket:
+    """A socket of this name, connected to the one at a path. OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.bind(name)
+        if not name.startswith("\0"):
+            os.unlink(name)  # the other side has it all the same
+        sock.connect(path)  # at once, or not at all; uvloop itself does not know abstract names
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 class _End(asyncio.Protocol):

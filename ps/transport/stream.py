@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import resource
+import socket
 import sys
 import threading
 import time
@@ -69,6 +70,8 @@ class StreamServer:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # the system gives the lowest free number: at this one no other is free below it
         self.last_file = sys.maxsize if files == resource.RLIM_INFINITY else files - FREE_FILES
+        with socket.socket() as probe:
+            self.first_file = probe.fileno()  # so many are open already
         self.memories = SharedMemories(self.counters)
         self.receiving_bytes = 0
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
@@ -82,6 +85,10 @@ class StreamServer:
     def protocol(self) -> Connection:
         """A new connection's protocol, as loop.create_server wants it."""
         return Connection(self)
+
+    def may_pass_on(self) -> bool:
+        """Whether there are two files for a connection more that is passed on, beside its own."""
+        return self.first_file + self.open_connections + 2 * (self.passed_on.connections + 1) <= self.last_file
 
     def call(self, function: Callable[..., None], *args: object) -> None:
         """Call a function on the event loop: now, if this is its thread, else soon; not at all once it has ended."""

@@ -88,6 +88,7 @@ AT_ONCE_BYTES = 2**14
 _HANDSHAKE_FAILURE = bytes([0x15, 3, 1, 0, 2, 2, 40])
 # For so long the frames of one read are answered before other connections have their turn: there may be 4,096.
 TURN_SECONDS = 0.002
+_NO_FILES = "the shard may open no more files for it; raise the limit (ulimit -n 65536, LimitNOFILE= in systemd)"
 _LAST_WORDS_SECONDS = 1.0  # in which a peer that is refused reads why
 _REFUSED = memoryview(bytearray(2**16))  # where goes what it sends meanwhile
 
@@ -154,9 +155,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if sock.fileno() >= self._server.last_file:
             self._server.rejected["connections"] += 1
-            self.drop(
-                "the shard may open no more files for it; raise the limit (ulimit -n 65536, LimitNOFILE= in systemd)"
-            )
+            self.drop(_NO_FILES)
             return
         self._server.open_connections += 1
         self._count(self._server.counters)
@@ -422,6 +421,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         if target is None:
             self.drop("it speaks something else than this protocol")
+            return
+        if not self._server.may_pass_on():
+            self._server.rejected["connections"] += 1
+            self.drop(_NO_FILES)
             return
         self._count(self._server.passed_on)
         ended = None

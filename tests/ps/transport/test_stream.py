@@ -2,6 +2,7 @@
 this process. Each gets a typed error or is dropped by its deadline, and others are served meanwhile."""
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -20,6 +21,7 @@ from embershard.proto.errors import ShardBusy
 from embershard.proto.messages import SERVICE, Hello, Push, Pushed, PushToken, Rendezvous, Rows
 from embershard.proto.wire import Feature
 from embershard.ps.transport import grpc as transport_grpc
+from embershard.ps.transport import pipe as pipe_module
 from embershard.ps.transport import stream, stream_connection
 from harness.eventually import eventually
 from harness.hostile_peers import Peer, begun, connected, framed, pull, push
@@ -292,6 +294,31 @@ def test_connections_leave_some_of_the_files_that_the_process_may_open(serve, mo
         first.sendall(wire.client_hello(Feature(0)))
         assert first.recv(1)
         assert served.stream.rejected["connections"] == 1
+
+
+def test_a_connection_to_grpc_counts_as_three_files(serve, grpc_path, monkeypatch):
+    served = serve(grpc_path)
+    monkeypatch.setattr(served.stream, "first_file", served.stream.last_file - 5)
+    with connected(served.address) as first:
+        first.sendall(HTTP2)
+        assert first.recv(1)
+        with connected(served.address) as second, suppress(ConnectionError):
+            second.sendall(HTTP2)
+            assert second.recv(1) == b""
+        assert served.stream.rejected["connections"] == 1
+
+
+def test_a_connection_for_which_no_socket_can_be_made_is_not_passed_on(serve, grpc_path, monkeypatch):
+    served = serve(grpc_path)
+
+    def full(path, name):
+        raise OSError(errno.EMFILE, "full")
+
+    monkeypatch.setattr(pipe_module, "_connected", full)
+    with connected(served.address) as peer, suppress(ConnectionError):
+        peer.sendall(HTTP2)
+        assert peer.recv(1) == b""
+    assert eventually(lambda: served.stream.open_connections == 0)
 
 
 @pytest.fixture
