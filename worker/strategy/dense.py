@@ -112,8 +112,11 @@ def _check_shared(model: nn.Module, parts: Sequence[nn.Module]) -> None:
 def _check_types(model: nn.Module, parts: Sequence[nn.Module]) -> None:
     """JobError for a part with trained parameters of several types, which torch cannot shard together."""
     names = {module: name for name, module in model.named_modules()}
+    inner = set[int]()  # parameters of the parts of a part, which are sharded before it
     for part in parts:
-        types = {str(parameter.dtype) for parameter in part.parameters() if parameter.requires_grad}
+        own = [parameter for parameter in part.parameters() if id(parameter) not in inner]
+        inner.update(map(id, own))
+        types = {str(parameter.dtype) for parameter in own if parameter.requires_grad}
         if len(types) > 1:
             reason = f"{names[part]} has parameters of {' and '.join(sorted(types))}, and fsdp takes one type: use ddp"
             raise JobError(where="dense.mode", reason=reason)

@@ -318,11 +318,18 @@ def test_fsdp_sums_the_gradients_of_projections_and_refuses_those_that_it_would_
 
 @pytest.mark.usefixtures("one_process")
 def test_fsdp_refuses_a_part_with_parameters_of_two_types():
-    model = Towers()
-    model.tower.last.double()
-    reason = r"tower has parameters of torch\.float32 and torch\.float64, and fsdp takes one type: use ddp"
+    model = nn.Sequential(Tower(nn.Linear(4, 4)))
+    model[0].last.double()
+    reason = r"0 has parameters of torch\.float32 and torch\.float64, and fsdp takes one type: use ddp"
     with pytest.raises(JobError, match=reason):
         _shard(model, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_fsdp_takes_a_part_of_another_type_within_a_part():
+    model = Towers()
+    model.tower.layer.double()
+    assert _shard(model, torch.device("cpu")) == [model.layers[0], model.tower]
 
 
 @pytest.mark.usefixtures("one_process")
