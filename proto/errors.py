@@ -440,12 +440,16 @@ class MemoryLost(EmbershardError):
 
 
 class LoadLost(MemoryLost):
-    """A table whose first values, loaded by this worker, were lost in a restart of the shard (raised by the client)."""
+    """A table that has not all of the first values which this worker, or a process of before, loaded into it.
+
+    Raised by the client.
+    """
 
     template = (
-        "table {table!r} has lost the first values that this worker ({worker}) had loaded: the shard was restarted, "
-        "and the end of the load and all later changes are lost; restore the last checkpoint (embershard train ... "
-        "--ps ... --resume latest), or start the training again, which repeats the load"
+        "table {table!r} has not all of the first values that this worker ({worker}) loads: `embershard import` was "
+        "ended before it had loaded all, or the shard was restarted, and the end of the load and all later changes are "
+        "lost; run the import again, restore the last checkpoint (embershard train ... --ps ... --resume latest), or "
+        "start the training again, which repeats a load of its own"
     )
 
 

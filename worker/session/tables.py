@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn, Protocol, TypeVar
 
@@ -160,17 +161,36 @@ class TableRegistry:
         self.tables: dict[str, RemoteTable] = {}
         self.dense: list[DenseWeights] = []
         self.models: list[WrappedModel] = []
+        self.closed: dict[str, frozenset[int]] | None = None  # table -> shards, see `keep_closed`
         self._client = client
 
     def declare(self, spec: TableSpec, values: Values | None) -> None:
         """Create a table on every shard where it does not exist; see Session.table."""
-        replies = self._client.declare_on_each(spec, load=values is not None, dense=self._is_dense(spec))
-        if values is not None:
+        closes = values is None and self.closed is not None
+        replies = self._client.declare_on_each(spec, load=closes or values is not None, dense=self._is_dense(spec))
+        if self.closed is not None and closes:
+            self.closed[spec.name] = frozenset(shard for shard, reply in replies.items() if reply.created)
+        elif values is not None:
             if created := frozenset(shard for shard, reply in replies.items() if reply.created):
                 _load_first(self._client, spec, values(), created)
             # a shard's status is of all its tables: to ask for it at each of thousands would take minutes
             if any(reply.loading and not reply.created for reply in replies.values()):
                 await_loaded(self._client, spec.name)
+
+    @contextmanager
+    def keep_closed(self) -> Iterator[None]:
+        """Keep tables without first values that are created inside closed to all workers until it ends well.
+
+        Inside, rows are loaded into them without `last`. A process that ends before has left a part of its rows: other
+        workers get TableLoading or LoadLost until it is done again.
+        """
+        self.closed = {}
+        try:
+            yield
+            for name, created in self.closed.items():
+                _end_load(self._client, self.tables[name].spec, created)
+        finally:
+            self.closed = None
 
     def matching(self, pattern: str) -> list[str]:
         """Tables that a name, a pattern, or "dense" stands for. ValueError where there are none."""
@@ -202,6 +222,11 @@ def _load_first(client: Client, spec: TableSpec, values: Iterable[tuple[Ids, Flo
     for ids, rows in values:
         route = make_route(ids, spec.space_key, client.placement)
         client.load(spec.name, route, rows[_order(route)], shards=shards, last=False)
+    _end_load(client, spec, shards)
+
+
+def _end_load(client: Client, spec: TableSpec, shards: frozenset[int]) -> None:
+    """Open a table that this worker has loaded on these shards."""
     nothing = make_route(np.empty(0, np.int64), spec.space_key, client.placement)
     client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=shards)
 

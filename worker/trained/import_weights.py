@@ -104,8 +104,9 @@ def _values(inputs: Mapping[str, Any] | None) -> dict[str, object]:
 def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict[str, int]:
     """Load tables and dense weights into the shards; table -> rows. Optimizer states of these rows start anew.
 
-    Tables that are not there yet are created. CannotImport, before anything is changed, names all that does not fit;
-    JobError a pattern of the job that fits nothing. Buffers are checked and not loaded: they live in the workers.
+    Tables that are not there yet are created, and closed to all workers until everything is loaded. CannotImport,
+    before anything is changed, names all that does not fit; JobError a pattern of the job that fits nothing. Buffers
+    are checked and not loaded: they live in the workers.
     """
     file = StateFile(path)
     plain = job_model(job, schema)
@@ -115,16 +116,17 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
     for name, parameter in plain.named_parameters():
         if not parameter.is_meta:
             parameter.data.copy_(file.read(name))
-    strategy = choose_strategy(job, plain, session, torch.device("cpu"))
     loaded: dict[str, int] = {}
-    for name, module in remote_tables(strategy.model).items():
-        table = module.table
-        for ids, rows in _portions(file, name, module.num_embeddings, hashed=is_hashed(module)):
-            _load(session, table, ids, rows.to(torch.float32).contiguous().numpy())
-            loaded[table.spec.name] = loaded.get(table.spec.name, 0) + len(ids)
-    for weights in session.dense_weights:
-        _load(session, session.table(weights.spec), weights.ids, weights.values())
-        loaded[weights.spec.name] = len(weights.ids)
+    with session.registry.keep_closed():
+        strategy = choose_strategy(job, plain, session, torch.device("cpu"))
+        for name, module in remote_tables(strategy.model).items():
+            table = module.table
+            for ids, rows in _portions(file, name, module.num_embeddings, hashed=is_hashed(module)):
+                _load(session, table, ids, rows.to(torch.float32).contiguous().numpy())
+                loaded[table.spec.name] = loaded.get(table.spec.name, 0) + len(ids)
+        for weights in session.dense_weights:
+            _load(session, session.table(weights.spec), weights.ids, weights.values())
+            loaded[weights.spec.name] = len(weights.ids)
     return loaded
 
 
@@ -185,4 +187,4 @@ def _load(session: Session, table: RemoteTable, ids: Ids, rows: Floats) -> None:
     route = make_route(ids, table.spec.space_key, session.placement)
     order = np.empty(len(route.ids), np.int64)
     order[route.index] = np.arange(len(ids))
-    session.load(table.spec.name, route, rows[order])
+    session.client.load(table.spec.name, route, rows[order], last=False)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import EmbershardError, JobError, TableMismatch
+from embershard.proto.errors import EmbershardError, JobError, LoadLost, TableMismatch
 from embershard.proto.messages import Declare
 from embershard.proto.snapshot.stored import open_snapshot
 from embershard.proto.spec import SGD, TableSpec
@@ -27,6 +27,7 @@ from embershard.worker.data.interactions.sequences import ActionSequences
 from embershard.worker.models.recommender import ListRecommender
 from embershard.worker.session.session import Session
 from embershard.worker.trained import export as export_module
+from embershard.worker.trained import import_weights
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import (
     UNFINISHED,
@@ -606,6 +607,31 @@ def test_a_plain_checkpoint_is_trained_on(make_session, tmp_path):
     trainer = Trainer(job(), dataset(), Session(session.client), WorkerGroup())
     want = plain_logits(job(), dataset(), {name: value.half().float() for name, value in state.items()})
     torch.testing.assert_close(logits(trainer.strategy.model, dataset()), want)
+
+
+def test_tables_of_an_import_that_was_ended_are_closed_until_it_is_done_again(make_session, tmp_path, monkeypatch):
+    """A job trained on what had been loaded and on first values for the rest."""
+    state, path, session = plain_state(), tmp_path / "model.safetensors", make_session(2)
+    save_file(state, path)
+    monkeypatch.setattr(import_weights, "PORTION", IDS // 3)
+    load, loads = session.client.load, []
+
+    def ended_early(*args, **options):
+        loads.append(args)
+        if len(loads) == 3:
+            raise KeyboardInterrupt
+        load(*args, **options)
+
+    session.client.load = ended_early
+    with pytest.raises(KeyboardInterrupt):
+        import_state(path, job(), SCHEMA, session)
+    assert sum(table.rows for one in session.client.status() for table in one.tables)
+    with pytest.raises(LoadLost, match="run the import again"):
+        logits(Trainer(job(), dataset(), Session(session.client), WorkerGroup()).strategy.model, dataset())
+    session.client.load = load
+    import_state(path, job(), SCHEMA, Session(session.client))
+    model = Trainer(job(), dataset(), Session(session.client), WorkerGroup()).strategy.model
+    torch.testing.assert_close(logits(model, dataset()), plain_logits(job(), dataset(), state))
 
 
 GROUP = [{"match": "embeding*", "optimizer": {"name": "sgd", "lr": 0.1}}]
