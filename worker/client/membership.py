@@ -238,7 +238,7 @@ class Membership:
                 raise clipped(self._memory_lost)  # as another exception: it is raised more than once
             lost_leases, evicted = self.lost_leases, self._evicted
             if waiting and evicted is not None and evicted[0] == self._joins:
-                # as above
+                # the others may wait for it at the shard that evicted it, and none of these requests goes there
                 if any(isinstance(request, Pull) for request in waiting.values()):  # they need a later clock
                     return outcomes | dict.fromkeys(waiting, clipped(evicted[1]))
                 self.rejoin(lost_leases)  # what came of a push is for its shard to say, and it refuses older clocks now
