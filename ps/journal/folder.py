@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 _OF_SHARD = re.compile(r"shard-[0-9]+")
 _BASE = re.compile(r"base-[0-9]{20}-[0-9a-f]{16}")
 _PIECE_BYTES = 2**20
+_MANIFEST_ROOM = 2**12  # bytes, about: a new manifest stands beside the old one before it replaces it
+_LINE_SECONDS = 5  # between lines about a full disk
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -171,11 +173,14 @@ class LogFolder:
     def begin(
         self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES, clock: SystemClock = SYSTEM_CLOCK
     ) -> Journal:
-        """Open the log for writing in a new term; all records must have been read. LogUnusable without room."""
+        """Open the log for writing in a new term; all records must have been read. LogUnusable without room.
+
+        A log that has events waits for room instead: its shard would only be started again, until nobody does.
+        """
         end = self.reader.end
         assert end is not None, "read the records to their end first"
         with named_errors(self.folder):
-            self._check_room(segment_bytes)
+            self._wait_for_room(segment_bytes, clock)
             if end.state == "unsynced":
                 _log.warning(
                     "%s: the event log ends before LSN %d, and %d later events or more are lost: the machine was "
@@ -349,12 +354,25 @@ class LogFolder:
                 file.close()
             self._inherited.remove(name)
 
-    def _check_room(self, segment_bytes: int) -> None:
-        """LogUnusable where not one segment has room."""
-        free = self.disk.free_bytes(self.folder)
-        if free < segment_bytes and not any(map(is_spare, self.disk.list(self.folder))):
-            reason = f"a segment takes {segment_bytes} bytes and {free} are free; make room, or choose another folder"
-            raise LogUnusable(path=str(self.folder), reason=reason)
+    def _wait_for_room(self, segment_bytes: int, clock: SystemClock) -> None:
+        """Return when one segment and a manifest have room. LogUnusable where they have not, and the log is new."""
+        is_new, waited = not self.manifest.term, 0
+        while True:
+            has_spare = any(map(is_spare, self.disk.list(self.folder)))
+            needed = (0 if has_spare else segment_bytes) + (0 if is_new else _MANIFEST_ROOM)
+            free = self.disk.free_bytes(self.folder)
+            if free >= needed:
+                return
+            if is_new:
+                reason = f"it needs {needed} bytes and {free} are free; make room, or choose another folder"
+                raise LogUnusable(path=str(self.folder), reason=reason)
+            if waited % _LINE_SECONDS == 0:  # again and again: a supervisor waits as long as there are lines
+                _log.warning(
+                    "%s: the disk is full: the event log needs %d bytes to go on and %d are free; the shard waits for "
+                    "room", self.folder, needed, free,
+                )  # fmt: skip
+            clock.sleep(1)
+            waited += 1
 
     def _sync(self, names: list[SegmentName]) -> None:
         for name in names:

@@ -9,6 +9,7 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
+from embershard.proto.clock import SystemClock
 from embershard.proto.messages import Declare
 from embershard.proto.routing import Placement
 from embershard.ps import server
@@ -106,11 +107,6 @@ def used_by_another(folder, stack, monkeypatch):
     return errors.LogLocked, {"path": str(folder)}
 
 
-def on_a_full_disk(folder, stack, monkeypatch):
-    monkeypatch.setattr(LocalDisk, "free_bytes", lambda *_: 1000)
-    return errors.LogUnusable, {"path": str(folder)}
-
-
 def on_a_read_only_disk(folder, stack, monkeypatch):
     original = os.open
 
@@ -130,7 +126,7 @@ def on_a_drive_whose_locks_do_not_hold(folder, stack, monkeypatch):
 
 CASES = [
     of_another_job, of_a_later_version, damaged_inside, without_a_segment, without_its_manifest, used_by_another,
-    on_a_full_disk, on_a_read_only_disk, on_a_drive_whose_locks_do_not_hold,
+    on_a_read_only_disk, on_a_drive_whose_locks_do_not_hold,
 ]  # fmt: skip
 
 
@@ -146,6 +142,24 @@ def test_a_log_that_cannot_be_used_is_refused_by_name_and_stays_as_it_is(break_,
         monkeypatch.undo()
     assert {name: raised.value.fields[name] for name in fields} == fields
     assert content(folder) == before
+
+
+def test_a_new_log_is_refused_where_the_disk_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalDisk, "free_bytes", lambda *_: 1000)
+    with raises(errors.LogUnusable, path=str(tmp_path / "shard-0")):
+        start(tmp_path)
+
+
+def test_a_shard_that_starts_again_waits_until_the_full_disk_has_room(tmp_path, monkeypatch, caplog):
+    log_of(tmp_path / "shard-0")
+    free = iter([1000, 1000, 2**40])
+    monkeypatch.setattr(LocalDisk, "free_bytes", lambda *_: next(free))
+    pauses = []
+    monkeypatch.setattr(SystemClock, "sleep", pauses.append)
+    start(tmp_path)
+    assert next(free, None) is None
+    assert len(pauses) == 2
+    assert len([line for line in caplog.messages if "the shard waits for room" in line]) == 1
 
 
 @pytest.mark.parametrize(("shard", "of"), [(0, 2), (1, 1)])
