@@ -361,7 +361,14 @@ BAD = {  # name: (the file's text, features, settings of data, where, the reason
         " {tags: {type: list, separator: '|', max_length: 1}}",
         {},
         ":2",
-        "'tags': 2 .*max_length is 1",
+        r"'tags': 'a\|b' has 2 .*max_length is 1.*the first ones",
+    ),
+    "a long sequence": (
+        CSV.replace("c,40", "|".join(f"item{i}" for i in range(50)) + ",40"),
+        " {user: {}, tags: {type: sequence, separator: '|', max_length: 20}}",
+        {"model": "{name: din, target: [user], history: [tags]}"},
+        ":3",
+        r"'tags': 'item0\|item1\|item2\|item3\|item4\|item5\|\.\.\. has 50 .*max_length is 20.*the last ones",
     ),
     "a line break": (CSV.replace("u2", '"u\n2"'), " {user: {}}", {}, ":3", "quote"),
     "another encoding": (CSV.replace("u2", "ü"), " {user: {}}", {}, ":3", "UTF-8.*cp1252"),
@@ -514,6 +521,11 @@ BAD_ROWS = {  # name: (the second row, features, the reason)
     "a number that is text": ({"age": "many"}, " {user: {}, age: {type: number}}", "'age'.*'many'"),
     "infinity": ({"age": float("inf")}, " {user: {}, age: {type: number}}", "'age': inf .*missing value"),
     "a label of text": ({"label": "no"}, " {user: {}}", "'label': 'no' is not a number.*data.label_values: \\[.*no"),
+    "a long list": (
+        {"tags": ["a", "b", "c"]},
+        " {tags: {type: list, max_length: 2}}",
+        r"'tags': \['a', 'b', 'c'\] has 3 values, and max_length is 2",
+    ),
     "weights for other values": (
         {"w": [1.0]},
         " {tags: {type: list, weights: w}}",
