@@ -430,6 +430,22 @@ def test_times_with_a_zone_split_rows(tmp_path, zone):
     assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 6, "test": 2}
 
 
+def test_a_split_by_a_column_that_numbers_the_rows_does_not_depend_on_the_features(tmp_path):
+    lines = [f"{row},u{row % 7},{row % 5},{row % 2}\n" for row in range(300)]
+    (tmp_path / "train.csv").write_text("row,user,age,label\n" + "".join(lines))
+
+    def rows_of_test(features):
+        split = {"by": "user", "column": "row", "test": 0.3}
+        section = job_of(tmp_path, f" {{row: {{ids: exact}}{features}}}", split=split).data
+        (batch,) = section.open(tmp_path, 0).evaluate("test", 0, 1, 300)
+        return batch.ids[:, 0].tolist()
+
+    first = rows_of_test("")
+    assert 60 < len(first) < 120
+    assert rows_of_test(", user: {}, age: {type: number}") == first
+    assert rows_of_test(", number: {type: number, column: row}") == first
+
+
 LABELS = {  # of files: (values, label_values, what is on line 2 and 3)
     "texts": (["no", "yes"], ["no", "yes"], [0, 1]),
     "of excel": (["FALSE", "TRUE"], ["FALSE", "TRUE"], [0, 1]),
