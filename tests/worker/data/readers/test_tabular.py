@@ -607,6 +607,7 @@ def test_a_split_that_leaves_one_part_empty_and_a_vocabulary_with_doubles_are_re
         ("\n  a: {type: cross, of: [b]}", "job.yaml:4: features.a.of: names two columns"),
         ("\n  a: {buckets: 5, min_count: 2}", "job.yaml:4: features.a.min_count: contradicts buckets"),
         ("\n  a: {type: number, bucketise: [3, 1]}", "job.yaml:4: features.a.bucketise: must ascend"),
+        ("\n  a: {type: number, missing: -1e39}", "job.yaml:4: features.a.missing: -1e+39 is infinite in float32"),
         (" {}", "job.yaml:2: data.reader: tabular needs the section features"),
     ],
 )
