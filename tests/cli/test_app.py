@@ -61,6 +61,16 @@ def test_every_command_has_a_help_page(name):
     assert "--install-completion" not in done.output  # an option of `embershard` alone
 
 
+def test_every_option_for_shards_names_the_ways_to_give_their_addresses():
+    group = typer.main.get_command(cli.app)
+    commands = {name: group.resolve_command(None, [name])[1] for name in cli.COMMANDS}
+    for name, command in list(commands.items()):
+        commands |= {f"{name} {part}": own for part, own in getattr(command, "commands", {}).items()}
+    helps = {name: own.help for name, command in commands.items() for own in command.params if own.name == "ps"}
+    assert {"train", "worker", "compare", "dash", "compression set"} <= helps.keys()
+    assert [name for name, said in helps.items() if "host:port" not in said or "file:DIR" not in said] == []
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [

@@ -258,20 +258,23 @@ class Preprocessor:
             return ColumnValues(array, column)
         if pa.types.is_null(array.type):  # no row has any
             array = array.cast(pa.list_(pa.string()))
+        given = array
         if not is_list(array.type):
             if feature.separator is None:
                 raise BadFeature(name, f"column {column!r} is {array.type}, no list: give it a separator")
-            texts = pc.if_else(pc.equal(array := texts_of(column, array), ""), None, array)
-            array = pc.split_pattern(texts, feature.separator)
+            given = texts_of(column, array)
+            array = pc.split_pattern(pc.if_else(pc.equal(given, ""), None, given), feature.separator)
         array = array.cast(pa.large_list(array.type.value_type))
         lengths = np.asarray(pc.fill_null(pc.list_value_length(array), 0), np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         long = np.flatnonzero(lengths > feature.width)
         if len(long) and feature.too_long == "error":
             kept = "last" if feature.kind == "sequence" else "first"
-            reason = f"{lengths[long[0]]} values, and max_length is {feature.width}"
-            reason += f"; raise it, or have too_long: truncate keep the {kept} ones"
-            raise BadValue(int(long[0]), column, reason)
+            row = int(long[0])
+            shown = ascii(given[row].as_py())
+            shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+            reason = f"{shown} has {lengths[row]} values, and max_length is {feature.width}"
+            raise BadValue(row, column, f"{reason}; raise it, or have too_long: truncate keep the {kept} ones")
         return ColumnValues(pc.list_flatten(array), column, starts, keep_last=feature.kind == "sequence")
 
     def _encoded(self, name: str, feature: FeatureSpec, values: ColumnValues) -> Ids:

@@ -56,6 +56,15 @@ def _delimiter(value: str) -> str:
 Delimiter = Annotated[str, AfterValidator(_delimiter)]
 
 
+_LARGEST = 3.4028234663852886e38  # of float32
+
+
+def _of_float32(value: float) -> float:
+    if abs(value) > _LARGEST:
+        raise ValueError(f"{value:g} is infinite in float32, which models compute with; give a number below 3.4e38")
+    return value
+
+
 def _texts_of_labels(value: object) -> object:
     """YAML's numbers and truth values as the texts that files have."""
     if isinstance(value, list | tuple):
@@ -109,7 +118,7 @@ class FeatureSection(Section):
     """Replace the number by a bucket, which has its own row: a list of boundaries, or a number of equally large
     buckets.
     """
-    missing: float = 0.0
+    missing: Annotated[float, AfterValidator(_of_float32)] = 0.0
     """Value of a missing number, after the transforms."""
 
     def columns(self, name: str) -> set[str]:
@@ -155,7 +164,9 @@ class SplitSection(Section):
     """Divide the rows of one table into the splits train, valid and test."""
 
     by: Literal["random", "user", "time"]
-    """random: by a hash of the row; user: all rows of a user in one split; time: the latest rows in test."""
+    """random: by a hash of the columns that the job reads; user: all rows of a user in one split; time: the latest rows
+    in test.
+    """
     column: Name | None = None
     """Column of the user, or of the time."""
     valid: Share = 0.0  # share of the rows

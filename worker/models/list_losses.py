@@ -26,7 +26,7 @@ def bpr(own: Tensor, others: Tensor) -> Tensor:
 
 
 def softmax(own: Tensor, others: Tensor) -> Tensor:
-    """Cross-entropy of the own item among all items of its list, which were drawn uniformly."""
+    """Cross-entropy of the own item among all items of its list, whose scores are corrected for how they were drawn."""
     return (torch.cat([own.unsqueeze(1), others], 1).logsumexp(1) - own).mean()
 
 
@@ -42,16 +42,30 @@ _LOSSES: Mapping[str, Callable[..., Tensor]] = {"bce": bce, "bpr": bpr, "sampled
 
 
 class ListLoss:
-    """A loss by its name, with its arguments, of what a model says of the lists of a batch."""
+    """A loss by its name, with its arguments, of what a model says of the lists of a batch.
 
-    def __init__(self, model: ListRecommender, name: str, args: Mapping[str, Any] = {}) -> None:
-        self._split = model.split_lists
+    `log_q` (num_ids,) is the log of how often each item is drawn as a negative; None: each as often as another. A
+    sampled softmax subtracts it from all scores, the own item's too: its optimum is then that of the softmax over all
+    items, with any number of negatives (Ma and Collins, EMNLP 2018, section 3). Other losses are of the negatives as
+    they are drawn.
+    """
+
+    def __init__(
+        self, model: ListRecommender, name: str, args: Mapping[str, Any] = {}, log_q: Tensor | None = None
+    ) -> None:
+        self._lists = model
         self._loss = partial(_LOSSES[name], **args)
+        self._log_q = log_q if name == "sampled_softmax" else None
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32. JobError where the samples have weights."""
         _check_unweighted(batch)
-        return self._loss(*self._split(model(batch.ids, batch.dense, True), batch.ids))
+        lists = self._lists.split_lists(model(batch.ids, batch.dense, True), batch.ids)
+        if self._log_q is not None:
+            items = self._lists.list_items(batch.ids)
+            corrections = [self._log_q[ids].to(scores.device) for ids, scores in zip(items, lists, strict=True)]
+            lists = lists[0] - corrections[0], lists[1] - corrections[1]
+        return self._loss(*lists)
 
 
 class InBatchSoftmax:

@@ -57,11 +57,13 @@ class UserLoss:
         return loss
 
 
-def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, Any] = {}) -> Loss:
+def loss_of(
+    model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, Any] = {}, *, log_q: Tensor | None = None
+) -> Loss:
     """A loss by its name, made with `args`: a built-in one, or the user's `module:name`; without a name the model's.
 
     A user's loss whose first parameter is called `model` gets (model, batch), any other one (logits, labels), and the
-    weights of the samples where it has a parameter `weights`.
+    weights of the samples where it has a parameter `weights`. `log_q` is as of ListLoss.
     BadModule or UserCodeFailed where there is none, or it cannot be made. ValueError where a built-in one does not fit
     the model.
     """
@@ -69,7 +71,7 @@ def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[st
         return _user_loss(forward, name, args)
     name = name or getattr(model, "default_loss", "bce")
     if isinstance(model, ListRecommender):
-        return InBatchSoftmax() if name == "sampled_softmax" and model.in_batch else ListLoss(model, name, args)
+        return InBatchSoftmax() if name == "sampled_softmax" and model.in_batch else ListLoss(model, name, args, log_q)
     if name != "bce":
         raise ValueError(f"{name} needs a model that is trained on lists of items")
     return lambda module, batch: bce(forward(module, batch), batch.labels, batch.weights, **args)

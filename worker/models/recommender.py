@@ -77,6 +77,10 @@ class ListRecommender(Recommender):
         """(R,) scores of the own items, and (R, C) of others, -inf where one is no negative of its row."""
         return scores[:, 0], scores[:, 1:]
 
+    def list_items(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(R,) ids of the own items, and (R, C) of the others, (1, C) where all rows have the same ones."""
+        raise NotImplementedError
+
 
 class RetrievalModel(ListRecommender):
     """A model that ranks all items by the dot product of a user's vector and an item's."""

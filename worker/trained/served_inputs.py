@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +12,14 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import BadRows
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.inputs.feature_ids import spelled
-from embershard.worker.data.inputs.rows import RowInputs, check_columns, check_lengths, columns_by_name, shown
+from embershard.worker.data.inputs.rows import (
+    RowInputs,
+    check_columns,
+    check_lengths,
+    columns_by_name,
+    no_single_value,
+    shown,
+)
 from embershard.worker.job.job import Job
 from embershard.worker.job.tabular import TabularSection
 
@@ -37,6 +44,8 @@ class FeatureInputs:
         self._preprocessor = Preprocessor.from_dict(data)
         self._ignored = (*self._preprocessor.labels, *data.get("ignored", ()))
         self.names = tuple(self._preprocessor.columns)
+        many = [(name, feature) for name, feature in self._preprocessor.features.items() if feature.is_many]
+        self._lists = {column for name, one in many for column in (one.column or name, one.weights)}
         self._numbers = {column for column, kind in preprocessed_columns(self._preprocessor) if kind == "number"}
 
     def __call__(self, rows: object) -> tuple[Ids, Floats | None]:
@@ -50,9 +59,13 @@ class FeatureInputs:
         arrays = {}
         for name in self.names:
             column = given[name]
-            if isinstance(column, str | bytes):  # Arrow would take its characters
+            if isinstance(column, str | bytes | Mapping | Set):  # Arrow would take its characters, or keys
                 raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)} is no list of values")
             arrays[name] = column if isinstance(column, pa.Array | pa.ChunkedArray) else self._array(name, column)
+        for name, array in arrays.items():
+            if name not in self._lists and pa.types.is_nested(array.type) and array.null_count < len(array):
+                row = next(row for row, value in enumerate(array) if value.is_valid)
+                raise no_single_value(name, row, array[row].as_py())
         check_lengths(arrays)
         try:
             return self._preprocessor(arrays)

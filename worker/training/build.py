@@ -63,9 +63,16 @@ def check_names(job: Job, model: nn.Module) -> None:
 
 
 def step_of(
-    job: Job, strategy: Strategy, session: Session | None, device: torch.device, forward: Forward, *, worker: int
+    job: Job,
+    strategy: Strategy,
+    session: Session | None,
+    device: torch.device,
+    forward: Forward,
+    *,
+    worker: int,
+    log_q: torch.Tensor | None = None,
 ) -> TrainStep:
-    """The step of a job. JobError where this machine cannot compile it."""
+    """The step of a job; `log_q` is as of ListLoss. JobError where this machine cannot compile it."""
     train, model = job.train, strategy.model
     if train.checkpoint_activations:
         checkpoint_activations(model)
@@ -76,7 +83,7 @@ def step_of(
     )
     return TrainStep(
         strategy.module,
-        job_loss(job, model, forward),
+        job_loss(job, model, forward, log_q),
         strategy,
         settings,
         device=device,
@@ -86,9 +93,10 @@ def step_of(
     )
 
 
-def job_loss(job: Job, model: nn.Module, forward: Forward) -> Loss:
-    """The loss of a job: its own, or that which the model is made for."""
-    return loss_of(model, forward) if job.loss is None else loss_of(model, forward, job.loss.code, job.loss.args)
+def job_loss(job: Job, model: nn.Module, forward: Forward, log_q: torch.Tensor | None = None) -> Loss:
+    """The loss of a job: its own, or that which the model is made for; `log_q` is as of ListLoss."""
+    name, args = ("", {}) if job.loss is None else (job.loss.code, job.loss.args)
+    return loss_of(model, forward, name, args, log_q=log_q)
 
 
 def average_of(job: Job, model: nn.Module, session: Session | None) -> WeightAverage | None:

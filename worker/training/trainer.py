@@ -88,7 +88,8 @@ class Trainer:
         begun = 0 if before is None else steps_of(job, before.step, before=before.world_size, now=group.world_size)
         self._codecs.begin(begun)
         torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
-        self._learn = step_of(job, self.strategy, session, self.device, forward, worker=group.rank)
+        log_q = getattr(dataset, "log_q", None)  # of the readers that draw negatives
+        self._learn = step_of(job, self.strategy, session, self.device, forward, worker=group.rank, log_q=log_q)
         self._evaluator = Evaluator(
             job,
             dataset,

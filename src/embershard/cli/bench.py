@@ -38,7 +38,8 @@ Transport = Annotated[
 Ps = Annotated[
     str,
     typer.Option(
-        help="Measure these shards (addresses of any transport) instead of starting some; the rows stay there."
+        help="Measure these shards (host:port of each, of any transport, separated by commas, or file:DIR) instead of "
+        "starting some; the rows stay there."
     ),
 ]
 Shards = Annotated[int | None, typer.Option(help="Shards to start.  [default: 2]", min=1, max=4096)]

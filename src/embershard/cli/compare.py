@@ -17,7 +17,7 @@ from rich.console import Console
 from embershard.cli.folders import folder
 from embershard.cli.job_file import DataOption
 from embershard.cli.security import TokenFileOption, token_words
-from embershard.cli.shards import ENVIRONMENT, is_from_environment
+from embershard.cli.shards import is_from_environment, shards_option
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
@@ -67,11 +67,8 @@ def compare(
     ],
     ps: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESSES",
-            envvar=ENVIRONMENT,
-            help="host:port of every shard, separated by commas. The shards must be empty; each run drops its tables "
-            "at its end.  [default: each run starts its own shards]",
+        shards_option(
+            "The shards must be empty; each run drops its tables at its end.  [default: each run starts its own shards]"
         ),
     ] = None,
     tls: TLSOption = None,

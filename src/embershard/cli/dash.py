@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embershard.cli.security import TokenFileOption
-from embershard.cli.shards import ENVIRONMENT, find_shards
+from embershard.cli.shards import find_shards, shards_option
 from embershard.cli.signals import ParentPidOption, end_with_parent
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.errors import EmbershardError
@@ -27,13 +27,7 @@ FROM_STDIN = "-"
 RunOption = Annotated[Path | None, typer.Option(help="Folder of a run, to show its loss, metric, speed and events.")]
 WatchedShards = Annotated[
     str | None,
-    typer.Option(
-        "--ps",
-        metavar="ADDRESSES",
-        envvar=ENVIRONMENT,
-        help="host:port of every shard, separated by commas, or file:DIR, in which they announce their addresses.  "
-        "[default: the shards of `embershard up` on this machine; none with --run alone]",
-    ),
+    shards_option(" [default: the shards of `embershard up` on this machine; none with --run alone]"),
 ]
 
 

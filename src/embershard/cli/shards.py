@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,26 +17,16 @@ ENVIRONMENT = "EMBERSHARD_PS"
 DEFAULT_PORT = 7700  # of the first shard of `embershard up`
 _TIMEOUT = timedelta(seconds=2)
 
+
+def shards_option(more: str = "") -> Any:
+    """Return the option --ps, whose help goes on with `more`."""
+    said = "host:port of every shard, separated by commas, or file:DIR, in which they announce their addresses."
+    return typer.Option("--ps", metavar="ADDRESSES", envvar=ENVIRONMENT, help=f"{said} {more}".strip())
+
+
 # of commands about running shards, and of those that can do without
-RunningShards = Annotated[
-    str | None,
-    typer.Option(
-        "--ps",
-        metavar="ADDRESSES",
-        envvar=ENVIRONMENT,
-        help="host:port of every shard, separated by commas, or file:DIR, in which they announce their addresses.  "
-        "[default: the shards of `embershard up` on this machine]",
-    ),
-]
-NamedShards = Annotated[
-    str | None,
-    typer.Option(
-        "--ps",
-        metavar="ADDRESSES",
-        envvar=ENVIRONMENT,
-        help="host:port of every shard, separated by commas, or file:DIR, in which they announce their addresses.",
-    ),
-]
+RunningShards = Annotated[str | None, shards_option(" [default: the shards of `embershard up` on this machine]")]
+NamedShards = Annotated[str | None, shards_option()]
 
 
 class NoShards(EmbershardError):

@@ -36,7 +36,7 @@ from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEvery
 from embershard.cli.recovery import Recoveries
 from embershard.cli.scaling import check_scales, parse_workers
 from embershard.cli.security import TokenFileOption, token_words
-from embershard.cli.shards import ENVIRONMENT, is_from_environment
+from embershard.cli.shards import is_from_environment, shards_option
 from embershard.cli.signals import ParentPidOption, end_with_parent, ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
@@ -63,14 +63,7 @@ _LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than th
 def train(
     context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file, YAML.")],
-    ps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESSES",
-            envvar=ENVIRONMENT,
-            help="host:port of every shard, separated by commas. [default: shards are started here]",
-        ),
-    ] = None,
+    ps: Annotated[str | None, shards_option(" [default: shards are started here]")] = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",
     token_file: TokenFileOption = None,

@@ -37,7 +37,7 @@ from embershard.cli.ranks import (
 )
 from embershard.cli.scaling import check_scales
 from embershard.cli.security import TokenFileOption
-from embershard.cli.shards import ENVIRONMENT, is_from_environment
+from embershard.cli.shards import is_from_environment, shards_option
 from embershard.cli.signals import ParentPidOption, end_with_parent, ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.deploy import sessions
@@ -95,13 +95,7 @@ def worker(
     context: typer.Context,
     job: Annotated[Path, typer.Argument(help="The job file.")],
     ps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESSES",
-            envvar=ENVIRONMENT,
-            help="host:port of every shard, separated by commas, or file:DIR, for a strategy with shards. -: read "
-            "them as a line from stdin.",
-        ),
+        str | None, shards_option("For a strategy with shards. -: read the addresses as a line from stdin.")
     ] = None,
     tls: TLSOption = None,
     tls_server_name: ServerNameOption = "",

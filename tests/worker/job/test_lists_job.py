@@ -1,6 +1,7 @@
 """Jobs of models that learn from lists of items: their losses train, and what does not fit is refused with its line."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,24 @@ def job_of(folder, model, data, loss):
 def test_a_loss_that_a_job_names_trains(make_session, tmp_path, model, data, loss):
     job = job_of(tmp_path, model, data, loss)
     Trainer(job, job.data.open(tmp_path, 0), make_session(2), WorkerGroup()).run()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "weight"),
+    [("simplex", LISTS[:-1] + ", history: 2", "project.weight"), ("sasrec", ACTIONS[:-1], "position")],
+)
+def test_a_sampled_softmax_knows_how_often_each_item_is_drawn(make_session, tmp_path, model, data, weight):
+    job = job_of(tmp_path, f"{{name: {model}}}", data + ", negatives_by: popularity}", "sampled_softmax")
+
+    def trained(dataset):
+        trainer = Trainer(job, dataset, make_session(2), WorkerGroup())
+        trainer.run()
+        return trainer.model.get_parameter(weight)
+
+    dataset = job.data.open(tmp_path, 0)
+    unknown = SimpleNamespace(**{name: getattr(dataset, name) for name in dir(dataset) if name[0] != "_"})
+    unknown.log_q = None
+    assert (trained(dataset) - trained(unknown)).abs().max() > 1e-4
 
 
 def test_weights_are_not_taken_for_those_of_other_items_once_there_is_a_new_user(make_session, tmp_path):

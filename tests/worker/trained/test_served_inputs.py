@@ -86,6 +86,9 @@ def test_an_integer_of_64_bits_is_its_text(inputs):
         ({"age": ["many", 1]}, "'many' is not a number"),
         ({"age": [1.5, object()]}, "row 1: .* is no number"),
         ({"user": 7}, "7"),
+        ({"user": {"a": 1, "b": 2}}, "{'a': 1, 'b': 2} is no list of values"),
+        ({"user": [["1", "2"]]}, r"row 0: \['1', '2'\] is no single value"),
+        ({"user": [None, {"id": 1}]}, "row 1: {'id': 1} is no single value"),
     ],
 )
 def test_a_value_that_is_none_is_named_with_its_row(inputs, change, reason):

@@ -177,7 +177,14 @@ def _values(name: str, column: object, dims: int = 1) -> Sequence[object]:
         found = None
     if not isinstance(found, list | tuple | np.ndarray):
         raise BadRows(feature=name, value=shown(column), reason=f"{shown(column)} is no list of values")
+    if dims == 1 and len(found) and isinstance(found[0], list | tuple | Mapping | np.ndarray):
+        raise no_single_value(name, 0, found[0])
     return found  # type: ignore[return-value]  # an array of one dimension is a sequence here
+
+
+def no_single_value(name: str, row: int, value: object) -> BadRows:
+    """The error of a list or an object where a feature has one value."""
+    return _bad(name, row, value, "is no single value: give the column one value for each row")
 
 
 def shown(value: object) -> str:

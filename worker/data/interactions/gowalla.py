@@ -94,6 +94,12 @@ class InteractionLists:
         return Schema((*features, "history"), 0, num_ids, tuple(fields), (IdTable("ids", num_ids),))
 
     @property
+    def log_q(self) -> torch.Tensor | None:
+        """(num_ids,) the log of how often each item's id is drawn as a negative; None where all are alike."""
+        of_items = self.train_set.log_q()
+        return None if of_items is None else torch.cat([of_items.new_zeros(self.train_set.num_users), of_items])
+
+    @property
     def inputs(self) -> RowInputs:
         """Columns user and item, with the numbers of the files, and history where the model reads some."""
         return pair_inputs(self.train_set, self._history)

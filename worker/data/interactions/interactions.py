@@ -103,6 +103,13 @@ class Interactions:
         """Users, those without an item included."""
         return len(self.starts) - 1
 
+    def log_q(self) -> torch.Tensor | None:
+        """(num_items,) float32 the log of how often each item is drawn; None where each is as often as another."""
+        if not self.by_popularity:
+            return None
+        counts = np.bincount(self.items, minlength=self.num_items)
+        return torch.from_numpy(np.log(np.maximum(counts, 1) / len(self.items)).astype(np.float32))
+
     def users(self) -> Ints:
         """(N,) the user of each entry of `items`."""
         return np.repeat(np.arange(self.num_users), np.diff(self.starts))

@@ -82,6 +82,11 @@ class ActionSequences:
         return Schema(("history", "items"), 0, self.num_items, fields, (IdTable("items", self.num_items),))
 
     @property
+    def log_q(self) -> torch.Tensor | None:
+        """(num_items,) the log of how often each item is drawn as a negative in training; None where all are alike."""
+        return self._known.log_q()
+
+    @property
     def inputs(self) -> RowInputs:
         """Columns history, what a user took, oldest first, and items, as many to be scored for each user."""
         history = ListInput(name="history", num_ids=self.num_items, width=self._length)

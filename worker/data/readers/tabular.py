@@ -52,9 +52,9 @@ class OpenTables(Protocol):
 class RowSplit:
     """Describe how the rows of one table are shared out over train, valid and test.
 
-    random: by a hash of the whole row; user: by one of `column`, so that a user's rows stay together; time: by
-    `column`, the latest rows to test and those before them to valid. `at` are the times where valid and test begin, in
-    place of which `valid` and `test` give shares of the rows.
+    random: by a hash of all columns that are read; user: by one of `column`, so that a user's rows stay together;
+    time: by `column`, the latest rows to test and those before them to valid. `at` are the times where valid and test
+    begin, in place of which `valid` and `test` give shares of the rows.
     """
 
     by: Literal["random", "user", "time"]

@@ -63,9 +63,14 @@ class SimpleX(RetrievalModel):
 
     def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B,) cosines of the own items, and (B, B * K) of the others, -inf where one is the row's own."""
-        single, _ = self._parts(ids)
-        same = (single[:, 2:].reshape(-1) == single[:, 1:2]).to(scores.device)
+        own, others = self.list_items(ids)
+        same = (others == own.unsqueeze(1)).to(scores.device)
         return scores[:, 0], scores[:, 1:].masked_fill(same, float("-inf"))
+
+    def list_items(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) ids of the own items, and (1, B * K) of the negatives of the batch."""
+        single, _ = self._parts(ids)
+        return single[:, 1], single[:, 2:].reshape(1, -1)
 
     def user_vectors(self, ids: Tensor) -> Tensor:
         """Vectors (N, dim) of users with their histories, ids (N, 1 + history) or (N,), for ranking."""

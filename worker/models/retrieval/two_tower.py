@@ -62,10 +62,14 @@ class TwoTower(RetrievalModel):
         The others are the uniform negatives of the batch, or the own items of its rows where there are none: these are
         drawn by popularity, which a loss without a correction would take for a reason to rank popular items low.
         """
-        items = candidates(ids).to(scores.device)
-        others = slice(len(scores) if len(items) > len(scores) else 0, None)
-        same = items[others] == items[: len(scores)].unsqueeze(1)
-        return scores.diagonal(), scores[:, others].masked_fill(same, float("-inf"))
+        own, others = self.list_items(ids)
+        same = (others == own.unsqueeze(1)).to(scores.device)
+        return scores.diagonal(), scores[:, -others.shape[1] :].masked_fill(same, float("-inf"))
+
+    def list_items(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) ids of the own items, and (1, C) of the others: the last of `candidates`."""
+        others = ids[:, 2:] if ids.shape[1] > 2 else ids[:, 1]
+        return ids[:, 1], others.reshape(1, -1)
 
     def user_vectors(self, ids: Tensor) -> Tensor:
         """Vectors (N, dim) of users (N,) int64, for ranking."""

@@ -71,6 +71,12 @@ class SASRec(ListRecommender):
         """The places that have an item."""
         return int((ids[:, : self.history] >= 0).sum())
 
+    def list_items(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(places,) ids of the items that came next, and (places, N) of the others."""
+        behind = ids[:, self.history :]
+        items = behind[behind >= 0].view(self.num_lists(ids), -1)
+        return items[:, 0], items[:, 1:]
+
     def _of_all_places(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Logits (B, C), with padding computed too: an exported program needs shapes that values do not decide."""
         rows = self.embedding(ids.clamp(min=0))

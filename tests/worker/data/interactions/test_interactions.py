@@ -71,6 +71,8 @@ def test_negatives_by_popularity_are_drawn_as_often_as_items_were_taken():
     data = Interactions.of(users, items, 5, 6, by_popularity=True)
     counts = np.bincount(data.sample_negatives(np.full(60_000, 0), np.arange(60_000), 7), minlength=6)
     assert counts == pytest.approx([0, 60_000 * 3 / 8, 60_000 * 3 / 8, 60_000 * 2 / 8, 0, 0], abs=600)
+    assert data.log_q().exp()[1:4].tolist() == pytest.approx([3 / 9, 3 / 9, 2 / 9])
+    assert Interactions.of(users, items, 5, 6).log_q() is None
     full = Interactions.of(np.array([0, 0, 1]), np.array([0, 1, 0]), 2, 9, by_popularity=True)
     with pytest.raises(JobError, match="user 0 took all 2 items"):
         full.check_negatives("here")

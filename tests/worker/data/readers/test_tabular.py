@@ -361,7 +361,14 @@ BAD = {  # name: (the file's text, features, settings of data, where, the reason
         " {tags: {type: list, separator: '|', max_length: 1}}",
         {},
         ":2",
-        "'tags': 2 .*max_length is 1",
+        r"'tags': 'a\|b' has 2 .*max_length is 1.*the first ones",
+    ),
+    "a long sequence": (
+        CSV.replace("c,40", "|".join(f"item{i}" for i in range(50)) + ",40"),
+        " {user: {}, tags: {type: sequence, separator: '|', max_length: 20}}",
+        {"model": "{name: din, target: [user], history: [tags]}"},
+        ":3",
+        r"'tags': 'item0\|item1\|item2\|item3\|item4\|item5\|\.\.\. has 50 .*max_length is 20.*the last ones",
     ),
     "a line break": (CSV.replace("u2", '"u\n2"'), " {user: {}}", {}, ":3", "quote"),
     "another encoding": (CSV.replace("u2", "ü"), " {user: {}}", {}, ":3", "UTF-8.*cp1252"),
@@ -421,6 +428,22 @@ def test_times_with_a_zone_split_rows(tmp_path, zone):
     split = {"by": "time", "column": "time", "at": ["2026-01-07"]}
     section = job_of(tmp_path, " {user: {}}", split=split).data
     assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 6, "test": 2}
+
+
+def test_a_split_by_a_column_that_numbers_the_rows_does_not_depend_on_the_features(tmp_path):
+    lines = [f"{row},u{row % 7},{row % 5},{row % 2}\n" for row in range(300)]
+    (tmp_path / "train.csv").write_text("row,user,age,label\n" + "".join(lines))
+
+    def rows_of_test(features):
+        split = {"by": "user", "column": "row", "test": 0.3}
+        section = job_of(tmp_path, f" {{row: {{ids: exact}}{features}}}", split=split).data
+        (batch,) = section.open(tmp_path, 0).evaluate("test", 0, 1, 300)
+        return batch.ids[:, 0].tolist()
+
+    first = rows_of_test("")
+    assert 60 < len(first) < 120
+    assert rows_of_test(", user: {}, age: {type: number}") == first
+    assert rows_of_test(", number: {type: number, column: row}") == first
 
 
 LABELS = {  # of files: (values, label_values, what is on line 2 and 3)
@@ -514,6 +537,11 @@ BAD_ROWS = {  # name: (the second row, features, the reason)
     "a number that is text": ({"age": "many"}, " {user: {}, age: {type: number}}", "'age'.*'many'"),
     "infinity": ({"age": float("inf")}, " {user: {}, age: {type: number}}", "'age': inf .*missing value"),
     "a label of text": ({"label": "no"}, " {user: {}}", "'label': 'no' is not a number.*data.label_values: \\[.*no"),
+    "a long list": (
+        {"tags": ["a", "b", "c"]},
+        " {tags: {type: list, max_length: 2}}",
+        r"'tags': \['a', 'b', 'c'\] has 3 values, and max_length is 2",
+    ),
     "weights for other values": (
         {"w": [1.0]},
         " {tags: {type: list, weights: w}}",
@@ -579,6 +607,7 @@ def test_a_split_that_leaves_one_part_empty_and_a_vocabulary_with_doubles_are_re
         ("\n  a: {type: cross, of: [b]}", "job.yaml:4: features.a.of: names two columns"),
         ("\n  a: {buckets: 5, min_count: 2}", "job.yaml:4: features.a.min_count: contradicts buckets"),
         ("\n  a: {type: number, bucketise: [3, 1]}", "job.yaml:4: features.a.bucketise: must ascend"),
+        ("\n  a: {type: number, missing: -1e39}", "job.yaml:4: features.a.missing: -1e+39 is infinite in float32"),
         (" {}", "job.yaml:2: data.reader: tabular needs the section features"),
     ],
 )
