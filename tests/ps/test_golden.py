@@ -49,14 +49,14 @@ from harness.shards import gradients, ids_of, join, make_shard, push, rows, tabl
 from harness.simulated_disk import SimulatedDisk
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-INCREMENT, EVENTS = GOLDEN / "log-2-increment", GOLDEN / "log-2-events"
+INCREMENT, EVENTS = GOLDEN / "log-2-increment", GOLDEN / "log-1-events"
 SNAPSHOTS = GOLDEN / "snapshots"
 ADAGRAD = Adagrad(lr=0.5)
 DIMS = {"plain": 1, "adagrad": 2}
 
 
 def write_logs():
-    """Write `log-2-increment` and `log-2-events`."""
+    """Write `log-2-increment` and `log-1-events`."""
     for stored, write in ((INCREMENT, with_an_increment), (EVENTS, with_all_events)):
         disk = SimulatedDisk()
         log = open_log(disk, lineage=0xE5BE, package="0.2.0", new_id=ids())
