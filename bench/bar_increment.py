@@ -54,7 +54,7 @@ from embershard.worker.checkpoint.snapshots import (
 from embershard.worker.nn.wrap import wrap
 from embershard.worker.session.connect import connect
 from embershard.worker.session.session import Session
-from timing import finish, load, machine, median, print_table, thread_seconds
+from timing import disk, finish, load, machine, median, print_table, thread_seconds
 
 BYTES_BAR, TRAINING_BAR, BITMAP_BAR = 1 / 6, 0.01, 0.02
 SHARDS, PUSH_IDS, PUSHES, RESTORES = 2, 32_768, 1000, 2
@@ -268,7 +268,8 @@ def main() -> None:
         with contextlib.suppress(PermissionError):  # a session of its own, unless it leads one
             os.setsid()
         take_priority([os.getpid()])
-    print(f"{machine()}; {load()}; {args.rows:,} rows of dim 16", flush=True)
+    where = disk(args.folder)
+    print(f"{machine()}; {load()}; {where}; {args.rows:,} rows of dim 16", flush=True)
     bitmap = measure_bitmap(args.rows // 10)
     print(f"bitmap: {bitmap}", flush=True)
     with (
@@ -286,7 +287,10 @@ def main() -> None:
     print_table(["", "median", "bar"], [[what, f"{got:.2%}", f"{bar:.2%}"] for what, got, bar in figures])
     failures = [f"{what}: {got:.2%}, the bar is {bar:.2%}" for what, got, bar in figures if got > bar]
     result = {"training": of_training, "bitmap": bitmap, "restore": restored}
-    finish({"bench": "increment", "rows": args.rows, "priority": args.priority, "load": load(), **result}, failures)
+    finish(
+        {"bench": "increment", "rows": args.rows, "priority": args.priority, "load": load(), "disk": where, **result},
+        failures,
+    )
 
 
 if __name__ == "__main__":

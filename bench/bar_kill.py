@@ -32,7 +32,7 @@ from chaos import (
     shards_with_logs,
     undisturbed,
 )
-from timing import finish, load, median
+from timing import disk, finish, load, median
 
 SHARDS = 2
 
@@ -48,7 +48,6 @@ def one_round(
             while done < kills:
                 random_pause(chooser, job)
                 victim = chooser.randrange(SHARDS)
-                serving = job.pushers[0].acknowledged
                 began = time.monotonic()
                 if not kill(shards, victim):
                     continue
@@ -61,13 +60,11 @@ def one_round(
                 if chooser.random() < 0.2:
                     job.await_steps(2)
                     pauses.append(time.monotonic() - began)
-                    seen["pushes between"] += job.pushers[0].acknowledged - serving
             steps, rows = job.finish()
     problems = log_problems(folder, SHARDS, steps, rows, seen)
     problems += [
         f"other rows of table {name} than undisturbed" for name in differing(rows, undisturbed(steps, mode, SHARDS))
     ]
-    seen["steps"] += steps
     return [f"{mode}, {durability}: {problem}" for problem in problems], pauses
 
 
@@ -99,6 +96,7 @@ def main() -> None:
     result = {
         "bar": "kill",
         "load": load(),
+        "disk": disk(args.folder),
         "seed": args.seed,
         **{name: seen[name] for name in ("kills", "lost", "doubled", "pushes", "events")},
         "rounds": dict(rounds),

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from peer_embershard import C, PullPush, dlrm_batches, make_dlrm
-from timing import finish, interval, load, machine, median, print_table
+from timing import disk, finish, interval, load, machine, median, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCHES = 50
@@ -371,9 +371,10 @@ def main() -> None:
     if args.durability:
         serve_side(args)
         return
-    print(f"{machine()}; {load()}; logs in {args.folder or tempfile.gettempdir()}", flush=True)
-    folder = str(args.folder or tempfile.gettempdir())
-    result: dict[str, Any] = {"bar": "log", "load_before": load(), "folder": folder, "priority": args.priority}
+    folder, where = str(args.folder or tempfile.gettempdir()), disk(args.folder)
+    print(f"{machine()}; {load()}; logs in {folder} ({where})", flush=True)
+    result: dict[str, Any] = {"bar": "log", "load_before": load(), "folder": folder, "disk": where}
+    result["priority"] = args.priority
     bars = {}
     for bar in BARS:
         if bar.workload in (args.only or WORKLOADS) and args.side_only in (None, bar.side):

@@ -37,7 +37,7 @@ import embershard as es
 from embershard.proto.messages import ShardStatus
 from embershard.proto.routing import make_route
 from embershard.worker.client.client import Client
-from timing import finish, load, median, print_table
+from timing import disk, finish, load, median, print_table
 
 START_SECONDS, SECONDS_PER_GB = 0.5, 2.0
 JUDGED_BY = {"seconds": ("seconds", "limit"), "cpu_seconds": ("cpu_seconds", "cpu_limit")}
@@ -253,7 +253,8 @@ def main() -> None:
         "said_before",
     ]
     print_table(columns, [[one[column] for column in columns] for one in found])
-    finish({"bar": "recovery", "page_cache": "the log's files were dropped from it", "points": found}, failures)
+    cache = "the log's files were dropped from it"
+    finish({"bar": "recovery", "disk": disk(args.folder), "page_cache": cache, "points": found}, failures)
 
 
 if __name__ == "__main__":

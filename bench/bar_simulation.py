@@ -10,7 +10,8 @@ processes; docs/durability.md says how, and what its oracle looks at. Here:
 - one seed repeated 100 times is 100 times the same, by a checksum of all that happened;
 - at least 19 of 20 planted mutants are caught, each by the seed or test that it names, or within --mutant-seeds seeds.
 
-It goes on where an interrupted run of the same code ended. Prints one JSON line; exits 1 where a figure is missed.
+It goes on where an interrupted run of the same code ended, and runs the mutants again if one of them, or a test that
+one names, has changed. Prints one JSON line; exits 1 where a figure is missed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,25 @@ REPEATED_SEED = 7
 sys.path.insert(0, str(TESTS))
 
 
-def sha256_of_code() -> str:
+def code_files() -> list[Path]:
+    """What decides what a seed does."""
+    paths = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in paths if not path.name.startswith("test_")]
+
+
+def mutant_files() -> list[Path]:
+    """The mutants, and the files of the tests that they name."""
+    from simulation import mutants
+
+    caught_by = [mutants.arguments(name, 0)[0] for name in mutants.names()]
+    tests = {TESTS / test.partition("::")[0] for test in caught_by if "::" in test}
+    return [*sorted(mutants.FOLDER.glob("*.patch")), *sorted(tests)]
+
+
+def sha256_of(paths: Iterable[Path]) -> str:
     found = hashlib.sha256()
-    for folder in CODE:
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix == ".py" and not path.name.startswith("test_"):
-                found.update(path.read_bytes())
+    for path in paths:
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 
@@ -51,12 +66,15 @@ class Progress:
 
     def __init__(self, path: Path, first: int) -> None:
         self.path = path
-        self.state: dict[str, Any] = {"code": sha256_of_code(), "first": first, "next": first, "cpu_seconds": 0.0}
+        code = sha256_of(code_files())
+        self.state: dict[str, Any] = {"code": code, "first": first, "next": first, "cpu_seconds": 0.0}
         self.state |= {"wrong": [], "faults": {}, "states": {}, "covered": {}, "events": 0, "mutants": {}, "repeats": 0}
         if path.exists():
             before = json.loads(path.read_text())
             if all(before[name] == self.state[name] for name in ("code", "first")):
                 self.state = before
+        if self.state.get("mutant_files") != (mutant_files_now := sha256_of(mutant_files())):
+            self.state |= {"mutant_files": mutant_files_now, "mutants": {}}
 
     def add(self, name: str, counts: Counter[Any]) -> None:
         for key, count in counts.items():
@@ -155,7 +173,9 @@ def main() -> None:
     print("\n".join(f"{count:9} {what}" for what, count in sorted(state["covered"].items())))
     total, seeds = sum(state["faults"].values()), state["next"] - state["first"]
     per_minute = 60 * total / state["cpu_seconds"] if state["cpu_seconds"] else 0.0
-    caught = sum(map(bool, state["mutants"].values()))
+    catchers = [catcher for catcher in state["mutants"].values() if catcher]
+    caught, by_test = len(catchers), sum("::" in catcher for catcher in catchers)
+    print(f"mutants: {caught - by_test} of {len(names)} caught by a seed, {by_test} by the test that they name")
     failures = [f"seed {seed} is wrong" for seed in state["wrong"]]
     if per_minute < FAULTS_PER_MINUTE:
         failures.append(f"{per_minute:.0f} faults a minute of CPU, not {FAULTS_PER_MINUTE}")
@@ -177,7 +197,8 @@ def main() -> None:
         "recoveries": state["covered"].get("recoveries", 0),
         "rarest_fault_in_a_state": min((int(what.rpartition(": ")[2]) for what in rare), default=TIMES_IN_EACH_STATE),
         "repeats": f"{state['repeats']}/{args.repeats}",
-        "mutants": f"{caught}/{len(names)}",
+        "mutants_caught_by_a_seed": f"{caught - by_test}/{len(names)}",
+        "mutants_caught_by_a_named_test": f"{by_test}/{len(names)}",
         "mutants_caught_by": state["mutants"],
     }
     finish(result, failures)

@@ -18,7 +18,8 @@ What grows: each process (the workers' and each shard's) is looked at once a sec
 descriptors, and the folder of the logs for the bytes that its files take. Looks of the first fifth, and at a shard that
 has served for less than 2 s, are left out. The median of the later half of the others may lie above that of the
 earlier half by 3 % and 16 MiB, 1 thread, 4 descriptors; the folder, which rises to each base and falls by it, by
-a segment (256 MiB) per shard, and never above what docs/durability.md says: thrice the rows and 1.25 GiB per shard.
+a segment (256 MiB) per shard, and never above three times the rows and 1.25 GiB per shard, less than
+docs/durability.md allows.
 
 Disks need root; without it, their faults are left out, and the JSON line says so. Prints one JSON line; exits 1 on
 anything else.
@@ -71,7 +72,7 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
 from faulty_link import FaultyLink
-from timing import finish, load, median
+from timing import disk, finish, load, median
 
 SHARDS, DIM, BATCH, NUM_IDS = 2, 32, 3000, 50_000
 SHARE = 0.01  # of the replies that something happens to
@@ -442,7 +443,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     left_out = [] if with_disks else ["full disks", "losses of power"]
-    finish({"bar": "soak", "load": load(), "seed": args.seed, "left_out": left_out, **found}, problems)
+    where = disk(args.folder)
+    finish({"bar": "soak", "load": load(), "disk": where, "seed": args.seed, "left_out": left_out, **found}, problems)
 
 
 if __name__ == "__main__":

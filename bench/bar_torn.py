@@ -29,7 +29,7 @@ from embershard.ps.journal.folder import DurabilityMode, LogFolder
 from embershard.ps.journal.manifest import LogBase, LogManifest, read_manifest
 from embershard.ps.journal.reader import LogReader
 from embershard.ps.journal.record import HEADER_BYTES, LogRecord
-from timing import finish, print_table
+from timing import disk, finish, load, print_table
 
 SEGMENT_BYTES = 8192
 RECORDS = 90
@@ -173,6 +173,8 @@ def main() -> None:
     failures += [f"{what}: none was {c}" for what, found in outcomes.items() for c in columns if not found[c]]
     result = {
         "bar": "torn",
+        "load": load(),
+        "disk": disk(),
         "flips": sum(sum(found.values()) for what, found in outcomes.items() if "flips" in what),
         "cuts": sum(sum(found.values()) for what, found in outcomes.items() if "cuts" in what),
         "wrong": sum(counts),

@@ -44,7 +44,7 @@ from embershard.proto.snapshot.stored import open_snapshot
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT
-from timing import finish, load, median, print_table
+from timing import disk, finish, load, median, print_table
 from train_job import EXAMPLES
 
 MAX_DIFFERENCE = 0.001  # of the AUC
@@ -350,7 +350,7 @@ def main() -> None:
         if args.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
     print_table(["", "AUC", "with kills", "kills", "median pause s", "worst"], rows)
-    finish({"bar": "undisturbed", "load": load(), "seed": args.seed, **found}, bar.failures)
+    finish({"bar": "undisturbed", "load": load(), "disk": disk(args.folder), "seed": args.seed, **found}, bar.failures)
 
 
 if __name__ == "__main__":

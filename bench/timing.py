@@ -7,9 +7,12 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+
+_DISK_SECONDS = 0.2  # to measure each of two figures of a disk
 
 
 def thread_seconds(work: Callable[[], object]) -> float:
@@ -56,6 +59,20 @@ def machine() -> str:
 def load() -> str:
     """How busy the machine is, for the line that goes beside a figure."""
     return f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores in the last minute"
+
+
+def disk(folder: Path | str | None = None) -> str:
+    """File system, device and speed of a folder (None: that of temporary files), for the line beside a figure."""
+    import psutil  # here, as the programs of peers use this file too
+
+    from embershard.doctor.logs import measure_disk
+
+    place = Path(folder or tempfile.gettempdir()).resolve()
+    mounts = {Path(one.mountpoint): one for one in psutil.disk_partitions(all=True)}
+    mount = next((mounts[above] for above in (place, *place.parents) if above in mounts), None)
+    rate, seconds = measure_disk(place, _DISK_SECONDS)
+    where = "unknown" if mount is None else f"{mount.fstype} on {mount.device}"
+    return f"{where}: {rate / 1e6:.0f} MB/s in groups of 8 MiB, {1000 * seconds:.2f} ms for 4 KiB, with fdatasync"
 
 
 def resident_bytes() -> int:

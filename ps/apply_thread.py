@@ -58,7 +58,7 @@ class Watched(Protocol):
         """Extend all leases by `seconds`, in which this process received nothing."""
         ...
 
-    def release(self, end: Callable[[], None]) -> None:
+    def when_may_leave(self, end: Callable[[], None]) -> None:
         """Call `end` once the answer to the request that was handled last may leave: at once, or later, anywhere."""
         ...
 
@@ -90,8 +90,8 @@ class ApplyThread:
     Work whose deadline passed in the queue, or whose future was cancelled, is dropped before it starts. At least one
     job is taken, however large: the bounds say how much may wait.
 
-    An answer is released when the state says so (`Watched.release`), which may be after other work was done, and in
-    another thread; `release` ends each. Bytes of work whose answer waits for that count as queued.
+    An answer is released when the state says so (`Watched.when_may_leave`), which may be after other work was done, and
+    in another thread; `release` ends each. Bytes of work whose answer waits for that count as queued.
 
     Work that raises ClockAhead is parked: it is tried again when what it may wait for (`watch`) has moved, and fails
     with its error shortly before its deadline. Parked work is out of the queue, whose bounds hold for it apart: it
@@ -313,7 +313,7 @@ class ApplyThread:
         if self._watched is None:
             self.release(job, result, error)
             return
-        self._watched.release(partial(self.release, job, result, error))
+        self._watched.when_may_leave(partial(self.release, job, result, error))
         if not job.future.done():
             with self._lock:
                 if not job.future.done():

@@ -221,7 +221,7 @@ class Shard:
         self._record(Term(term))
         self.greeting = replace(self.greeting, lineage=self.core.lineage, term=term)
 
-    def release(self, end: Callable[[], None]) -> None:
+    def when_may_leave(self, end: Callable[[], None]) -> None:
         """Call `end` once the answer to the request that was handled last may leave.
 
         That is at once without a log, for pulls and heartbeats, which may show what is not safe yet, and for a push

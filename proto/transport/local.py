@@ -69,7 +69,7 @@ class SharedShard(Protocol):
         """The reply to a request; for one thread at a time."""
         ...
 
-    def release(self, end: Callable[[], None]) -> None:
+    def when_may_leave(self, end: Callable[[], None]) -> None:
         """Call `end` once the answer to the request that was handled last may leave: at once, or later, anywhere."""
         ...
 
@@ -91,7 +91,7 @@ class SharedTransport(LocalTransport):
             finally:
                 if shard.generation != before:
                     self._moved.notify_all()
-            shard.release(released.release)
+            shard.when_may_leave(released.release)
         return outcome, released
 
 

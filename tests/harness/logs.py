@@ -8,6 +8,7 @@ from embershard.proto.errors import LogDamaged
 from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.record import LogRecord
+from harness.simulated_disk import SimulatedDisk
 
 FOLDER = Path("/logs/shard-0")
 
@@ -42,6 +43,17 @@ def ids():
 def open_log(disk, folder=FOLDER, **options) -> LogFolder:
     options = {"shard": 0, "num_shards": 1, "disk": disk, **options}
     return LogFolder.open(folder, **options)
+
+
+def disk_of(stored: Path) -> SimulatedDisk:
+    """A disk with a copy of a stored folder of a log, at FOLDER."""
+    disk = SimulatedDisk()
+    for path in sorted(stored.rglob("*")):
+        if path.is_file():
+            target = FOLDER / path.relative_to(stored)
+            disk.make_folder(target.parent)
+            disk.open(target, write=True, create=True).pwritev([path.read_bytes()], 0)
+    return disk
 
 
 def begin(log: LogFolder, mode="fsync", segment_bytes=4096) -> Journal:

@@ -1,12 +1,15 @@
 """A shard that is killed under load comes back from its log: no acknowledged push is lost, none counts twice."""
 
+import importlib
 import os
 import random
 import signal
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from collections import Counter
+from contextlib import closing, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,143 +17,49 @@ import torch
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
-from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, ShardStatus
 from embershard.proto.routing import make_route
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
-from embershard.worker.client.client import Client
-from embershard.worker.client.membership import Terms
 from harness.eventually import PATIENCE, eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-WORKERS, IDS, DIM = 2, 60, 4
-CODECS = {"plain": "none", "topk": "topk:0.25", "int8": "int8"}
-SPECS = [
-    es.TableSpec(
-        name=name,
-        dim=DIM,
-        optimizer=es.SGD(lr=0.1) if name == "topk" else es.Adagrad(lr=0.1),
-        initializer=es.Normal(std=0.1),
-        push_codec=CodecName.parse(codec),
-    )
-    for name, codec in CODECS.items()
-]
-MODES = {
-    "asynchronous": {},
-    "bounded": {"workers": WORKERS, "staleness": 3},
-    "synchronous": {"workers": WORKERS, "staleness": 0},
-}
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+IDS, DIM = 60, 4
 AGAIN = RestartPolicy(first_pause=timedelta(0), quick=timedelta(0))
 TIMEOUT = timedelta(seconds=PATIENCE)
 
 
-class Pusher(threading.Thread):
-    """A worker that pushes to all tables, step after step, until `last` says at which one it ends.
-
-    In a synchronous job the workers share ids: the order in which they come does not matter then.
-    """
-
-    def __init__(self, client, mode):
-        super().__init__(daemon=True)
-        self.client, self.clocked = client, mode != "asynchronous"
-        self.first = 0 if mode == "synchronous" else client.worker * IDS
-        self.acknowledged, self.last, self.error = 0, 10**9, None
-        for spec in SPECS:
-            client.declare(spec)
-
-    def run(self):
-        try:
-            while self.acknowledged < self.last:
-                self.step(self.acknowledged)
-                self.acknowledged += 1
-        except BaseException as error:
-            self.error = error
-
-    def step(self, step):
-        chooser = np.random.default_rng([self.client.worker, step])
-        ids = self.first + np.sort(chooser.choice(IDS, 20, replace=False))
-        gradients = chooser.standard_normal((20, DIM)).astype(np.float32)
-        routes = [make_route(ids, spec.space_key, self.client.placement) for spec in SPECS]
-        parts = [
-            (spec.name, route, gradients[route.index.argsort()]) for spec, route in zip(SPECS, routes, strict=True)
-        ]
-        self.client.pull([(table, route) for table, route, _ in parts], clock=step if self.clocked else None)
-        # every third step pushes what local steps have changed
-        self.client.push(parts, clock=step, difference=step % 3 == 2)
+@pytest.fixture
+def chaos(monkeypatch):
+    """The job of `make bar-kill`, and what it looks at."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("chaos")
 
 
-def rows_after(client, clock):
-    """All rows, by table, once the pushes before a clock have been applied."""
-    reads = [(spec.name, make_route(np.arange(WORKERS * IDS), spec.space_key, client.placement)) for spec in SPECS]
-    found = client.pull(reads, clock=clock)
-    return {table: rows[route.index] for (table, route), rows in zip(reads, found, strict=True)}
-
-
-def undisturbed(steps, mode):
-    """The rows after so many steps of each worker, on shards that nothing happens to."""
-    shards = InProcessShards(1)
-    with ExitStack() as stack:
-        clients = [stack.enter_context(closing(Client(shards.transports(), worker=rank))) for rank in range(WORKERS)]
-        return run_to_end(clients, mode, lambda pushers: steps)
-
-
-def run_to_end(clients, mode, until):
-    """Have workers push until `until`, which is given them, says at which step they end; the rows then."""
-    if MODES[mode]:
-        for client in clients:
-            client.join(Terms(**MODES[mode]))
-    pushers = [Pusher(client, mode) for client in clients]
-    for pusher in pushers:
-        pusher.start()
-    last = until(pushers)
-    for pusher in pushers:
-        pusher.last = last
-    for pusher in pushers:
-        pusher.join(PATIENCE)
-        assert pusher.error is None, pusher.error
-        assert pusher.acknowledged == last
-    return rows_after(clients[0], last if MODES[mode] else None)
-
-
-def kill_under_load(folder, kills, mode, durability="log", seed=0):
-    """Kill the shard at random moments while workers push; then compare it with one that nothing happened to."""
-    chooser, last = random.Random(seed), 0
-
-    def kill(pushers):
-        nonlocal last
-        for _ in range(kills):
-            before = [pusher.acknowledged for pusher in pushers]
-            assert eventually(
-                lambda before=before: (
-                    any(pusher.error for pusher in pushers)
-                    or all(one.acknowledged >= count + 3 for one, count in zip(pushers, before, strict=True))
-                )
-            )
-            assert not any(pusher.error for pusher in pushers), [pusher.error for pusher in pushers]
-            time.sleep(chooser.uniform(0, 0.3))
-            os.kill(shards.pids[0], signal.SIGKILL)
-        last = max(pusher.acknowledged for pusher in pushers) + 5
-        return last
-
+def kill_under_load(chaos, folder, kills, mode, durability="log", seed=0, num_shards=1):
+    """Kill shards at random moments while workers push; look at their logs, and compare with undisturbed shards."""
+    chooser, terms = random.Random(seed), [1] * num_shards
     settings = ShardSettings(durability=durability, log_dir=folder)
-    with ExitStack() as stack:
-        shards = stack.enter_context(LocalShards(1, settings, restart=AGAIN, report=lambda line: None))
-        clients = [
-            stack.enter_context(closing(Client.connect(shards.addresses, worker=rank, timeout=TIMEOUT)))
-            for rank in range(WORKERS)
-        ]
-        got = run_to_end(clients, mode, kill)
-        (status,) = clients[0].connections.call_all(GetStatus())
-    assert status.term == kills + 1
-    assert status.expired_leases == 0
-    want = undisturbed(last, mode)
-    for table, rows in got.items():
-        np.testing.assert_array_equal(rows, want[table], table)
-    return last
+    with (
+        LocalShards(num_shards, settings, restart=AGAIN, report=lambda line: None) as shards,
+        chaos.job_on(shards.addresses, mode) as job,
+    ):
+        for _ in range(kills):
+            job.await_steps(3)
+            time.sleep(chooser.uniform(0, 0.3))
+            victim = chooser.randrange(num_shards)
+            assert chaos.kill(shards, victim)
+            terms[victim] += 1
+        steps, rows = job.finish()
+        status = job.pushers[0].client.connections.call_all(GetStatus())
+    assert [one.term for one in status] == terms
+    assert [one.expired_leases for one in status] == [0] * num_shards
+    assert chaos.log_problems(folder, num_shards, steps, rows, Counter()) == []
+    assert chaos.differing(rows, chaos.undisturbed(steps, mode, num_shards)) == []
 
 
 SLOW_CODEC = """
@@ -200,16 +109,19 @@ def test_a_recovery_that_takes_longer_than_a_call_is_waited_for_and_shown(tmp_pa
         assert seen(False).recovery_seconds > 0.9  # its own took as long
 
 
-@pytest.mark.parametrize(("mode", "kills"), [("asynchronous", 4), ("bounded", 2), ("synchronous", 4)])
-def test_kills_lose_and_double_nothing_in_any_mode(tmp_path, mode, kills):
-    kill_under_load(tmp_path / "log", kills, mode)
+@pytest.mark.parametrize(
+    ("mode", "durability", "kills", "num_shards"),
+    [("asynchronous", "log", 4, 1), ("bounded", "log", 2, 1), ("synchronous", "log", 4, 1), ("bounded", "fsync", 2, 2)],
+)
+def test_kills_lose_and_double_nothing_in_any_mode(chaos, tmp_path, mode, durability, kills, num_shards):
+    kill_under_load(chaos, tmp_path / "log", kills, mode, durability, num_shards=num_shards)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("durability", ["log", "fsync"])
-def test_fifty_kills_lose_and_double_nothing(tmp_path, durability):
+def test_fifty_kills_lose_and_double_nothing(chaos, tmp_path, durability):
     for seed, mode in enumerate(["asynchronous", "synchronous", "bounded", "asynchronous", "synchronous"]):
-        kill_under_load(tmp_path / f"log-{seed}", 5, mode, durability, seed)
+        kill_under_load(chaos, tmp_path / f"log-{seed}", 5, mode, durability, seed)
 
 
 WAYS = {

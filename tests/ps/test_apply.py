@@ -118,7 +118,7 @@ class Clock:
     def extend_leases(self, seconds):
         self.excused += seconds
 
-    def release(self, end):
+    def when_may_leave(self, end):
         end()
 
     def move(self):

@@ -32,51 +32,14 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
-from harness.logs import FOLDER, ids, open_log
+from harness.logged_shard import SEGMENT_BYTES, LoggedShard, bases_of
+from harness.logs import FOLDER, disk_of, ids, open_log
 from harness.random_job import RandomJob, state_of
 from harness.shards import gradients, push, rows, table
 from harness.simulated_disk import SimulatedDisk
 
-SEGMENT_BYTES = 2**14
 GOLDEN = Path(__file__).parents[1] / "golden" / "log-2"
 ALWAYS = {"least_cost": 0, "cost_share": 0.0}
-
-
-class LoggedShard:
-    """A shard's process with a log on a simulated disk, whose bases are written when the test says so."""
-
-    def __init__(self, disk, mode="log", *, of=1, folder=None, segment_bytes=SEGMENT_BYTES, **options):
-        self.disk, self.works, self.fatal = disk, [], []
-        self.shard = Shard(0, Placement.even(of), OptimizerRegistry())
-        self.folder = folder or open_log(disk, num_shards=of)
-        options = {"least_cost": 2**62, "start": self.works.append, "on_fatal": self.fatal.append, **options}
-        self.log = recover(self.shard, self.folder, mode, segment_bytes=segment_bytes, **options)
-        self.bases = self.log.bases
-
-    def write(self):
-        while self.log.journal.write_group():
-            pass
-
-    def begin_base(self):
-        """Take a base of this moment, whose work waits in `works`."""
-        core = self.shard.core
-        self.bases.take(0.0, core.tables.all(), core.control())
-
-    def take_base(self):
-        self.begin_base()
-        self.write()
-        self.works.pop()()
-
-    def push(self, count=1, num_ids=20):
-        for _ in range(count):
-            seq = self.seq = getattr(self, "seq", 0) + 1
-            ids = np.random.default_rng(seq).choice(200, num_ids, replace=False)
-            values = np.random.default_rng(seq).standard_normal((num_ids, 3)).astype(np.float32)
-            self.shard.handle(push(gradients(ids, values), seq=seq, first=seq))
-
-    def begun(self):
-        self.shard.handle(Declare(table(optimizer=Adam(lr=0.1)), lineage=5, begins_lineage=True))
-        return self
 
 
 def recovered(disk, mode="log", **options):
@@ -84,10 +47,6 @@ def recovered(disk, mode="log", **options):
     disk.kill()
     shard = LoggedShard(disk, mode, **options)
     return state_of(shard.shard.core), shard
-
-
-def bases_of(disk):
-    return [name for name in disk.list(FOLDER) if name.startswith("base-")]
 
 
 def segments_of(disk):
@@ -699,13 +658,7 @@ def golden_log(folder):
 
 
 def test_a_log_with_a_base_of_version_2_is_read():
-    disk = SimulatedDisk()
-    for path in sorted(GOLDEN.rglob("*")):
-        if path.is_dir():
-            disk.make_folder(FOLDER / path.relative_to(GOLDEN))
-        else:
-            disk.make_folder((FOLDER / path.relative_to(GOLDEN)).parent)
-            disk.open(FOLDER / path.relative_to(GOLDEN), write=True, create=True).pwritev([path.read_bytes()], 0)
+    disk = disk_of(GOLDEN)
     manifest = read_manifest(disk, FOLDER)
     (base,) = manifest.bases
     assert (manifest.lineage, base.lsn, base.redo_lsn, manifest.first_lsn) == (0xE5BE, 9, 8, 8)

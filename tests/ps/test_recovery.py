@@ -91,7 +91,7 @@ class CrashingJob(RandomJob):
     def send(self, request):
         reply = super().send(request)
         done = []
-        self.shard.release(lambda: done.append(reply))
+        self.shard.when_may_leave(lambda: done.append(reply))
         self.unanswered.append((request, done))
         action = self.chance.random()
         if action < 0.03:
@@ -209,9 +209,9 @@ def test_an_answer_waits_until_its_event_is_safe_as_does_that_to_a_duplicate_and
     answered = []
     for name in ("push", "again"):
         reply = shard.handle(push(gradients([1])))
-        shard.release(lambda name=name, reply=reply: answered.append((name, reply.duplicate)))
+        shard.when_may_leave(lambda name=name, reply=reply: answered.append((name, reply.duplicate)))
     np.testing.assert_array_equal(rows(shard, 1), [[-1.0] * 3])
-    shard.release(lambda: answered.append(("pull", False)))
+    shard.when_may_leave(lambda: answered.append(("pull", False)))
     assert answered == [("pull", False)]
     write(log)
     assert answered == [("pull", False), ("push", False), ("again", True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -211,6 +210,3 @@ class Simulation:
 def simulate(seed: int, *, focus: str | None = None) -> Result:
     """Run a seed, with another focus where one is given."""
     return Simulation(seed, focus=focus).run()
-
-
-assert itertools

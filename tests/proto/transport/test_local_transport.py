@@ -80,7 +80,7 @@ def test_a_ctrl_c_ends_no_request_halfway(monkeypatch):
         handled.append(request)
 
     monkeypatch.setattr(shard, "handle", handle)
-    monkeypatch.setattr(shard, "release", lambda end: end())
+    monkeypatch.setattr(shard, "when_may_leave", lambda end: end())
     (transport,) = shards.transports()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     try:

@@ -23,7 +23,7 @@ class Sent:
             reply = self.shard.handle(request)
         except errors.EmbershardError as error:
             reply = error
-        self.shard.release(lambda: self.left.setdefault(name, reply))
+        self.shard.when_may_leave(lambda: self.left.setdefault(name, reply))
 
 
 @pytest.fixture

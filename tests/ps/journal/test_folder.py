@@ -16,7 +16,7 @@ from embershard.ps.journal.manifest import MANIFEST, LogBase, LogManifest, read_
 from embershard.ps.journal.record import LogRecord, SegmentHeader, encode_segment_header
 from embershard.ps.journal.segments import SegmentName
 from embershard.ps.journal.summary import summarize
-from harness.logs import FOLDER, Written, begin, ids, open_log, read
+from harness.logs import FOLDER, Written, begin, disk_of, ids, open_log, read
 from harness.simulated_disk import SimulatedDisk
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "log-1"
@@ -367,10 +367,7 @@ def golden_log(folder):
 
 
 def test_a_log_of_version_1_is_read():
-    disk = SimulatedDisk()
-    disk.make_folder(FOLDER)
-    for path in GOLDEN.iterdir():
-        disk.open(FOLDER / path.name, write=True, create=True).pwritev([path.read_bytes()], 0)
+    disk = disk_of(GOLDEN)
     manifest = read_manifest(disk, FOLDER)
     assert manifest == LogManifest(0xE5BE, 1, 2, 1, 1, (), MODULES, "0.1.0")
     records, end = read(disk, shard=1, num_shards=2, lineage=0xE5BE)

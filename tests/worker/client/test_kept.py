@@ -75,7 +75,7 @@ class Machine:
         except errors.EmbershardError as refused:
             error = refused
         left = []
-        self.shard.release(lambda: left.append(outcome))
+        self.shard.when_may_leave(lambda: left.append(outcome))
         if self.lose(request):
             self.disk.before = self._fail
         try:
@@ -556,7 +556,7 @@ def test_an_answer_does_not_wait_for_a_slow_disk_and_a_flush_does():
 
     def handle(request):
         reply, released = machine.shard.handle(request), threading.Event()
-        machine.shard.release(released.set)
+        machine.shard.when_may_leave(released.set)
         if not released.wait(60):
             raise Unreachable("waited in vain")
         return reply
