@@ -232,7 +232,7 @@ class SnapshotWriter:
     def _run(self) -> None:
         try:
             self._write()
-        except _Cancelled:
+        except _SnapshotCancelled:
             return
         except EmbershardError as error:
             self._error = error
@@ -334,10 +334,10 @@ class SnapshotWriter:
     def _go_on(self) -> None:
         self._moved = time.monotonic()
         if self._cancelled.is_set():
-            raise _Cancelled
+            raise _SnapshotCancelled
 
 
-class _Cancelled(EmbershardError):
+class _SnapshotCancelled(EmbershardError):
     """Nobody waits for the snapshot any more; never leaves its thread."""
 
     template = "cancelled"

@@ -79,7 +79,7 @@ class _Sum:
         return wire
 
 
-class _Table:
+class _TableBytes:
     """The sums of one table, found once per message: a training step waits while it is counted."""
 
     __slots__ = ("kind", "packed", "residual", "row_bytes", "sums")
@@ -148,7 +148,7 @@ class ByteCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bundled: dict[tuple[Direction, tuple[str, ...]], _Bundled] = {}  # by their members
-        self._tables: defaultdict[str, _Table] = defaultdict(_Table)
+        self._tables: defaultdict[str, _TableBytes] = defaultdict(_TableBytes)
         self._rest: defaultdict[Direction, _Sum] = defaultdict(_Sum)
 
     def count(self, request: Request, outcome: Reply | EmbershardError, pending: PendingReply) -> None:
