@@ -121,9 +121,9 @@ class Dispatch:
         """Whether the shard may need arrays of a request after its reply."""
         return self._shard.keeps_arrays
 
-    def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
+    def set_activity_probe(self, last_seen: Callable[[int, int], float]) -> None:
         """Tell the shard when bytes of a worker arrived last; see Shard.set_activity_probe."""
-        self._shard.set_activity_probe(last_sign)
+        self._shard.set_activity_probe(last_seen)
 
     def submit(
         self,

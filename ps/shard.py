@@ -268,12 +268,12 @@ class Shard:
         removed = list(self.core.tables.names()) if request.replace or not request.url else []
         return removed + (self._restores.table_names(request.id) if request.step == "install" else [])
 
-    def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
+    def set_activity_probe(self, last_seen: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
 
         A request that takes long on a slow link delays the heartbeats behind it.
         """
-        self._leases.last_sign = last_sign
+        self._leases.find_last_seen = last_seen
 
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases by `seconds`, in which this process received nothing."""
