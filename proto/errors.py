@@ -527,7 +527,7 @@ class CannotWrite(EmbershardError):
 
 
 class OutputClosed(EmbershardError):
-    """Nobody reads stdout any more."""
+    """The program that read stdout has ended."""
 
     status = Status.ABORTED
     template = (

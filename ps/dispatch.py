@@ -198,7 +198,7 @@ class Dispatch:
         return self._apply.submit(work, num_bytes, deadline, is_quick) if done is None else done
 
     def _handled(self, incoming: _Incoming[T]) -> T:
-        """What `write` makes of the reply to what `read` gives; the caller holds the tables."""
+        """Read a request, answer it, and write the reply; the caller holds the tables."""
         tracer = self.tracer
         if tracer is None:
             return self._guarded(

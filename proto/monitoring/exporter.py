@@ -233,7 +233,7 @@ class _HTTPServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nobody is told: whoever asked has gone."""
+        """Ignore errors of a connection whose client has gone."""
         _log.debug("a client of the metrics has gone", exc_info=True)
 
 

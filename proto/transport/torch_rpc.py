@@ -211,7 +211,7 @@ class RpcTransport:
         answer.add_done_callback(lambda done: self._finish(request, shard, _outcome(done, self.address)))
 
     def _finish(self, request: _RpcCall, shard: WorkerInfo, outcome: Answer | Exception) -> None:
-        """What became of a call; in a thread of the agent."""
+        """End a call with its reply or its error; in a thread of the agent."""
         with self._lock:
             self._calls.discard(request)
         if isinstance(outcome, Exception):
@@ -269,7 +269,7 @@ def _forget(shard: WorkerInfo) -> None:
 
 
 def _outcome(done: torch.futures.Future[Answer], address: str) -> Answer | Exception:
-    """What torch made of a call."""
+    """The reply of a call, or the error that torch raised, as one of ours."""
     try:
         return done.value()
     except Exception as error:  # torch raises RuntimeError, and again whatever was raised in the other process

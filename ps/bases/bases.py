@@ -274,4 +274,4 @@ class BaseWriter:
 
 
 class _BaseCancelled(Exception):
-    """Nobody wants the base any more."""
+    """The base that is being made is not needed any more."""

@@ -323,7 +323,7 @@ class Clock:
         return tuple(sorted(self.members))
 
     def _begin(self, request: Join) -> None:
-        """Nobody is left of the last job: this worker is the first of another."""
+        """Begin another job, with this worker as its first: no member of the last one is left."""
         self.job += 1
         self.open, self.staleness, self.staleness_aware_lr = (
             request.clock,

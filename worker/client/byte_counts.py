@@ -201,7 +201,7 @@ class ByteCounter:
         self._bundled.clear()
 
     def _bundle(self, direction: Direction, part: TableIds | TableGradients, values: Array, *, with_ids: bool) -> int:
-        """What a message carried of a bundle; its bytes."""
+        """Count the messages and rows of a bundle in a message, and return its bytes."""
         key = direction, part.members
         if key not in self._bundled:
             if len(self._bundled) >= _MOST_BUNDLES:

@@ -191,7 +191,7 @@ class TorchStrategy:
             optimizer.zero_grad()
 
     def pause(self) -> None:
-        """Nobody waits for a worker between its steps."""
+        """Do nothing: no other worker waits for this one between its steps."""
 
     def resume(self, clock: int) -> None:
         """Do nothing: a pause released nothing."""
