@@ -255,6 +255,6 @@ def _listen(address: str, owner: MetricsServer) -> _HTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Not a line for each scrape."""
+            """Log nothing: a scrape is worth no line."""
 
     return _HTTPServer(address, Handler)

@@ -23,7 +23,7 @@ class RowSource(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """By which a call ends."""
+        """Time limit of a call."""
         ...
 
     @property

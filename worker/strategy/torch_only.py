@@ -169,7 +169,7 @@ class TorchStrategy:
         return ""
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
-        """Nothing: no shard is asked."""
+        """Return nothing: no shard is asked."""
         return {}
 
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:

@@ -35,7 +35,7 @@ _SMALL_SHARED_MEMORY = 2**28
     "an old one",
 )
 def system_time(_: Case) -> Finding:
-    """Now, against the age of what is installed."""
+    """Compare the system time with the time of the installation."""
     now = datetime.now(UTC)
     installed = datetime.fromtimestamp(Path(__file__).stat().st_mtime, UTC)
     if (installed - now).total_seconds() > 86_400:
