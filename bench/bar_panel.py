@@ -244,7 +244,7 @@ def rare(browser: Browser) -> dict[str, object]:
 
     wanted = {
         "#fact-shards .note": "down: 2, rows lost: 1",
-        "#chart-staleness .legend": "updates missed by 10 pushes",
+        "#chart-staleness .legend": "staleness of 10 pushes, in updates",
         "#shards tr:nth-child(2) td:nth-child(2)": "down, 1 h 1 min ago",
         "#shards tr:nth-child(4) td:nth-child(1)": "10.0.0.3:7700",
         "#shards tr:nth-child(4) td:nth-child(3)": "\u2013",

@@ -47,12 +47,16 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def machine() -> str:
-    """Processor and cores, for the line that goes beside a figure."""
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            model = line.split(":")[1].strip()
-            break
+    """Processor, cores and memory, for the line that goes beside a figure.
+
+    The family and the model of a processor say its generation, where a virtual machine names it "AMD EPYC" alone.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    first = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else ""
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    model = found.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in found:
+        model += f", family {found['cpu family']} model {found.get('model', '?')}"
     return f"{model}, {os.cpu_count()} cores, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB"
 
 

@@ -38,7 +38,7 @@ class ErrorKind(enum.Enum):
 
     @classmethod
     def of(cls, exit_code: int) -> ErrorKind:
-        """That of a process which ended with this exit code, as subprocess gives it."""
+        """Classify the exit code of a process, as subprocess gives it (below 0: the signal)."""
         return cls.KILLED if exit_code < 0 else cls.LOST if exit_code == LOST_EXIT_CODE else cls.OWN
 
 

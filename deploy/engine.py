@@ -50,7 +50,7 @@ class ClusterEngine(Protocol):
         ...
 
     def again(self, place: Place) -> Place:
-        """Where a process that has ended is started again: at its place, unless that machine is lost."""
+        """Return the place to start an ended process again: its own, unless that machine is lost."""
         ...
 
     def exit_code(self, code: int, place: Place) -> int:

@@ -115,7 +115,7 @@ class RayEngine:
             remove_placement_group(group)
 
     def again(self, place: Place) -> Place:
-        """At the same place: Ray moves it where its node is lost."""
+        """Return the same place: Ray moves it where its node is lost."""
         return place
 
     def exit_code(self, code: int, place: Place) -> int:

@@ -104,7 +104,7 @@ def _kill(leader: int) -> None:
 
 
 def _kill_others(leader: int) -> None:
-    """Those of other groups too, and those that they start meanwhile."""
+    """Kill the session's processes, those of other groups and those that they start meanwhile too."""
     for _ in range(_ROUNDS):
         found = members(leader)
         for pid in found:

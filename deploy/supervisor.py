@@ -61,7 +61,7 @@ class RestartPolicy:
         return quick_deaths >= self.max_quick_deaths
 
 
-class _Process:
+class _ShardProcess:
     """One run of a shard's process, and the threads that read what it says."""
 
     def __init__(
@@ -178,7 +178,7 @@ def _serving(line: str) -> dict[str, object] | None:
         return None
 
 
-def _failed(what: str, process: _Process) -> ShardFailed:
+def _failed(what: str, process: _ShardProcess) -> ShardFailed:
     """The error of a shard that has ended: `served` is whether it ever did."""
     served = bool(process.address)
     return ShardFailed(what=what, log=process.last_lines(), code=process.code, served=served)
@@ -273,7 +273,7 @@ class LocalShards:
         self._listen = [
             show_address(place.host or loopback_host(), port) for place, port in zip(self._places, ports, strict=True)
         ]
-        self._processes: list[_Process] = []
+        self._processes: list[_ShardProcess] = []
         self._restarts = [0] * num_shards  # how often each was started again
         self._watchers: list[threading.Thread] = []
         self._stopping = threading.Event()
@@ -370,7 +370,7 @@ class LocalShards:
     def _begin(self, index: int) -> None:
         self._processes.append(self._spawn(index))
 
-    def _spawn(self, index: int) -> _Process:
+    def _spawn(self, index: int) -> _ShardProcess:
         place, listen = self._places[index], self._listen[index]
         command = [*place.prefix, sys.executable, "-P", "-m", "embershard.cli", "ps"]
         command += ["--shard", str(index), "--of", str(len(self._listen))]
@@ -384,11 +384,11 @@ class LocalShards:
         command += ["--memory", f"{MEMORY_PERCENT / place.of:.6f}%"]
         command += ["--parent-pid", str(os.getpid())] if self._engine.is_local else []
         environment = environment_for_child()
-        process = _Process(command, environment, self._forward, lambda code: self._engine.exit_code(code, place))
+        process = _ShardProcess(command, environment, self._forward, lambda code: self._engine.exit_code(code, place))
         self._engine.watch(process.popen, place)
         return process
 
-    def _await_serving(self, index: int, process: _Process) -> None:
+    def _await_serving(self, index: int, process: _ShardProcess) -> None:
         if process.wait_until_serving(self._start_timeout):
             self._listen[index] = process.address
             return
@@ -436,7 +436,7 @@ class LocalShards:
             self._report(f"shard {index} serves again at {process.address} (pid {process.popen.pid})")
         return True
 
-    def _give_up(self, what: str, process: _Process) -> None:
+    def _give_up(self, what: str, process: _ShardProcess) -> None:
         self._failure = _failed(what, process)
         self._report(str(self._failure))
         self._failed.set()

@@ -279,7 +279,7 @@ class LocalWorkers:
                 process.stdin.write(self._addresses)
 
     def _failed(self) -> set[int]:
-        """Who has failed, at best with whom they lost: what ended it may take longer than their noticing it."""
+        """Find the workers that failed, waiting for the lost one that others report: it may end after they notice."""
         end = time.monotonic() + STOP_TIMEOUT.total_seconds()
         while True:
             running = any(sessions.poll(process) is None for process in self._processes)

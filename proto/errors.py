@@ -271,7 +271,7 @@ class ClockAhead(EmbershardError):
     status = Status.UNAVAILABLE
     retryable = True
     template = (
-        "waiting at clock {clock} for worker {workers}: nothing heard for {seconds:.1f} s. A dead worker is evicted "
+        "waiting at clock {clock} for worker {workers}: no heartbeat for {seconds:.1f} s. A dead worker is evicted "
         "when its lease ends; a missing worker must be started."
     )
 
@@ -527,7 +527,7 @@ class CannotWrite(EmbershardError):
 
 
 class OutputClosed(EmbershardError):
-    """Nobody reads stdout any more."""
+    """The program that read stdout has ended."""
 
     status = Status.ABORTED
     template = (

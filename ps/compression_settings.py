@@ -63,7 +63,7 @@ class CompressionSettings:
         self._said = {table: TableCodecs(table=table, push=push, pull=pull) for table, push, pull in control["tables"]}
 
     def _merged(self, part: TableCodecs, before: TableCodecs) -> TableCodecs:
-        """What was said of a table before with what is said now, checked."""
+        """Merge the settings of a table with new ones, which are checked."""
         entry = self._tables.entry(part.table)
         texts = {"push": part.push, "pull": part.pull}
         for direction, text in texts.items():

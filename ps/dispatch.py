@@ -121,9 +121,9 @@ class Dispatch:
         """Whether the shard may need arrays of a request after its reply."""
         return self._shard.keeps_arrays
 
-    def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
+    def set_activity_probe(self, last_seen: Callable[[int, int], float]) -> None:
         """Tell the shard when bytes of a worker arrived last; see Shard.set_activity_probe."""
-        self._shard.set_activity_probe(last_sign)
+        self._shard.set_activity_probe(last_seen)
 
     def submit(
         self,
@@ -198,7 +198,7 @@ class Dispatch:
         return self._apply.submit(work, num_bytes, deadline, is_quick) if done is None else done
 
     def _handled(self, incoming: _Incoming[T]) -> T:
-        """What `write` makes of the reply to what `read` gives; the caller holds the tables."""
+        """Read a request, answer it, and write the reply; the caller holds the tables."""
         tracer = self.tracer
         if tracer is None:
             return self._guarded(

@@ -79,7 +79,7 @@ def serve(options: ServerOptions) -> int:
 
         import uvloop
 
-        return uvloop.run(_Server(options, address, shard, certificates, metrics, tracer).run())
+        return uvloop.run(_ShardServer(options, address, shard, certificates, metrics, tracer).run())
 
 
 def _check(options: ServerOptions, address: Address) -> None:
@@ -187,7 +187,7 @@ def _seconds_since_start() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
+class _ShardServer:
     """What serves one shard at its address, and those who watch it."""
 
     options: ServerOptions

@@ -268,12 +268,12 @@ class Shard:
         removed = list(self.core.tables.names()) if request.replace or not request.url else []
         return removed + (self._restores.table_names(request.id) if request.step == "install" else [])
 
-    def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
+    def set_activity_probe(self, last_seen: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
 
         A request that takes long on a slow link delays the heartbeats behind it.
         """
-        self._leases.last_sign = last_sign
+        self._leases.find_last_seen = last_seen
 
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases by `seconds`, in which this process received nothing."""
@@ -366,7 +366,7 @@ class Shard:
         return reply
 
     def _apply_rows(self, event: PushEvent | Load) -> Applied:
-        """What a push or a load did to rows; MustWait, or an EmbershardError."""
+        """Apply a push or a load, and return its reply; MustWait, or an EmbershardError."""
         reply = self._reply_of(event)
         assert isinstance(reply, Applied)
         return reply
@@ -381,7 +381,7 @@ class Shard:
         return outcome.reply
 
     def _record(self, event: Event) -> Outcome:
-        """What an event made of the state, noted by all who follow it."""
+        """Apply an event to the state, write it to the event log, and return its outcome."""
         if self._log is None:
             outcome = self.core.apply(event)
         else:
@@ -473,7 +473,7 @@ class Shard:
         return Loaded(done.rows)
 
     def _duplicate_of(self, token: PushToken, now: float) -> Applied | None:
-        """What a push or load did that was recorded before; a retry is known under any placement."""
+        """The recorded reply to a push or load that comes again; it is found under any placement. None: it is new."""
         found = self.core.pushes.find(token)
         if found is not None:
             self._duplicates += 1
@@ -482,7 +482,7 @@ class Shard:
         return found
 
     def _apply_once(self, request: Push | Load, token: PushToken, now: float) -> Applied:
-        """What a push or a load did that is no duplicate; one that is refused is settled."""
+        """Apply a push or a load that is no duplicate; one that is refused is settled."""
         try:
             self._check_placement(request.placement_epoch)
             if self.core.clock.job:
@@ -531,7 +531,7 @@ class Shard:
         return reply
 
     def _moment(self) -> ShardImage:
-        """What a snapshot holds; TableLoading while a table has not all of its first values."""
+        """Take an image of the shard for a snapshot; TableLoading while a table has not all of its first values."""
         return ShardImage(
             self.greeting.shard,
             self.greeting.num_shards,

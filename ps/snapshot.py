@@ -232,7 +232,7 @@ class SnapshotWriter:
     def _run(self) -> None:
         try:
             self._write()
-        except _Cancelled:
+        except _SnapshotCancelled:
             return
         except EmbershardError as error:
             self._error = error
@@ -278,7 +278,7 @@ class SnapshotWriter:
         self._path, self._sha256 = path, hashlib.sha256(part).hexdigest()
 
     def _changed_slots(self) -> list[Slots | None]:
-        """Of each table the slots that an increment has; None where it is to have all rows."""
+        """Find the slots of each table that an increment contains; None where it contains all rows."""
         slots = [None if changed is None else rows.slots(changed) for _, rows, changed in self._frozen]
         full = less = 0
         for frozen, some in zip(self._frozen, slots, strict=True):
@@ -334,11 +334,11 @@ class SnapshotWriter:
     def _go_on(self) -> None:
         self._moved = time.monotonic()
         if self._cancelled.is_set():
-            raise _Cancelled
+            raise _SnapshotCancelled
 
 
-class _Cancelled(EmbershardError):
-    """Nobody waits for the snapshot any more; never leaves its thread."""
+class _SnapshotCancelled(EmbershardError):
+    """The snapshot was cancelled; never leaves its thread."""
 
     template = "cancelled"
 

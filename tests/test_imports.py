@@ -9,6 +9,7 @@ import gc
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,52 +18,79 @@ import embershard
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("proto", "ps", "worker", "deploy")
-# Which part imports which, bottom first: a part (a folder, or a file of a root) imports itself and parts of the rows
-# above its own. Parts of one row do not import each other. An import-linter contract cannot say this: it wants packages
-# with an __init__, which proto/ must not have.
-FLOORS = (
-    {"proto/arrays", "proto/clock", "proto/errors"},
-    {"proto/compiled", "proto/monitoring", "proto/security", "proto/shared_memory"},
-    {"proto/routing", "proto/timing", "proto/user_modules", "proto/wire"},
-    {"proto/codec/values", "proto/torch_rpc"},
-    {"proto/codec"},
-    {"proto/spec"},
-    {"proto/messages", "proto/optim", "proto/snapshot"},
-    {"proto/protobuf"},
-    {"proto/transport"},
-    {"deploy"},
-    {"deploy/grafana", "deploy/manifests"},
-)
-FLOORS_OF_PS = (
-    {"ps/memory", "ps/monitoring", "ps/journal", "ps/options", "ps/security"},
-    {"ps/apply_thread"},
-    {"ps/table"},
-    {"ps/coordination", "ps/bases"},
-    {"ps/snapshot", "ps/restore", "ps/compression_settings"},
-    {"ps/events"},
-    {"ps/core"},
-    {"ps/shard"},
-    {"ps/recovery"},
-    {"ps/dispatch"},
-    {"ps/transport"},
-    {"ps/server"},
-)
-FLOORS_OF_WORKER = (
-    {"worker/device", "worker/kernels", "worker/metrics", "worker/patterns"},
-    {"worker/compression"},
-    {"worker/client"},
-    {"worker/session"},
-    {"worker/data/inputs"},
-    {"worker/nn", "worker/data"},
-    {"worker/data/readers", "worker/data/interactions"},
-    {"worker/models"},
-    {"worker/models/ctr", "worker/models/multitask", "worker/models/retrieval", "worker/models/sequence"},
-    {"worker/job"},
-    {"worker/strategy", "worker/checkpoint"},
-    {"worker/reporting"},
-    {"worker/training"},
-    {"worker/trained"},
-)
+PACKAGE = ROOT / "src" / "embershard"
+# Which part imports which, bottom first: a part (a folder, or a file of a root) imports itself, parts of the rows above
+# its own, and what its root may use. Parts of one row do not import each other. An import-linter contract cannot say
+# this: it wants packages with an __init__, which proto/ must not have.
+FLOORS = {
+    "proto": (
+        {"proto/arrays", "proto/clock", "proto/errors"},
+        {"proto/compiled", "proto/monitoring", "proto/security", "proto/shared_memory"},
+        {"proto/routing", "proto/timing", "proto/user_modules", "proto/wire"},
+        {"proto/codec/values", "proto/torch_rpc"},
+        {"proto/codec"},
+        {"proto/spec"},
+        {"proto/messages", "proto/optim", "proto/snapshot"},
+        {"proto/protobuf"},
+        {"proto/transport"},
+    ),
+    "deploy": ({"deploy"}, {"deploy/grafana", "deploy/manifests"}),
+    "ps": (
+        {"ps/memory", "ps/monitoring", "ps/journal", "ps/options", "ps/security"},
+        {"ps/apply_thread"},
+        {"ps/table"},
+        {"ps/coordination", "ps/bases"},
+        {"ps/snapshot", "ps/restore", "ps/compression_settings"},
+        {"ps/events"},
+        {"ps/core"},
+        {"ps/shard"},
+        {"ps/recovery"},
+        {"ps/dispatch"},
+        {"ps/transport"},
+        {"ps/server"},
+    ),
+    "worker": (
+        {"worker/device", "worker/kernels", "worker/metrics", "worker/patterns"},
+        {"worker/compression"},
+        {"worker/client"},
+        {"worker/session"},
+        {"worker/data/inputs"},
+        {"worker/nn", "worker/data"},
+        {"worker/data/readers", "worker/data/interactions"},
+        {"worker/models"},
+        {"worker/models/ctr", "worker/models/multitask", "worker/models/retrieval", "worker/models/sequence"},
+        {"worker/job"},
+        {"worker/strategy", "worker/checkpoint"},
+        {"worker/reporting"},
+        {"worker/training"},
+        {"worker/trained"},
+    ),
+    "src": (
+        {"errors", "local_shards", "ray"},
+        {"benchmark", "doctor"},
+        {"compare"},
+        {"compare/run"},
+        {"compare/analysis"},
+        {"compare/report"},
+        {"dash/page"},
+        {"dash"},
+        {"cli"},
+        {"__init__", "__main__"},
+    ),
+}
+USES = {
+    "proto": (),
+    "deploy": ("proto",),
+    "ps": ("proto",),
+    "worker": ("proto",),
+    "src": ("proto", "deploy", "ps", "worker"),
+}
+# files of one folder that name each other's classes in annotations; no others import each other, also not in a circle
+ONLY_FOR_TYPES = {
+    ("proto/transport/stream_connection.py", "proto/transport/stream.py"),
+    ("ps/table/frozen.py", "ps/table/table.py"),
+    ("ps/transport/stream_connection.py", "ps/transport/stream.py"),
+}
 MOST_FILES = 12  # of a folder of proto/, ps/ and worker/
 MOST_FILES_OF_WORKER = 8  # of its root
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -108,41 +136,69 @@ def imported(tree):
 
 @functools.cache
 def file_of(name):
-    """The file of a module of ours; None of any other name, which may be a name inside a module."""
+    """The file of a module or package of ours; None of any other name, which may be a name inside a module."""
     words = name.split(".")
-    file = ROOT.joinpath(*words[1:]).with_suffix(".py")
-    is_ours = words[0] == "embershard" and len(words) > 2 and file.exists() and "_pb2" not in file.name
-    return file if is_ours else None
+    if words[0] != "embershard":
+        return None
+    folder = ROOT if words[1:2] and words[1] in FOLDERS else PACKAGE
+    for file in (folder.joinpath(*words[1:], "__init__.py"), folder.joinpath(*words[1:]).with_suffix(".py")):
+        if file.exists():
+            return None if "_pb2" in file.name else file
+    return None
 
 
 @functools.cache
 def part_of(path):
     """The part that a file belongs to."""
-    path = path.relative_to(ROOT)
-    is_root = len(path.parts) == 2 and path.parts[0] != "deploy"
+    in_package = path.is_relative_to(PACKAGE)
+    path = path.relative_to(PACKAGE if in_package else ROOT)
+    is_root = len(path.parts) == (1 if in_package else 2) and path.parts[0] != "deploy"
     return (path.with_suffix("") if is_root else path.parent).as_posix()
 
 
-@pytest.mark.parametrize("floors", [FLOORS, FLOORS_OF_PS, FLOORS_OF_WORKER], ids=["proto", "ps", "worker"])
-def test_a_part_imports_only_those_below_it(floors):
-    """`worker -> proto <- ps`, and within each no import goes up or round."""
-    below = (
-        {part for floor in FLOORS for part in floor if not part.startswith("deploy")} if floors is not FLOORS else set()
-    )
-    for floor in floors:
-        for path, tree in sources(*FOLDERS):
+@functools.cache
+def imported_for_types(tree):
+    """Those of the imported names that annotations alone need."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return [name for block in blocks for name in imported(block)]
+
+
+@pytest.mark.parametrize("root", FLOORS)
+def test_a_part_imports_only_those_below_it(root):
+    """`worker -> proto <- ps`, all of them below the commands, and within each no import goes up or round."""
+    below = {part for used in USES[root] for floor in FLOORS[used] for part in floor}
+    for floor in FLOORS[root]:
+        for path, tree in sources(root):
             for name in imported(tree) if part_of(path) in floor else ():
                 assert name.split(".")[0] not in FOLDERS, f"{path}: import {name} through embershard.{name}"
-                if file := file_of(name):
+                # the public names are looked up when they are asked for: a command may use them
+                if (file := file_of(name)) and not (root == "src" and name == "embershard"):
                     part = part_of(file)
                     assert part == part_of(path) or part in below, f"{path} imports {part}"
         below |= floor
 
 
+def test_no_files_import_each_other_but_for_the_types_in_annotations():
+    graph, for_types = defaultdict(set), set()
+    for path, tree in sources(*FOLDERS, "src"):
+        used = Counter(filter(None, map(file_of, imported(tree))))
+        annotated = Counter(filter(None, map(file_of, imported_for_types(tree))))
+        for file in used.keys() - {path}:
+            edge = path.relative_to(ROOT).as_posix(), file.relative_to(ROOT).as_posix()
+            if edge in ONLY_FOR_TYPES and used[file] == annotated[file]:
+                for_types.add(edge)
+            else:
+                graph[edge[0]].add(edge[1])
+    assert sum(map(len, graph.values())) > 2000
+    assert for_types == ONLY_FOR_TYPES
+    TopologicalSorter(graph).prepare()  # CycleError: the files of a circle
+
+
 def test_every_file_stands_on_a_floor_and_no_folder_is_crowded():
-    paths = [path for path, _ in sources(*FOLDERS)]
-    assert set(map(part_of, paths)) == set().union(*FLOORS, *FLOORS_OF_PS, *FLOORS_OF_WORKER)
-    files = Counter(path.parent for path in paths)
+    assert {part_of(path) for path, _ in sources(*FOLDERS, "src")} == {
+        part for floors in FLOORS.values() for floor in floors for part in floor
+    }
+    files = Counter(path.parent for path, _ in sources(*FOLDERS))
     assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
     assert files[ROOT / "worker"] <= MOST_FILES_OF_WORKER
 
@@ -166,11 +222,11 @@ def test_nothing_executes_what_it_receives():
                 assert (call.value.id, call.attr) not in FORBIDDEN_ATTRIBUTES, f"{path}:{call.lineno}"
 
 
-def test_the_name_of_a_public_class_stands_for_one_class():
+def test_the_name_of_a_class_stands_for_one_class():
     found = defaultdict(list)
     for path, tree in sources(*FOLDERS, "src"):
         for node in nodes(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert len(found) > 300
     assert {name: places for name, places in found.items() if len(places) > 1} == {}

@@ -133,7 +133,7 @@ class _Names:
 
     @property
     def addresses(self) -> str:
-        """Of all shards, as --ps takes them."""
+        """Addresses of all shards, as --ps takes them."""
         last = self.deployment.shards - 1
         return f"{self.shard}-[0-{last}].{self.service}.{self.namespace}.svc:{PORT}"
 
@@ -147,7 +147,7 @@ class _Names:
         return f"spiffe://embershard/{self.namespace}/{self.deployment.name}/{role}"
 
     def labels(self, role: str = "") -> dict[str, str]:
-        """Of the objects, or of a role's pods."""
+        """Labels of the objects, or of a role's pods."""
         labels = {"app.kubernetes.io/name": "embershard", "app.kubernetes.io/instance": self.deployment.name}
         return {**labels, "app.kubernetes.io/component": role} if role else labels
 

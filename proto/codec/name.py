@@ -57,7 +57,7 @@ class CodecName:
 
     @property
     def is_plain(self) -> bool:
-        """Everything is sent, as float32."""
+        """Whether everything is sent, as float32."""
         return self.select == "all" and self.values == "none"
 
     @property

@@ -52,18 +52,18 @@ def predict_bytes(
 
 
 def _position_bytes(count: int, limit: int) -> float:
-    """Of `count` positions drawn at random from `limit`."""
+    """Bytes of `count` positions drawn at random from `limit`."""
     head = _varint_bytes(count) + 1
     return head if count in (0, limit) else head + _gap_bytes(count, count / limit)
 
 
 def age_bytes(rows: int, age: float) -> float:
-    """Of the ages of rows, whose mean is `age`; none where all are 1."""
+    """Bytes of the ages of rows, whose mean is `age`; none where all are 1."""
     return 1 + _gap_bytes(rows, 1 / age) if age > 1 else 0.0
 
 
 def _gap_bytes(count: int, density: float) -> float:
-    """Of `count` integers that are g with the probability density * (1 - density) ** g."""
+    """Bytes of `count` integers that are g with the probability density * (1 - density) ** g."""
 
     def over(size: float) -> float:
         return math.pow(1 - density, size)

@@ -164,7 +164,7 @@ def _read_only(array: npt.NDArray[T]) -> npt.NDArray[T]:
 
 
 def _raised(error: Exception) -> str:
-    """What it raised and in which line of it."""
+    """Name an error that user code raised, and the line of it."""
     place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the first is our call
     return f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
 

@@ -182,7 +182,7 @@ def check_addresses(address: str, count: int) -> list[str]:
         raise CannotListen(address=address, reason=f"there are no {count} ports from {first} on")
     addresses = [show_address(host, first + i if first else 0) for i in range(count)]
     for one in addresses:
-        _Server(one, BaseHTTPRequestHandler).server_close()
+        _HTTPServer(one, BaseHTTPRequestHandler).server_close()
     return addresses
 
 
@@ -191,7 +191,7 @@ def _verdict(reason: str) -> tuple[HTTPStatus, str, bytes]:
     return status, "text/plain", f"{reason or 'ok'}\n".encode()
 
 
-class _Server(ThreadingHTTPServer):
+class _HTTPServer(ThreadingHTTPServer):
     """Takes a few clients at a time; one that is slow, or goes away, is dropped without a word.
 
     Of too many the one that has been there for longest is: clients that say nothing must not keep a probe out, which
@@ -233,11 +233,11 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nobody is told: whoever asked has gone."""
+        """Ignore errors of a connection whose client has gone."""
         _log.debug("a client of the metrics has gone", exc_info=True)
 
 
-def _listen(address: str, owner: MetricsServer) -> _Server:
+def _listen(address: str, owner: MetricsServer) -> _HTTPServer:
     class Handler(BaseHTTPRequestHandler):
         timeout = _IDLE_SECONDS
         server_version, sys_version = "embershard", ""
@@ -255,6 +255,6 @@ def _listen(address: str, owner: MetricsServer) -> _Server:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Not a line for each scrape."""
+            """Log nothing: a scrape is worth no line."""
 
-    return _Server(address, Handler)
+    return _HTTPServer(address, Handler)

@@ -46,7 +46,7 @@ class Exposition:
         return "".join(["".join(lines) for lines in families.values()]).encode()
 
     def _keep(self, name: str, values: tuple[str, ...], bounds: tuple[float, ...] | None = None) -> tuple[str, ...]:
-        """What the lines of a sample begin with: of a histogram its buckets, its count and its sum."""
+        """Build and keep the beginnings of a sample's lines; a histogram has its buckets, its count and its sum."""
         metric = self._metrics[name]
         labels = {**self._labels, **dict(zip(metric.labels, values, strict=True))}
         begins: tuple[str, ...] = (_begin(name, labels),)

@@ -117,7 +117,7 @@ class _Printed(io.TextIOBase):
         self.stream.flush()
 
     def fileno(self) -> int:
-        """That of the stream, for a child process, whose lines are not logged."""
+        """The stream's file descriptor, for a child process, whose lines are not logged."""
         return self.stream.fileno()
 
     def writable(self) -> bool:

@@ -202,7 +202,7 @@ class StepTracer:
         self._sender.send(context.trace, [root, *own])
 
     def stop(self) -> None:
-        """No step is under way, and none is traced."""
+        """Stop tracing: requests carry no context from here on."""
         global step_trace
         step_trace = b""
 

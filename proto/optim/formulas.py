@@ -40,7 +40,7 @@ def _power(base: float, exponent: float | np.float32) -> float:
 
 @inlined
 def _share(age: np.float32) -> np.float32:
-    """What of c^2 a sum of squares grows by; a root at every row would show."""
+    """The share of c^2 by which a sum of squares grows: 1 / sqrt(age); a root at every row would cost time."""
     return _f(1) if age == _f(1) else _f(1) / np.sqrt(age)
 
 

@@ -65,7 +65,7 @@ class TokenBucket:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """What one connection has still to send."""
+    """The bytes that one connection has still to send."""
 
     transport: asyncio.Transport
     pieces: deque[memoryview] = field(default_factory=deque)

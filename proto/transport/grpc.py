@@ -55,7 +55,7 @@ _FOREIGN_SIGNS = ("http1.x", "failed parsing http/2", "http2 header with status"
 _Metadata = list[tuple[str, str]]
 
 
-class _Call(Protocol):
+class _GrpcCall(Protocol):
     """The parts of grpc.Future and grpc.Call that are used here."""
 
     def result(self, timeout: float | None = None) -> bytes: ...
@@ -98,7 +98,7 @@ class GrpcTransport:
             credentials = grpc.ssl_channel_credentials(self._used.authorities, **pair)
             name = [("grpc.ssl_target_name_override", self.tls.server_name)]
             self._channel = grpc.secure_channel(self._target, credentials, options=_OPTIONS + name)
-        self._methods: dict[type[Request], Callable[[bytes, float, _Metadata], _Call]] = {
+        self._methods: dict[type[Request], Callable[[bytes, float, _Metadata], _GrpcCall]] = {
             kind: self._method(name) for kind, (name, _) in METHODS.items()
         }
 
@@ -116,11 +116,11 @@ class GrpcTransport:
                 raise error
             self._is_checked = True
 
-    def _method(self, name: str) -> Callable[[bytes, float, _Metadata], _Call]:
+    def _method(self, name: str) -> Callable[[bytes, float, _Metadata], _GrpcCall]:
         method = self._channel.unary_unary(f"/{SERVICE}/{name}")
 
-        def start(data: bytes, seconds: float, metadata: _Metadata) -> _Call:
-            call: _Call = method.future(data, timeout=seconds, metadata=metadata)
+        def start(data: bytes, seconds: float, metadata: _Metadata) -> _GrpcCall:
+            call: _GrpcCall = method.future(data, timeout=seconds, metadata=metadata)
             return call
 
         return start
@@ -138,7 +138,7 @@ class GrpcTransport:
         found = (self._token.find(ip, port) for ip, port in self._loopback)
         return next((token for token in found if token is not None), None)
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _GrpcReply:
         """Send a request without waiting for its reply, which comes in memory of its own."""
         data = dumps(request)
         self.sent_bytes += len(data)
@@ -150,7 +150,7 @@ class GrpcTransport:
             call = self._methods[type(request)](data, seconds, self._metadata(type(request), token))
         except ValueError:  # gRPC's word for a channel that was closed
             raise TransportClosed from None
-        return _Answer(self, call, METHODS[type(request)][1], seconds, len(data), token)
+        return _GrpcReply(self, call, METHODS[type(request)][1], seconds, len(data), token)
 
     def greeted(self, greeting: Greeting) -> None:
         """A Hello was answered: the calls from now on are for that process."""
@@ -172,13 +172,13 @@ class GrpcTransport:
             self._channel.close()
 
 
-class _Answer:
+class _GrpcReply:
     """The reply to one call."""
 
     def __init__(
         self,
         transport: GrpcTransport,
-        call: _Call,
+        call: _GrpcCall,
         kind: type[Reply],
         seconds: float,
         num_bytes: int,

@@ -32,13 +32,13 @@ class LocalTransport:
         self._is_closed = False
         self._moved = threading.Condition()  # notified when what was refused with ClockAhead may be answered
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _LocalReply:
         """Handle the request at once, if it need not wait for other workers. TransportClosed after `close`."""
         if self._is_closed:
             raise TransportClosed
         if not isinstance(request, Pull) or len(into) != len(request.tables):
-            return _Answer(self, request, timeout)
-        return _Answer(self, _with_places(request, into), timeout, into)
+            return _LocalReply(self, request, timeout)
+        return _LocalReply(self, _with_places(request, into), timeout, into)
 
     def close(self) -> None:
         """Take no further request, as a connection that was closed takes none."""
@@ -141,7 +141,7 @@ def _in_place(reply: Rows, into: Sequence[Array]) -> Rows:
     return replace(reply, tables=tuple(tables))
 
 
-class _Answer:
+class _LocalReply:
     """A reply, or the error in its place."""
 
     def __init__(

@@ -261,7 +261,7 @@ class StreamConnection(SocketProtocol):
         return self._sent - (self._shared or self._transport).get_write_buffer_size() - waiting
 
     def _gone(self) -> int:
-        """Those of them that the other side's system has, as far as this one says."""
+        """Bytes that the other side's system has received, as far as this one says."""
         queued = bytes(4)
         with suppress(OSError):
             queued = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, queued)
@@ -321,7 +321,7 @@ class StreamConnection(SocketProtocol):
             self.ready.set_result(None)
 
     def _token(self) -> str | None:
-        """What to show; found only now that the shard has answered, which has written its own before."""
+        """The token to present; looked up only once the shard has answered, as it writes its own before that."""
         if self.uses_tls:  # a shard with certificates has written none
             return self._owner.token.find("", 0)
         peer = self._transport.get_extra_info("peername")

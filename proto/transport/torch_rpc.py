@@ -69,7 +69,7 @@ def _end_agent() -> None:
         rpc.shutdown(graceful=False)
 
 
-class _Call:
+class _RpcCall:
     """A request under way, and its reply."""
 
     def __init__(self, request: Request, timeout: timedelta) -> None:
@@ -106,13 +106,13 @@ class RpcTransport:
         self._lock = threading.Lock()  # of everything below
         self._shard: WorkerInfo | None = None  # as this process's agent knows it
         self._finding = False
-        self._waiting: list[_Call] = []  # until the shard is found
-        self._calls: set[_Call] = set()  # under way
+        self._waiting: list[_RpcCall] = []  # until the shard is found
+        self._calls: set[_RpcCall] = set()  # under way
         self._closed = False
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Call:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _RpcCall:
         """Send a request without waiting for its reply, which comes in memory of its own."""
-        under_way = _Call(request, timeout)
+        under_way = _RpcCall(request, timeout)
         with self._lock:
             if self._closed:
                 raise TransportClosed
@@ -195,7 +195,7 @@ class RpcTransport:
             raise NotAShard(address=self.address, reason=f"it says {line[:60]!r}")
         return line.removeprefix(GREETING).decode("ascii", "replace").strip()
 
-    def _send(self, request: _Call, shard: WorkerInfo) -> None:
+    def _send(self, request: _RpcCall, shard: WorkerInfo) -> None:
         seconds = request.deadline.seconds
         if seconds <= 0:
             request.end(Unreachable("no answer"))
@@ -210,8 +210,8 @@ class RpcTransport:
             return
         answer.add_done_callback(lambda done: self._finish(request, shard, _outcome(done, self.address)))
 
-    def _finish(self, request: _Call, shard: WorkerInfo, outcome: Answer | Exception) -> None:
-        """What became of a call; in a thread of the agent."""
+    def _finish(self, request: _RpcCall, shard: WorkerInfo, outcome: Answer | Exception) -> None:
+        """End a call with its reply or its error; in a thread of the agent."""
         with self._lock:
             self._calls.discard(request)
         if isinstance(outcome, Exception):
@@ -269,7 +269,7 @@ def _forget(shard: WorkerInfo) -> None:
 
 
 def _outcome(done: torch.futures.Future[Answer], address: str) -> Answer | Exception:
-    """What torch made of a call."""
+    """The reply of a call, or the error that torch raised, as one of ours."""
     try:
         return done.value()
     except Exception as error:  # torch raises RuntimeError, and again whatever was raised in the other process

@@ -231,7 +231,7 @@ class BaseWriter:
             self._wait_until_safe()
             self.publish(written)
             base = written
-        except _Cancelled:
+        except _BaseCancelled:
             pass
         except OSError as error:
             _log.error("no base of the event log was written, and its folder keeps growing: %s", error)
@@ -251,7 +251,7 @@ class BaseWriter:
         parent = self._parent if self._room and is_small else ""
         try:
             return write_base(disk, self._path, log, self._control, self._tables, parent, self._go_on)
-        except (OSError, _Cancelled):
+        except (OSError, _BaseCancelled):
             with suppress(OSError):  # what counts is the error above; on a full disk others want the room
                 remove_base(disk, self._path)
             raise
@@ -270,8 +270,8 @@ class BaseWriter:
 
     def _go_on(self) -> None:
         if self._cancelled.is_set():
-            raise _Cancelled
+            raise _BaseCancelled
 
 
-class _Cancelled(Exception):
-    """Nobody wants the base any more."""
+class _BaseCancelled(Exception):
+    """The base that is being made is not needed any more."""

@@ -273,7 +273,7 @@ class Clock:
         self._close(clock + 1 if self.staleness == 0 else 0)  # it may be applied, and not gathered
 
     def divisor(self, version: int) -> float:
-        """By what a member's learning rate is divided: the updates that its rows had missed (Zhang et al. 2016)."""
+        """Staleness of a push, at least 1, which divides its learning rate (Zhang et al. 2016); 1 where it does not."""
         return float(max(1, self.updates.missed(version))) if self.staleness_aware_lr else 1.0
 
     def await_closed(self, clocks: int) -> None:
@@ -323,7 +323,7 @@ class Clock:
         return tuple(sorted(self.members))
 
     def _begin(self, request: Join) -> None:
-        """Nobody is left of the last job: this worker is the first of another."""
+        """Begin another job, with this worker as its first: no member of the last one is left."""
         self.job += 1
         self.open, self.staleness, self.staleness_aware_lr = (
             request.clock,

@@ -1,4 +1,6 @@
-"""When each member was heard of last, and whose lease has run out. The clock of clock.py is told, and knows no time.
+"""When each member's last request arrived, and whose lease has run out.
+
+The clock of clock.py is told, and knows no time.
 
 Times are seconds of a clock that only moves on, given by the caller: when a request arrived.
 """
@@ -23,7 +25,7 @@ class Leases:
         self.next_end = -math.inf  # no lease ends before
         self.closed_at = -math.inf  # when the last clock was closed
         # when anything of a worker's incarnation arrived last, a part of a request included
-        self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
+        self.find_last_seen: Callable[[int, int], float] = lambda worker, epoch: -math.inf
         self._clock = clock
         self._last_seen: dict[int, float] = {}  # by the member's serial number: when a request of it arrived last
         self._began = 0.0  # when the job did
@@ -75,7 +77,7 @@ class Leases:
         )
 
     def error(self, waiting: MustWait) -> ClockAhead:
-        """The error of a request that waits for others: for whom, and since when nothing was heard of them."""
+        """The error of a request that waits for others: for whom, and for how long no request of theirs came."""
         clock = self._clock
         members = [clock.members[worker] for worker in waiting.workers]
         absent = clock.absent()
@@ -94,6 +96,6 @@ class Leases:
     def _has_ended(self, member: Member) -> bool:
         if self._seen(member) + member.lease_ms / 1000 >= self.now:
             return False
-        sign = self.last_sign(member.worker, member.epoch)
-        self._last_seen[member.serial] = max(self._last_seen[member.serial], sign)
+        arrived = self.find_last_seen(member.worker, member.epoch)
+        self._last_seen[member.serial] = max(self._last_seen[member.serial], arrived)
         return self._end(member) < self.now

@@ -201,7 +201,7 @@ def _count_missing(
 
 
 @dataclass(slots=True)
-class _Kept:
+class _WorkerRoutes:
     """The routes of one worker's incarnation, the oldest first."""
 
     routes: OrderedDict[int, tuple[KeptFor, Ids]] = field(default_factory=OrderedDict)
@@ -223,7 +223,9 @@ class RouteCache:
     """
 
     def __init__(self) -> None:
-        self._workers: OrderedDict[tuple[int, int], _Kept] = OrderedDict()  # the one that pulled last at the end
+        self._workers: OrderedDict[tuple[int, int], _WorkerRoutes] = (
+            OrderedDict()
+        )  # the one that pulled last at the end
         self._nbytes = 0
 
     def keep_all(self, request: Pull) -> None:
@@ -258,7 +260,7 @@ class RouteCache:
         if not len(ids):
             self.forget(worker, epoch, number)
             return
-        kept = self._workers.setdefault((worker, epoch), _Kept())
+        kept = self._workers.setdefault((worker, epoch), _WorkerRoutes())
         self._workers.move_to_end((worker, epoch))
         self._drop(kept, number)
         kept.routes[number] = (kept_for, ids.copy())  # the array may be a part of a whole message
@@ -282,7 +284,7 @@ class RouteCache:
         if kept := self._workers.get((worker, epoch)):
             self._drop(kept, number)
 
-    def _drop(self, kept: _Kept, number: int) -> None:
+    def _drop(self, kept: _WorkerRoutes, number: int) -> None:
         route = kept.routes.pop(number, None)
         if route is not None:
             kept.nbytes -= _size(*route)

@@ -62,7 +62,7 @@ class RecoveryProgress:
 
     @property
     def seconds_left(self) -> float:
-        """By the rate until now."""
+        """Estimate the seconds that the recovery still takes, by its rate until now."""
         elapsed = self.elapsed
         rate = self.done_bytes / elapsed if self.done_bytes and elapsed > _SLOW_START_SECONDS else _FIRST_RATE
         return max(0, self.total_bytes - self.done_bytes) / rate

@@ -245,8 +245,9 @@ class LogReader:
         return LogEnd(position, state, lost)
 
     def _missing(self, lsn: int, last: float = math.inf) -> str:
-        """What is said of the first file that is missing: one behind this LSN, up to the `last`, continues it. Empty:
-        none is.
+        """Name the first segment that is missing; empty where none is.
+
+        It is missing if one behind this LSN, up to the `last`, continues it.
         """
         ids = {segment.name.id for segment in self.segments}
         for one in self.segments:
@@ -297,7 +298,7 @@ class LogReader:
         return bool(segment.header.flags & SegmentFlag.SYNCED), segment.header.boot
 
     def _proofs(self, segment: StoredSegment, position: LogPosition) -> Iterator[tuple[int, int, str]]:
-        """What is intact in a segment behind a place: LSN (0: the header), first LSN of its group, name."""
+        """Yield what is intact in a segment behind a place: LSN (0: the header), first LSN of its group, name."""
         is_here = segment.name == position.segment
         if segment.header and not is_here and segment.name.first_lsn > position.lsn:
             yield 0, segment.name.first_lsn, f"the header of {segment.name}"

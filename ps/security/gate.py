@@ -24,14 +24,14 @@ class Gate:
 
     @classmethod
     def at_unix_socket(cls, file: Path | None, audit: AuditLog | None = None) -> Gate:
-        """Of a shard that listens at a Unix socket alone, whose peers the system knows."""
+        """Make the gate of a shard that listens at a Unix socket alone, whose peers the system knows."""
         return cls(Access(file, audit=audit))
 
     @classmethod
     def on_loopback(
         cls, ip: str, port: int, file: Path | None, audit: AuditLog | None = None, *, insecure: bool
     ) -> Gate:
-        """Of a shard that this machine's processes reach by TCP, where the system does not say whose they are.
+        """Make the gate of a shard on this machine's loopback, where the system does not say whose process a peer is.
 
         CannotListen where no file for its token is safe.
         """
@@ -54,7 +54,7 @@ class Gate:
 
     @classmethod
     def on_network(cls, file: Path | None, audit: AuditLog | None = None) -> Gate:
-        """Of a shard that other machines reach; without a file nobody is asked."""
+        """Make the gate of a shard that other machines reach; without a file it asks nobody who they are."""
         return cls(None if file is None else Access(file, audit=audit))
 
     def close(self) -> None:

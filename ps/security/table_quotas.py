@@ -143,7 +143,7 @@ class _Limit:
             raise TableQuotaExceeded(who=self._who, what=f"{unit} in {of}", limit=limit, would=would)
 
     def _excess(self, held: Sequence[T], new_rows: Mapping[T, int]) -> tuple[str, int, int] | None:
-        """What there would be too much of, its limit, and how much it would be; None where it is within the limits."""
+        """Check the limits: "rows" or "bytes", the limit, and how many there would be; None within the limits."""
         limit = self._limit
         if limit.rows_held is not None:
             rows = sum(table.num_rows for table in held) + sum(new_rows.values())

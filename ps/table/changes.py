@@ -48,7 +48,7 @@ class ImageMark:
 
 
 class ChangeTracker:
-    """When each element of the rows that are watched changed last.
+    """Record when each watched element last changed.
 
     version: the updates that the shard has applied. The messages of one push are applied under the version before it,
     so that who read at a version may have seen changes that are stamped with it, and is sent them again.

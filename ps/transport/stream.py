@@ -80,7 +80,7 @@ class StreamServer:
         self.dropped_lines = LinesPerMinute(_log, "%d more connections were refused or dropped in an earlier minute")
         self._pressed = False  # whether somebody was turned away since the last sweep
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
-        dispatch.set_activity_probe(self._last_sign)
+        dispatch.set_activity_probe(self._last_seen)
 
     def protocol(self) -> Connection:
         """A new connection's protocol, as loop.create_server wants it."""
@@ -131,10 +131,10 @@ class StreamServer:
         for connection in list(self.connections):
             connection.check_certificate()
 
-    def _last_sign(self, worker: int, epoch: int) -> float:
+    def _last_seen(self, worker: int, epoch: int) -> float:
         """When bytes of a worker's incarnation arrived last; on the apply thread."""
-        signs = (c.last_sign for c in tuple(self.connections) if c.sender == (worker, epoch))
-        return max(signs, default=-math.inf)
+        times = (c.last_seen for c in tuple(self.connections) if c.sender == (worker, epoch))
+        return max(times, default=-math.inf)
 
     def _sweep(self) -> None:
         now = time.monotonic()

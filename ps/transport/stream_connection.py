@@ -114,7 +114,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, server: StreamServer) -> None:
         self.sender: tuple[int, int] | None = None  # the worker and its epoch, once a request has said so
-        self.last_sign = 0.0  # when bytes arrived last
+        self.last_seen = 0.0  # when bytes arrived last
         self.peer_identity = ""  # whom its certificate names; nobody without TLS
         self._server = server
         self._tls: TLSPort | None = None  # what it still has to go through
@@ -243,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self._reads.behind(now, unsent > 0, self._written - unsent) > wait_timeout:
             self._server.rejected["slow"] += 1
             self.drop(f"it has not read {unsent} bytes of replies for {wait_timeout:.0f} s")
-        elif self._inside is not None and self._inside.is_over(now, now - self.last_sign if not unsent else 0.0):
+        elif self._inside is not None and self._inside.is_over(now, now - self.last_seen if not unsent else 0.0):
             self._transport.close()  # the next one uses the certificates of that day
 
     def check_certificate(self) -> None:
@@ -278,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._received += num_bytes
         self._server.counters.received_bytes += num_bytes
-        self.last_sign = time.monotonic()
+        self.last_seen = time.monotonic()
         if self._reader is None:
             self._greet(num_bytes)
             return
@@ -534,7 +534,7 @@ class Connection(asyncio.BufferedProtocol):
     def _sender(
         self, header: Header, kind: type[Request], shared: SharedBuffers | None
     ) -> Callable[[Future[Pieces]], None]:
-        arrived, counters = self.last_sign, self._server.counters
+        arrived, counters = self.last_seen, self._server.counters
 
         def finish(pieces: Pieces, error: BaseException | None) -> None:
             if shared is not None:

@@ -21,9 +21,8 @@ from embershard.cli.dash import NoPanel
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
-from embershard.doctor import machine
 from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable, UnknownTable
-from embershard.ps.memory import physical_memory
+from embershard.ps import memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
 from harness.eventually import eventually
@@ -193,8 +192,9 @@ def test_what_is_no_size_is_refused(text):
 
 @pytest.mark.parametrize("limit", [2**28, 2**62, None])
 def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(monkeypatch, limit):
-    monkeypatch.setattr(machine, "smallest_memory_limit", lambda: limit)
-    assert memory_bytes("40%") == int(40 * 0.01 * min(limit or physical_memory(), physical_memory()))
+    monkeypatch.setattr(memory, "smallest_memory_limit", lambda: limit)
+    machine = memory.physical_memory()
+    assert memory_bytes("40%") == int(40 * 0.01 * min(limit or machine, machine))
 
 
 @pytest.mark.parametrize("words", [("--log-format", "json"), ("--log-format=json", "--shard", "9", "--of", "2")])

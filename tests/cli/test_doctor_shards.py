@@ -252,8 +252,8 @@ OF_TWO = replace(LATE, members=(member(0, 1), member(1, 1)))
         (clocks.leases, case(ONE), OK, "the shortest has 8.0 s left"),
         (clocks.leases, case(serving(1, expired_leases=2)), WARN, "2 expired"),
         (clocks.staleness_seen, case(replace(STATUS, staleness_seen=(90, 10))), OK, "100 pushes: mean 0.1, p99 1"),
-        (clocks.staleness_seen, case(LATE, LATE), OK, "at most 31 or more updates missed"),  # of workers long gone
-        (clocks.staleness_seen, case(OF_TWO, OF_TWO), WARN, "at most 31 or more updates missed"),
+        (clocks.staleness_seen, case(LATE, LATE), OK, "at most 31 or more updates"),  # of workers long gone
+        (clocks.staleness_seen, case(OF_TWO, OF_TWO), WARN, "at most 31 or more updates"),
         (clocks.staleness_seen, case(replace(OF_TWO, staleness=16)), OK, "mean 31.0"),
     ],
 )

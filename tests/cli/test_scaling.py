@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from embershard.cli.app import app
-from embershard.cli.scaling import _Window, parse_workers
+from embershard.cli.scaling import _MeasuringWindow, parse_workers
 from embershard.deploy.scaling import Measured
 
 JOB = """\
@@ -62,7 +62,7 @@ def records(time, *rates, shards=0.2, workers=0.1, data=0.5):
 
 
 def test_a_measurement_is_the_mean_of_what_all_workers_and_the_busiest_shard_say():
-    window = _Window((0, 1), records(1.0, 9e9, 9e9))
+    window = _MeasuringWindow((0, 1), records(1.0, 9e9, 9e9))
     window.take(records(1.0, 9e9, 9e9))  # of before
     assert not window.is_due(100.0)
     window.take(records(2.0, 9e9))
@@ -81,7 +81,7 @@ def test_a_measurement_is_the_mean_of_what_all_workers_and_the_busiest_shard_say
 
 @pytest.mark.parametrize("statuses", [(), [Shard(5.0, 1.0, "another")]], ids=["no answer", "another process"])
 def test_a_measurement_in_which_a_shard_was_away_is_dropped(statuses):
-    window = _Window((0,), {})
+    window = _MeasuringWindow((0,), {})
     window.take(records(1.0, 100.0))
     window.end(0.0, [Shard(10.0, 5.0)])
     for time in (2.0, 3.0, 4.0):
@@ -90,7 +90,7 @@ def test_a_measurement_in_which_a_shard_was_away_is_dropped(statuses):
 
 
 def test_a_record_that_is_damaged_counts_for_nothing():
-    window = _Window((0,), {})
+    window = _MeasuringWindow((0,), {})
     window.take({0: {"time": 1.0}})
     window.end(0.0, [Shard(10.0, 5.0)])
     for time in (2.0, 3.0, 4.0):

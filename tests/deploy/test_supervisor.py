@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from embershard.deploy import supervisor
-from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings, _Process
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings, _ShardProcess
 from embershard.proto import spec
 from embershard.proto.errors import ShardFailed
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, Hello
@@ -165,7 +165,7 @@ def test_a_shard_that_logs_while_it_compiles_is_waited_for():
     lines = "import sys, time\nfor _ in range(9):\n    time.sleep(0.5)\n"
     lines += "    print('compiling', file=sys.stderr, flush=True)\n"
     lines += """print('{"event": "serving", "address": "127.0.0.1:1"}', flush=True)"""
-    process = _Process([sys.executable, "-S", "-c", lines], dict(os.environ), lambda line: None)
+    process = _ShardProcess([sys.executable, "-S", "-c", lines], dict(os.environ), lambda line: None)
     assert process.wait_until_serving(3.0)
     assert process.ended() == "exit code 0"
 

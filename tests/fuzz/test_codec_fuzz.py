@@ -12,7 +12,7 @@ import numpy as np
 
 from embershard.proto.codec.flat import flat_nbytes
 from embershard.proto.codec.ids import decode_ids, encode_even_ids, encode_ids
-from embershard.proto.codec.integers import decode_integers, encode_integers, read_varint
+from embershard.proto.codec.integers import decode_integers, encode_integers, read_varint, varint
 from embershard.proto.codec.low_rank import Factors, PlainRun, encode_low_rank
 from embershard.proto.codec.payload import MAX_AGE, decode, decode_elements, encode_elements, encode_rows
 from embershard.proto.codec.positions import decode_positions, encode_drawn, encode_positions
@@ -178,6 +178,29 @@ def test_mutated_integers_and_positions_are_read_within_their_bytes():
 
     run_cases(check_positions, DamagedPayload)
     run_cases(check_integers, DamagedPayload)
+
+
+def test_no_ids_take_more_memory_than_their_limit_accounts_for():
+    def even(places, count):
+        head = [np.array([0], np.uint8), varint(count), np.zeros(8, np.uint8)]
+        return np.concatenate([*head, places])
+
+    count = 20_000
+    for data in (
+        encode_ids(np.arange(count)),
+        even(encode_drawn(count, 1), count + 1),
+        even(encode_positions(np.arange(count), count + 1), count + 1),
+        encode_even_ids(np.arange(count), count, 3),
+    ):
+        decode_ids(data, count)  # a first use imports modules
+        for limit, peak in ((count, 6 * 8 * count), (count - 1, 0)):
+            tracemalloc.start()
+            try:
+                with suppress(DamagedPayload):
+                    decode_ids(data, limit)
+                assert tracemalloc.get_traced_memory()[1] < peak + 20_000, (data.size, limit)
+            finally:
+                tracemalloc.stop()
 
 
 def test_no_payload_takes_more_memory_than_its_message_accounts_for():

@@ -110,13 +110,13 @@ class Clock:
     """What parked work waits for."""
 
     def __init__(self) -> None:
-        self.generation, self.times, self.excused, self.num_members = 0, [], 0.0, 0
+        self.generation, self.times, self.extended, self.num_members = 0, [], 0.0, 0
 
     def advance(self, now):
         self.times.append(now)
 
     def extend_leases(self, seconds):
-        self.excused += seconds
+        self.extended += seconds
 
     def when_may_leave(self, end):
         end()
@@ -230,11 +230,11 @@ class TestParking:
         assert then.result(60) == seen
         assert clock.times == sorted(clock.times)
 
-    def test_members_are_excused_for_the_time_that_one_request_took(self, thread, clock, monkeypatch):
+    def test_leases_are_extended_by_the_time_that_one_request_took(self, thread, clock, monkeypatch):
         monkeypatch.setattr(apply, "_STEP_SECONDS", 0.05)
         submit(thread, lambda: time.sleep(0.2)).result(60)
         idle(thread)
-        assert clock.excused >= 0.1
+        assert clock.extended >= 0.1
 
 
 def run_now(thread, work=threading.get_ident, deadline=float("inf")):

@@ -1,4 +1,4 @@
-"""How the workers of a job begin together on a cluster that starts each of them by itself, again and again.
+"""Start the workers of a job together where the cluster starts and restarts each one.
 
 The first worker begins a run whenever it is started: from then on the shards refuse the workers of earlier runs, and
 they are given the latest checkpoint, or nothing where there is none. The file RUN beside the checkpoints has the run's

@@ -257,7 +257,7 @@ class RunningSnapshot:
         )
 
     def _part(self, shard: int, reply: Snapshotted) -> ShardPart:
-        """What a shard says that it wrote, once it is found where it belongs."""
+        """Read and check the part that a shard says it has written."""
         path = f"{self.name}/{reply.path}"
         where = self._storage.at(path)
         try:

@@ -79,7 +79,7 @@ class _Sum:
         return wire
 
 
-class _Table:
+class _TableBytes:
     """The sums of one table, found once per message: a training step waits while it is counted."""
 
     __slots__ = ("kind", "packed", "residual", "row_bytes", "sums")
@@ -148,7 +148,7 @@ class ByteCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bundled: dict[tuple[Direction, tuple[str, ...]], _Bundled] = {}  # by their members
-        self._tables: defaultdict[str, _Table] = defaultdict(_Table)
+        self._tables: defaultdict[str, _TableBytes] = defaultdict(_TableBytes)
         self._rest: defaultdict[Direction, _Sum] = defaultdict(_Sum)
 
     def count(self, request: Request, outcome: Reply | EmbershardError, pending: PendingReply) -> None:
@@ -201,7 +201,7 @@ class ByteCounter:
         self._bundled.clear()
 
     def _bundle(self, direction: Direction, part: TableIds | TableGradients, values: Array, *, with_ids: bool) -> int:
-        """What a message carried of a bundle; its bytes."""
+        """Count the messages and rows of a bundle in a message, and return its bytes."""
         key = direction, part.members
         if key not in self._bundled:
             if len(self._bundled) >= _MOST_BUNDLES:

@@ -23,7 +23,7 @@ Sent = TypeVar("Sent", bound=Push | Load)
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptPush:
     """A push, and whether it was answered."""
 
     push: Push
@@ -37,7 +37,7 @@ class KeptPushes:
     def __init__(self, clock: SystemClock = SYSTEM_CLOCK) -> None:
         self.is_empty = True  # no push is kept or refused, and no load is on its way
         self._lock = clock.lock()
-        self._kept: defaultdict[int, deque[_Kept]] = defaultdict(deque)
+        self._kept: defaultdict[int, deque[_KeptPush]] = defaultdict(deque)
         self._bytes: defaultdict[int, int] = defaultdict(int)
         self._acknowledged: defaultdict[int, int] = defaultdict(int)  # up to this seq they are safe
         self._terms: defaultdict[int, int] = defaultdict(int)  # of the process that what is kept was sent to again
@@ -54,7 +54,7 @@ class KeptPushes:
             self.is_empty = False
             kept = self._kept[shard]
             if not kept or kept[-1].push.token.seq < push.token.seq:
-                kept.append(_Kept(push, _num_bytes(push)))
+                kept.append(_KeptPush(push, _num_bytes(push)))
                 self._bytes[shard] += kept[-1].num_bytes
                 self._last[shard] = push.token.seq
 

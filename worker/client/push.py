@@ -140,7 +140,7 @@ class PushQueue:
     def _parts(
         self, update: Update, chunks: Sequence[Chunk], shard: int, packed: list[tuple[int, TableGradients]]
     ) -> list[TableGradients]:
-        """What is sent for some rows of some tables: as they are where they weigh nothing, else `packed` gets them."""
+        """Make the parts of a push from some rows of some tables; those that a codec packs are noted in `packed`."""
         compressor, parts = self._compressor, list[TableGradients]()
         try:
             for chunk in chunks:

@@ -198,7 +198,7 @@ class WorkerGroup:
         self.leave()
 
     def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
-        """What those present put down, by worker, in order; without `want_payloads` it may be anything."""
+        """Gather the bytes of all workers present, by rank, in order; without `want_payloads` they may be anything."""
         return {self.rank: data}
 
 

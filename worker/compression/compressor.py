@@ -135,7 +135,7 @@ class Compressor:
         return table in self.coded_pushes
 
     def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
-        """Those of some tables that may travel together: rows and gradients as they are, and without a residual."""
+        """Select the tables that may travel in bundles: uncompressed in both directions, and without a residual."""
         plain = set(tables) - self.coded_pushes.keys() - self.coded_pulls.keys()
         return {table for table in plain if not self._tables[table].drains} if self.has_feedback else plain
 

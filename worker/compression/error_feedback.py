@@ -37,7 +37,7 @@ class ShardGradients(NamedTuple):
 
 
 class EncodeOptions(NamedTuple):
-    """By what a share is packed."""
+    """The options by which a part of a push is packed."""
 
     codec: CodecName
     values: ValuesCodec

@@ -30,11 +30,11 @@ class ParameterSlice(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the matrix that it is to PowerSGD: all dims but the first are one; 0 for a vector."""
+        """Columns of the parameter as a matrix for PowerSGD (all dims but the first); 0 for a vector."""
         return self.size // self.shape[0] if len(self.shape) > 1 and self.size else 0
 
     def rank(self, most: int) -> int:
-        """Of its factors; 0 where these would be no smaller, as for every vector."""
+        """Rank of its factors, at most `most`; 0 where factors would be no smaller, as for every vector."""
         rows = self.shape[0] if self.columns else 0
         own = min(most, rows, self.columns)
         return own if own * (rows + self.columns) < self.size else 0
@@ -131,7 +131,7 @@ class LowRank:
         return self._order[np.searchsorted(self._ids, ids)]
 
     def _pieces(self, blocks: Ids) -> Iterator[Chunk]:
-        """What is sent of these blocks, one run of neighbours after the other."""
+        """Yield the factors or plain values of these blocks, one run of neighbours after the other."""
         for number, low, high, position in _runs(self._places, self._block, blocks):
             place, matrix = self._places[number], self._matrices.get(number)
             rank = 0 if matrix is None or not len(matrix.left) else matrix.left.shape[1]

@@ -78,7 +78,7 @@ def loss_of(
 
 
 def weight_by(model: nn.Module, *, own_loss: bool) -> Callable[[Batch], float]:
-    """How a batch counts among others: by what the loss is a mean over; for the user's `own_loss` by its samples."""
+    """Return the weight of a batch among others: what its loss is a mean over; for `own_loss` its samples."""
     if own_loss:
         return len
     if isinstance(model, ListRecommender):

@@ -43,7 +43,7 @@ def _forward(tower: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Ten
 
 
 def _contexts(tower: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of the first forward, and of the second."""
+    """Contexts of the first forward and of the recomputation."""
     return nullcontext(), _statistics_stand_still(tower)
 
 

@@ -136,7 +136,7 @@ class _RemoteRows(nn.Module):
         return read.index, rows, padding, route.ids
 
     def _from_bundle(self, read: LookupResult) -> torch.Tensor | None:
-        """What it makes of the rows of a lookup, where they came for it in a bundle, and no forward has taken them."""
+        """Output from the rows of a bundle, where a lookup has them for this module and no forward has taken them."""
         bundle, member, weight = read.bundle, read.member, self._weight
         if bundle is None or bundle.readers[member] is not self or self._is_frozen(weight):
             return None

@@ -49,7 +49,7 @@ class OtherParameters(TableMismatch):
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _TableModules:
     """Modules that share one weight, and so one table."""
 
     names: list[str]  # of every place in the tree, the first names the table
@@ -241,8 +241,8 @@ def _is_table(module: nn.Module) -> bool:
     return False
 
 
-def _groups(model: nn.Module) -> list[_Group]:
-    groups: dict[int, _Group] = {}
+def _groups(model: nn.Module) -> list[_TableModules]:
+    groups: dict[int, _TableModules] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if not _is_table(module):
             continue
@@ -264,14 +264,14 @@ def _groups(model: nn.Module) -> list[_Group]:
             raise ValueError(
                 f"table {name!r} has a {own[0]!r} of its own, which a remote one has not; keep it beside it"
             )
-        group = groups.setdefault(id(module.weight), _Group([], []))
+        group = groups.setdefault(id(module.weight), _TableModules([], []))
         group.names.append(name)
         if module not in group.modules:
             group.modules.append(module)
     return list(groups.values())
 
 
-def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str], settings: _Settings) -> None:
+def _validate(model: nn.Module, groups: list[_TableModules], id_space: Mapping[str, str], settings: _Settings) -> None:
     """ValueError for what cannot be wrapped, before anything is declared."""
     tables = {id(group.weight): group.names[0] for group in groups}
     for name, module in model.named_modules():
@@ -376,7 +376,7 @@ def _memory(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _table_names(groups: list[_Group], prefix: str) -> list[str]:
+def _table_names(groups: list[_TableModules], prefix: str) -> list[str]:
     names = [prefix + re.sub(r"[^\w.\-/]", "_", group.names[0] or "embedding", flags=re.ASCII) for group in groups]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -397,7 +397,7 @@ def elementwise(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _values(group: _Group) -> Values | None:
+def _values(group: _TableModules) -> Values | None:
     """First values of a table: a materialised weight, or for a meta one its padding row, which starts as zero."""
     weight = group.weight
     if not weight.is_meta:

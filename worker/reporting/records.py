@@ -162,4 +162,4 @@ class Observer(Protocol):
         """The run is over, and well."""
 
     def close(self) -> None:
-        """Nothing more will come, whatever happened."""
+        """Close the files; call it after an error too."""

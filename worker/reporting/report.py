@@ -231,7 +231,7 @@ class Report:
     def _of_workers(
         self, segment: int, mine: npt.NDArray[np.float64], at_end: Callable[[], None]
     ) -> list[npt.NDArray[np.float64]]:
-        """Those of all workers, in their order; this one's own where the others have finished without it."""
+        """Collect the arrays of all workers, in order; this one's own where the others have finished without it."""
         group = self._group
         try:
             group.end_segment(segment, last=True)

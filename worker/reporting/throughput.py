@@ -114,7 +114,7 @@ class Throughput:
 
     @property
     def began(self) -> float:
-        """When that was: seconds since 1970, by which workers that come later count too."""
+        """Start of the measurement, seconds since 1970; workers that join later take it over."""
         return time.time() - self.seconds
 
     @began.setter
@@ -123,7 +123,7 @@ class Throughput:
 
     @property
     def all_samples(self) -> int:
-        """Of all workers, the others taken to be as fast as this one since they met."""
+        """Samples of all workers, the others taken to be as fast as this one since their counts were exchanged."""
         others = self._others + self._new_samples * (self._workers - 1)
         return sum(self._counts.values()) + self.samples - self._met_at + others
 

@@ -56,7 +56,7 @@ class WorkerRecord:
             os.replace(new, self._file)
 
     def samples(self) -> dict[int, int]:
-        """Of each worker that has written a record, on how many samples it had trained then."""
+        """Samples by worker, of those that have written a record: on how many it had trained then."""
         records = worker_records(self._folder)
         return {worker: count for worker, one in records.items() if isinstance(count := one.get("samples"), int)}
 

@@ -94,7 +94,7 @@ class CollectedGradients:
         return sorted(self._split().values(), key=lambda part: part.spec.name)
 
     def of_table(self, table: str) -> RowGradients | None:
-        """Those of one table; None where it has none. A loop over all parameters asks several times for each."""
+        """The gradients of one table; None where it has none. Cheap to ask again, as loops over parameters do."""
         return self._split().get(table)
 
     def _split(self) -> dict[str, RowGradients]:

@@ -37,7 +37,7 @@ class EmbeddingModule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _DeclaredTable:
     """A table whose modules the session does not know."""
 
     spec: TableSpec
@@ -81,7 +81,7 @@ def lookups_of_batches(
     ValueError where neither is there.
     """
     if inputs is not None:
-        embeddings: dict[str, EmbeddingModule] = {spec.name: _Table(spec) for spec in specs}
+        embeddings: dict[str, EmbeddingModule] = {spec.name: _DeclaredTable(spec) for spec in specs}
         embeddings |= {module.spec.name: module for model in models for module in model.embeddings.values()}
         if len(models) == 1:
             embeddings |= models[0].embeddings

@@ -125,7 +125,7 @@ class LocalSteps:
 
     @property
     def timeout(self) -> timedelta:
-        """By which a call ends."""
+        """Time limit of a call."""
         return self._client.timeout
 
     @property

@@ -40,7 +40,7 @@ class Ready(Generic[B]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Push:
-    """What a step pushes."""
+    """A push that is being sent or waits for those before it."""
 
     batch: int  # in which it was submitted
     send: Callable[[], object]

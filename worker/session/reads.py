@@ -156,7 +156,7 @@ def _find(results: LookupResults, table: str, ids: torch.Tensor, device: torch.d
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _RouteGroup:
     """Tables that are read by one route: one tensor of ids, one id space; or a bundle."""
 
     lookups: list[Lookup]  # of different tables
@@ -196,7 +196,7 @@ class PullBatch:
         self.versions: Versions | None = None  # the lowest of its rows, by shard; 0 where a cache may have given some
         self._source = source
         self._dense: list[tuple[DenseWeights, Route, Floats]] = []
-        self._groups: list[_Group] = []
+        self._groups: list[_RouteGroup] = []
         groups: dict[tuple[int, int], list[Lookup]] = {}
         unique = {(lookup.spec.name, id(lookup.ids)): lookup for lookup in lookups}
         bundles, single = _bundles(list(unique.values()), source)
@@ -224,7 +224,7 @@ class PullBatch:
             devices = {lookup.device for lookup in group}
             indices = {device: index if device.type == "cpu" else pinned(index, device) for device in devices}
             missing = np.ones(len(route.ids), np.bool_)
-            self._groups.append(_Group(group, [version] * len(group), route, missing, rows, indices))
+            self._groups.append(_RouteGroup(group, [version] * len(group), route, missing, rows, indices))
 
     def pull(
         self,
@@ -269,7 +269,7 @@ class PullBatch:
         for rows, take, pulled in partial:
             rows.numpy()[take] = pulled
 
-    def _shared_with(self, group: _Group) -> Mask:
+    def _shared_with(self, group: _RouteGroup) -> Mask:
         """Rows of another batch's group that this one reads too."""
         shared = np.zeros(len(group.route.ids), np.bool_)
         for mine in self._groups:
@@ -347,7 +347,7 @@ def _has_many_for_a_gpu(lookups: list[Lookup]) -> bool:
     return is_one and ids.numel() >= MANY_IDS and ids.dtype in (torch.int64, torch.int32) and not _is_mapped(ids)
 
 
-def _gpu_group(lookups: list[Lookup], placement: Placement) -> _Group:
+def _gpu_group(lookups: list[Lookup], placement: Placement) -> _RouteGroup:
     """Tables that modules on one GPU read by many ids: that GPU finds the distinct ones, and keeps the index."""
     spec, ids, device = lookups[0].spec, lookups[0].ids, lookups[0].device
     version = _version(ids)
@@ -360,10 +360,10 @@ def _gpu_group(lookups: list[Lookup], placement: Placement) -> _Group:
         lookup.spec.name: _memory_for(len(route.ids), lookup.spec.dim, device) for lookup in lookups
     }
     missing = np.ones(len(route.ids), np.bool_)
-    return _Group(lookups, [version] * len(lookups), route, missing, rows, {device: index})
+    return _RouteGroup(lookups, [version] * len(lookups), route, missing, rows, {device: index})
 
 
-def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
+def _bundle_group(lookups: list[Lookup], placement: Placement) -> _RouteGroup:
     """Tables that are read as one."""
     versions = [_version(lookup.ids) for lookup in lookups]
     flat = torch.cat([lookup.ids.detach().reshape(-1) for lookup in lookups]).to("cpu", torch.int64).numpy()
@@ -383,7 +383,7 @@ def _bundle_group(lookups: list[Lookup], placement: Placement) -> _Group:
     readers = [lookup.reader for lookup in lookups]
     bundle = BundleRows(route, rows, index, bounds, flat, shapes, lookups[0].how, readers, least, largest, specs)
     missing = np.ones(len(route.ids), np.bool_)
-    return _Group(lookups, versions, route, missing, {tables: rows}, {rows.device: index}, bundle)
+    return _RouteGroup(lookups, versions, route, missing, {tables: rows}, {rows.device: index}, bundle)
 
 
 def _memory_for(num_rows: int, dim: int, device: torch.device) -> torch.Tensor:
@@ -393,7 +393,7 @@ def _memory_for(num_rows: int, dim: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(empty_floats(num_rows, dim))
 
 
-def _results(group: _Group, bundle: BundleRows) -> Iterator[tuple[str, LookupResult]]:
+def _results(group: _RouteGroup, bundle: BundleRows) -> Iterator[tuple[str, LookupResult]]:
     """The rows of each table of a bundle, by its name."""
     sizes = [shape.numel() for shape in bundle.shapes]
     outputs: list[torch.Tensor | None] = []

@@ -123,7 +123,7 @@ class CachedRows:
 
     @property
     def timeout(self) -> timedelta:
-        """By which a call ends."""
+        """Time limit of a call."""
         return self._source.timeout
 
     @property

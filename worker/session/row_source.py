@@ -23,7 +23,7 @@ class RowSource(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """By which a call ends."""
+        """Time limit of a call."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class RowSource(Protocol):
         ...
 
     def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
-        """Those of some tables that may be read and pushed in bundles, by the names of all members."""
+        """Select the tables that may be read and pushed in bundles, by the names of all members."""
         ...
 
     def pull(

@@ -61,7 +61,7 @@ class TableSession(Protocol):
         ...
 
     def gradient_of(self, table: str) -> RowGradients | None:
-        """Those of the rows of one table that were read since the last step."""
+        """The gradients of a table's rows that were read since the last step; None where it has none."""
         ...
 
     def drop_gradients(self, table: str) -> None:

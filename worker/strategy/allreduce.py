@@ -29,7 +29,7 @@ class SynchronousSteps:
 
     @classmethod
     def join(cls, set_idle: Callable[[bool], None] = lambda _: None) -> SynchronousSteps | None:
-        """With the workers of torch's process group; None without any others."""
+        """Train in step with the workers of torch's process group; None where this one is alone."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         return None if alone else cls(set_idle)
 

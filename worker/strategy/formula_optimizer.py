@@ -59,7 +59,7 @@ class RowFormulaOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "_spec": self._spec, "skipped": self.skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy."""
+        """Restore a copy or a pickled optimizer."""
         super().__setstate__(state)
         self._prepare()
 

@@ -108,7 +108,7 @@ def _payload_bytes(
 
 
 def _residual_bytes(part: BytePart, counted: ByteCount, client: Client) -> float:
-    """Of rows that are sent as float32, with their ages and ids."""
+    """Bytes of residual rows that are sent as float32, with their ages and ids."""
     spec = client.spec(part.table)
     row = _ID_BYTES * _packed_share(client.byte_counter.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
     ages = age_bytes(counted.residual, client.compressor.sent(part.table).age or 1.0)
@@ -116,7 +116,7 @@ def _residual_bytes(part: BytePart, counted: ByteCount, client: Client) -> float
 
 
 def _factor_bytes(codec: CodecName, counted: ByteCount, client: Client, table: str) -> float:
-    """Of pushes of all weights, each in as many messages as it takes; where some have no gradient, in proportion."""
+    """Bytes of the factors of all weights, in as many messages as they take; less where some have no gradient."""
     spec, layout = client.spec(table), client.compressor.layout(table)
     route = make_route(layout.ids, spec.space_key, client.placement)
     parts = [
@@ -130,7 +130,7 @@ def _factor_bytes(codec: CodecName, counted: ByteCount, client: Client, table: s
 
 
 def _packed_share(samples: Iterable[Ids], pack: Callable[[Ids], Bytes | None]) -> float:
-    """What is left of ids that travel packed."""
+    """Bytes of packed ids relative to plain ones."""
     packed = raw = 0
     for ids in samples:
         raw += ids.nbytes

@@ -92,7 +92,7 @@ class Strategy(Protocol):
 
     @property
     def clock(self) -> int:
-        """Of this worker's next step, as the shards count."""
+        """Clock of this worker's next step, as the shards count."""
 
     def pause(self) -> None:
         """Training pauses: the other workers' clock does not wait for this one."""

@@ -139,7 +139,7 @@ class ShardStrategy:
         return stats
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
-        """By the codecs in use now."""
+        """Return the bytes that are expected for what was moved, by the codecs in use now."""
         return predict_volumes(moved, self.session.client)
 
     def codecs(self) -> str:

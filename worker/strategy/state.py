@@ -56,7 +56,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _part(value: Tensor, parameter: Tensor) -> Tensor:
-    """What this worker holds of a value: its share, where the parameter is sharded and the value is of its shape."""
+    """Place a value of the state on this worker: its share, where the parameter is sharded and the shapes agree."""
     if not isinstance(value, Tensor):
         return value
     value = value.clone()  # the state may be that of another run, which goes on

@@ -169,7 +169,7 @@ class TorchStrategy:
         return ""
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
-        """Nothing: no shard is asked."""
+        """Return nothing: no shard is asked."""
         return {}
 
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
@@ -191,7 +191,7 @@ class TorchStrategy:
             optimizer.zero_grad()
 
     def pause(self) -> None:
-        """Nobody waits for a worker between its steps."""
+        """Do nothing: no other worker waits for this one between its steps."""
 
     def resume(self, clock: int) -> None:
         """Do nothing: a pause released nothing."""

@@ -47,7 +47,7 @@ class Link:
 
     @staticmethod
     def of(calls: Sequence[tuple[int, float]], round_trip: float) -> Link | None:
-        """Of calls (bytes, seconds); None without any.
+        """Estimate the speed from calls (bytes, seconds); None without calls.
 
         The best quarter of the larger ones counts: the others waited for something else, as for other workers.
         """

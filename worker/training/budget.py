@@ -139,7 +139,7 @@ class TrainingPlan:
 
     @property
     def _next_epoch(self) -> int:
-        """That of the next batch; maybe the one before, where only reading tells how long an epoch is."""
+        """Epoch of the next batch; maybe the one before, where only reading tells how long an epoch is."""
         at, samples = self.position, self._dataset.num_samples("train")
         return at.epoch + (samples is not None and at.batch >= self._batches_for(samples))
 
@@ -154,7 +154,7 @@ class TrainingPlan:
 
     @property
     def total_steps(self) -> int | None:
-        """Of each worker; None where only reading tells.
+        """Steps of each worker in the whole run; None where only reading the data tells.
 
         What a part leaves of batches for one step makes a step of its own. Of splits a worker is taken to be dealt its
         share.
@@ -173,7 +173,7 @@ class TrainingPlan:
 
     @property
     def total_samples(self) -> int | None:
-        """Of all workers; None where only reading tells."""
+        """Samples of all workers in the whole run; None where only reading the data tells."""
         samples = self._dataset.num_samples("train")
         if self._unit == "epochs" and samples is not None:
             return self._length * samples

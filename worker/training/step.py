@@ -208,7 +208,7 @@ class TrainStep:
             self._average.stepped()
 
     def _norm(self, weight: float, bad_loss: bool) -> float:
-        """Of the mean of the gradients, by all workers' agreement; inf for a step to be left out, 0 if nobody asks."""
+        """Norm of the mean gradient, agreed by all workers; inf for a step to be left out, 0 where it is not needed."""
         settings = self._settings
         if settings.clip_norm is None and settings.non_finite == "stop" and self._scaler is None:
             return 0.0

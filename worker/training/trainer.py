@@ -213,7 +213,7 @@ class Trainer:
         return number
 
     def _shared_state(self) -> dict[str, Any]:
-        """What the others go by; the most of it those that join late."""
+        """State that this worker sends to the others, above all to those that join late."""
         common = {name: part.state_dict() for name, part in self._common.items()}
         at = {"steps": self._learn.steps, "clock": self.strategy.clock, "budget": self._budget.shared_state}
         return {"stopped": self._stopped, "began": self._meter.began, **at, **common}

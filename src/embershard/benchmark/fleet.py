@@ -25,7 +25,7 @@ class BenchFailed(EmbershardError):
     template = "worker {worker} of the bench ended with exit code {code}; its last lines:\n{lines}"
 
 
-class _Process:
+class _WorkerProcess:
     """One worker process, and the thread that reads its answers."""
 
     def __init__(self, number: int, order: Order) -> None:
@@ -88,12 +88,12 @@ class Fleet:
 
     def __init__(self, orders: Sequence[Order], watch: Callable[[], EmbershardError | None] = lambda: None) -> None:
         self._orders, self._watch = orders, watch
-        self._processes: list[_Process] = []
+        self._processes: list[_WorkerProcess] = []
 
     def __enter__(self) -> Self:
         try:
             for number, order in enumerate(self._orders):
-                self._processes.append(_Process(number, order))
+                self._processes.append(_WorkerProcess(number, order))
             for process in self._processes:
                 process.answer(self._watch)
         except BaseException:

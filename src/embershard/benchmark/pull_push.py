@@ -22,7 +22,7 @@ _FILL = 1 << 16  # rows per message
 
 
 class PullPushWorker:
-    """Its batches lie in memory; a step routes one, pulls its rows, and pushes a gradient for each of them."""
+    """Batches in memory, of which a step routes one, pulls its rows, and pushes a gradient for each of them."""
 
     def __init__(self, settings: PullPush, addresses: Sequence[str], rank: int) -> None:
         if settings.transport is TransportName.LOCAL:

@@ -24,7 +24,7 @@ AXES = {
 
 
 def result_json(result: AnyResult) -> dict[str, object]:
-    """Everything that was found, and the settings that lead there again."""
+    """Return the whole result, with the settings that reproduce it, as values for JSON."""
     adapter: TypeAdapter[AnyResult] = TypeAdapter(type(result))
     values: dict[str, object] = adapter.dump_python(result, mode="json")
     return values

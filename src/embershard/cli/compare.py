@@ -168,7 +168,7 @@ def compare(
 
 
 def _check(margin: float | None, netns: bool, ps: str | None) -> None:
-    """What would only be missed after hours."""
+    """Check what would otherwise fail after hours: options, packages, and network namespaces."""
     if netns and ps is not None:
         raise typer.BadParameter("--netns starts shards behind a link of its own: --ps has no meaning with it")
     if margin is not None and not (0 < margin < math.inf):
@@ -259,7 +259,7 @@ def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, mar
 
 
 def _command() -> tuple[str, ...]:
-    """What was called, to make the runs and not only to report them."""
+    """The command that made the runs: as it was called, without --report-only."""
     return ("embershard", *(word for word in sys.argv[1:] if word != "--report-only"))
 
 

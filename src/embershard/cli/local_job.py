@@ -176,7 +176,7 @@ class LocalJob:
 
     @property
     def _shard_options(self) -> Sequence[str]:
-        """What shards need that other machines reach: leave for that, and the folders of the job's checkpoints."""
+        """Options of shards on other machines: whether to allow plain connections, and the folders of checkpoints."""
         if self.engine.is_local:
             return ()
         words = ["--insecure"] if self.insecure else []
@@ -194,7 +194,7 @@ class LocalJob:
     def _look(
         self, local: LocalShards | None, running: LocalWorkers, scaling: WorkerScaling | None
     ) -> EmbershardError | None:
-        """What is looked at while the workers train; the failure of a shard ends the wait for them."""
+        """Watch the job while its workers train; the failure of a shard, which is returned, ends the wait for them."""
         self.recoveries.look()
         if scaling is not None:
             scaling.look(running)

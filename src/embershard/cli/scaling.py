@@ -76,7 +76,7 @@ class WorkerScaling:
         self._shards, self._tls = shards, tls
         self._client: Client | None = None
         self._due = 0.0  # time.monotonic() of the next look
-        self._window: _Window | None = None
+        self._window: _MeasuringWindow | None = None
 
     def close(self) -> None:
         """Close the connections to the shards."""
@@ -91,7 +91,7 @@ class WorkerScaling:
         self._due = now + _LOOK_SECONDS
         records = worker_records(self._folder)
         if self._window is None or self._window.ranks != workers.ranks:
-            self._window = _Window(workers.ranks, records)
+            self._window = _MeasuringWindow(workers.ranks, records)
         self._window.take(records)
         if not self._window.is_due(now):
             return
@@ -124,7 +124,7 @@ class WorkerScaling:
             return ()
 
 
-class _Window:
+class _MeasuringWindow:
     """A while in which the same workers train: it begins once each of them does."""
 
     def __init__(self, ranks: tuple[int, ...], records: Mapping[int, Record]) -> None:

@@ -6,7 +6,7 @@ import re
 
 import typer
 
-from embershard.ps.memory import physical_memory
+from embershard.ps.memory import usable_memory
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", start=1)}}
 _UNITS.update({f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", start=1)})
@@ -18,12 +18,9 @@ def memory_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if not found:
         return file_bytes(text, "--memory", "4GiB, 500MB or 80%")
-    from embershard.doctor import machine  # with all that compiles, for which `embershard train` need not wait
-
-    whole = min(machine.smallest_memory_limit() or physical_memory(), physical_memory())
     if float(found[1]) > 100:
         raise typer.BadParameter(f"{text!r} is more than there is; write at most 100%", param_hint="--memory")
-    return _checked(text, float(found[1]) * 0.01 * whole, "--memory")
+    return _checked(text, float(found[1]) * 0.01 * usable_memory(), "--memory")
 
 
 def file_bytes(text: str, option: str, examples: str = "4GiB or 500MB") -> int:

@@ -106,13 +106,13 @@ def staleness_seen(case: Case) -> Finding | None:
     """The shards' histograms, added up."""
     counts = Counter[int]()
     for _, status in case.statuses:
-        counts.update({missed: pushes for missed, pushes in enumerate(status.staleness_seen) if pushes})
+        counts.update({staleness: pushes for staleness, pushes in enumerate(status.staleness_seen) if pushes})
     if not counts:
         return None
     last = max(len(status.staleness_seen) for _, status in case.statuses) - 1
     most = f"{last} or more" if counts[last] else str(max(counts))
-    mean = sum(missed * pushes for missed, pushes in counts.items()) / counts.total()
-    text = f"{counts.total():,} pushes: mean {mean:.1f}, p99 {_quantile(counts, 0.99)}, at most {most} updates missed"
+    mean = sum(staleness * pushes for staleness, pushes in counts.items()) / counts.total()
+    text = f"{counts.total():,} pushes: mean {mean:.1f}, p99 {_quantile(counts, 0.99)}, at most {most} updates"
     # workers that are as quick as each other miss one step of each of the others, and those that their bound allows
     usual = case.workers * (1 + max(0, *(status.staleness for _, status in case.statuses)))
     known = case.job is not None or _trains(case)

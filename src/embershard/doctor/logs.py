@@ -31,7 +31,7 @@ _MEASURED_SECONDS = 1.0
     remedy="choose a folder on a local disk (--log-dir, or the job's output)",
 )
 def log_folder(case: Case) -> Finding | None:
-    """Its file system: one in memory ends with the machine, one in the network may lose locks."""
+    """Check the folder's file system: one in memory ends with the machine, one in the network may lose locks."""
     if case.log_folder is None:
         return None
     there = _nearest(case.log_folder)

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil
 
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, size, warn
+from embershard.ps.memory import UNLIMITED, cgroups, physical_memory, read
 
 PROC = Path("/proc")
 SYS = Path("/sys")
@@ -35,7 +35,7 @@ _SMALL_SHARED_MEMORY = 2**28
     "an old one",
 )
 def system_time(_: Case) -> Finding:
-    """Now, against the age of what is installed."""
+    """Compare the system time with the time of the installation."""
     now = datetime.now(UTC)
     installed = datetime.fromtimestamp(Path(__file__).stat().st_mtime, UTC)
     if (installed - now).total_seconds() > 86_400:
@@ -102,10 +102,10 @@ def container(_: Case) -> Finding | None:
 def address_space(_: Case) -> Finding:
     """RLIMIT_AS and the system's mode of overcommitting memory."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory_bytes = physical_memory()
     if soft != resource.RLIM_INFINITY and soft < 2 * memory_bytes:
         return warn(f"ulimit -v is {size(soft)}; each table reserves about {size(memory_bytes)}, or what it can get")
-    if _read(PROC / "sys/vm/overcommit_memory") == "2":
+    if read(PROC / "sys/vm/overcommit_memory") == "2":
         return warn("vm.overcommit_memory is 2: what is reserved counts as used, so tables have little room to grow")
     return ok("no limit")
 
@@ -117,7 +117,7 @@ def address_space(_: Case) -> Finding:
 )
 def huge_pages(_: Case) -> Finding | None:
     """Transparent huge pages, which the shard asks for."""
-    mode = _read(SYS / "kernel/mm/transparent_hugepage/enabled")
+    mode = read(SYS / "kernel/mm/transparent_hugepage/enabled")
     if not mode:
         return None
     chosen = mode.partition("[")[2].partition("]")[0]
@@ -155,18 +155,6 @@ def shared_memory(_: Case) -> Finding | None:
 CHECKS = (system_time, open_files, memory, container, address_space, huge_pages, swap, shared_memory)
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
-
-
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2^63
-
-
 def usable_cores() -> float:
     """Cores that this process may keep busy: its affinity, and the container's share of the time."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -176,10 +164,10 @@ def usable_cores() -> float:
 def cpu_quota() -> float | None:
     """Cores' worth of time that the container may use; None without a limit."""
     quotas = []
-    for folder in _folders("cpu"):
-        words = _read(folder / "cpu.max").split() or [
-            _read(folder / "cpu.cfs_quota_us"),
-            _read(folder / "cpu.cfs_period_us"),
+    for folder in cgroups("cpu"):
+        words = read(folder / "cpu.max").split() or [
+            read(folder / "cpu.cfs_quota_us"),
+            read(folder / "cpu.cfs_period_us"),
         ]
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
             quotas.append(int(words[0]) / int(words[1]))
@@ -189,37 +177,17 @@ def cpu_quota() -> float | None:
 def memory_limit() -> tuple[int, int] | None:
     """Bytes that the container may use, and those of them that are left; None without a limit."""
     limits = []
-    for folder in _folders("memory"):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
-        if not (limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED):
+    for folder in cgroups("memory"):
+        limit = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
+        used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
+        if not (limit.isdigit() and used.isdigit() and int(limit) < UNLIMITED):
             continue
         limits.append((int(limit), max(0, int(limit) - int(used) + _cache(folder))))
     return min(limits, key=lambda pair: pair[1], default=None)
 
 
-def smallest_memory_limit() -> int | None:
-    """Bytes that the tightest of the container's groups allows; None without a limit."""
-    texts = [_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes") for folder in _folders("memory")]
-    return min((int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED), default=None)
-
-
 def _cache(folder: Path) -> int:
     """Bytes of files that the system drops when memory is wanted."""
-    lines = [line.split() for line in _read(folder / "memory.stat").splitlines()]
+    lines = [line.split() for line in read(folder / "memory.stat").splitlines()]
     values = {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
     return values.get("total_inactive_file", values.get("inactive_file", 0))
-
-
-def _folders(controller: str) -> Iterator[Path]:
-    """The groups that this process is in, from its own to the outermost: the limits of all of them hold."""
-    for line in _read(MEMBERSHIP).splitlines():
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0" and not controllers:
-            top = CGROUPS
-        elif controller in controllers.split(","):
-            top = CGROUPS / controller
-        else:
-            continue
-        inner = top / path.lstrip("/")
-        yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(top))

@@ -219,7 +219,7 @@ CHECKS = (ended, step, even_steps, waiting, speed_over_time, evaluation, cache, 
 
 
 def _sum(parts: Sequence[Mapping[str, object]], field: str, **wanted: str) -> float:
-    """Of the parts whose fields are as wanted."""
+    """Sum a field over the parts whose other fields are as wanted."""
     chosen = [part for part in parts if all(part.get(name) == value for name, value in wanted.items())]
     return sum(number(part, field) or 0.0 for part in chosen)
 

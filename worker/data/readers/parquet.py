@@ -204,7 +204,7 @@ class ParquetSource:
 
     @cached_property
     def _footer(self) -> dict[File, pq.FileMetaData]:
-        """That of the file read last: it is as long as a file has row groups, and each of them is opened anew."""
+        """Footer of the file read last: it is as long as a file has row groups, and each of them is opened anew."""
         return {}
 
     @cached_property

@@ -94,7 +94,7 @@ class RayTables:
         return self._count if self.rows is None else self.rows
 
     def fingerprint(self) -> dict[str, object]:
-        """Nothing: the files may be ones that Ray alone reads."""
+        """Return nothing: the files may be ones that Ray alone reads."""
         return {}
 
     def first_rows(self) -> Iterator[tuple[Callable[[int], str], pa.Table]]:

@@ -88,7 +88,7 @@ class SASRec(ListRecommender):
         users = ids.shape[0]
         where = torch.arange(users * self.history, device=rows.device)
         for block in self.blocks:
-            x = block(x, [_Group(users * self.history, users, self.history, where)])
+            x = block(x, [_UserGroup(users * self.history, users, self.history, where)])
         states = self.norm(x).view(users, self.history, -1)
         last = (lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, states.shape[2])
         state = states.gather(1, last) * (lengths > 0).view(-1, 1, 1)
@@ -112,7 +112,7 @@ class SASRec(ListRecommender):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Group:
+class _UserGroup:
     """Users whose attention is computed together, padded to the longest of them."""
 
     num_places: int  # the next ones
@@ -121,7 +121,7 @@ class _Group:
     where: Tensor  # (num_places,) each one's place among num_users * longest
 
 
-def _groups(lengths: Sequence[int], user: Tensor, place: Tensor) -> list[_Group]:
+def _groups(lengths: Sequence[int], user: Tensor, place: Tensor) -> list[_UserGroup]:
     """Split users, whose lengths ascend, where the length has doubled."""
     groups = []
     first = first_place = 0
@@ -129,7 +129,7 @@ def _groups(lengths: Sequence[int], user: Tensor, place: Tensor) -> list[_Group]
         last = bisect_right(lengths, max(8, 2 * lengths[first]))
         num_places, longest = sum(lengths[first:last]), lengths[last - 1]
         part = slice(first_place, first_place + num_places)
-        groups.append(_Group(num_places, last - first, longest, (user[part] - first) * longest + place[part]))
+        groups.append(_UserGroup(num_places, last - first, longest, (user[part] - first) * longest + place[part]))
         first, first_place = last, part.stop
     return groups
 
@@ -149,7 +149,7 @@ class _Block(nn.Module):
         nn.init.xavier_normal_(output.weight)
         self.feed_forward = nn.Sequential(hidden, nn.Dropout(dropout), nn.ReLU(), output, nn.Dropout(dropout))
 
-    def forward(self, x: Tensor, groups: Sequence[_Group]) -> Tensor:
+    def forward(self, x: Tensor, groups: Sequence[_UserGroup]) -> Tensor:
         """(places, dim) of (places, dim)."""
         query = self.attention_norm(x)
         memory = query if self.pre_norm else x
@@ -161,7 +161,7 @@ class _Block(nn.Module):
         out: Tensor = (x if self.pre_norm else normed) + self.feed_forward(normed)
         return out
 
-    def _attend(self, group: _Group, parts: Sequence[Tensor]) -> Tensor:
+    def _attend(self, group: _UserGroup, parts: Sequence[Tensor]) -> Tensor:
         """Causal attention of a group's places; what is padded stands behind them, where the mask hides it."""
         size = group.num_users * group.longest
         query, key, value = (

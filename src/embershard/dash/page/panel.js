@@ -142,7 +142,7 @@ function showStaleness(counts) {
   const plot = staleness.querySelector(".plot");
   staleness.classList.toggle("empty", total === 0);
   plot.dataset.empty = "No push has been counted yet.";
-  write(staleness.querySelector(".legend"), total ? `updates missed by ${fmt.short(total)} pushes` : "");
+  write(staleness.querySelector(".legend"), total ? `staleness of ${fmt.short(total)} pushes, in updates` : "");
   if (total === 0) {
     plot.replaceChildren();
     return;
