@@ -1,4 +1,4 @@
-"""README.md and docs/: every block of code runs, or is what it says; what is generated is current."""
+"""README.md and docs/: every block of code runs, or is checked as it says; what is generated is current."""
 
 import importlib.util
 import json
