@@ -240,7 +240,7 @@ bar-bandwidth: setup  ## codecs over 100 Mbit/s and without limit (10 minutes; A
 bar-leak: setup  ## 10^5 steps with memory flat on both sides (up to 10 minutes)
 	$(BIN)/python bench/leak.py
 
-bar-serve: setup  ## an exported ranker over HTTP: the trainer's scores, and 50 requests a second of 100 candidates (2 minutes)
+bar-serve: setup  ## two exported rankers over HTTP: the trainer's scores, and 50 requests a second of 100 candidates (4 minutes)
 	$(BIN)/python bench/bar_serve.py $(ARGS)
 
 bar-panel: setup  ## the panel in Chromium: sample to pixel, no stranger asked, a flat heap, 100 shards (5 minutes; apt-get install chromium)

@@ -1,9 +1,11 @@
-"""A ranker trained on Criteo's rows, served over HTTP by examples/serve/app.py: the trainer's scores, and how fast.
+"""Rankers trained on Criteo's rows, served over HTTP by examples/serve/app.py: the trainer's scores, and how fast.
 
-Trains examples/criteo.yaml (DCN-V2, hashed ids) with two shard processes, exports it, and compares the export's scores
-with the logits of the trainer's last evaluation, and its rows with those of the shards, ids included that were never
-trained. Then the app serves 100 candidates a request, 50 requests a second over 4 connections. The client is a process
-of its own with a fixed schedule: a request's time counts from when it was due, so that waiting behind others counts.
+Two jobs: `criteo` is examples/criteo.yaml (DCN-V2, hashed ids); `features` is the same model with a features section on
+the same rows as Parquet: hashed ids, vocabularies by min_count, a list, and quantiles of numbers of which some are
+missing. Each is trained with two shard processes and exported. Compares the export's scores with the logits of the
+trainer's last evaluation, and its rows with those of the shards, ids included that were never trained. Then the app
+serves 100 candidates a request, 50 requests a second over 4 connections. The client is a process of its own with a
+fixed schedule: a request's time counts from when it was due, so that waiting behind others counts.
 Prints one JSON line; exits 1 below the bar.
 """
 
@@ -24,14 +26,16 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from ruamel.yaml import YAML
 
 import embershard as es
 from embershard.cli.source import open_source
-from embershard.worker.data.readers.criteo import LAYOUT
+from embershard.worker.data.readers.criteo import CATEGORICAL, LAYOUT, NUMERIC
 from embershard.worker.data.text import read_tables
 from embershard.worker.job.load import load_job
-from embershard.worker.trained.reading import remote_tables, trained
+from embershard.worker.trained.reading import is_hashed, remote_tables, trained
 from timing import finish, load, print_table
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -39,6 +43,12 @@ DATA = EXAMPLES / "../../shared/data"
 SCORES_WITHIN, P99_MS = 1e-6, 25.0
 CANDIDATES, RATE, CONNECTIONS, SECONDS, WARM_UP = 100, 50, 4, 20.0, 3.0
 BODIES = 64
+FEATURES: dict[str, object] = {
+    **{name: {"type": "number", "transform": ["log", "quantile"], "missing": 0.5} for name in NUMERIC},
+    **{name: {} for name in CATEGORICAL[:13]},
+    **{name: {"min_count": 2} for name in CATEGORICAL[13:]},
+    "some": {"type": "list"},
+}
 KEEP = """\
 import numpy as np
 def keep(labels, logits):
@@ -50,39 +60,54 @@ def keep(labels, logits):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with criteo/train_10k.tsv")
+    parser.add_argument("--jobs", nargs="+", default=["criteo", "features"], choices=["criteo", "features"])
     parser.add_argument("--dense", nargs="+", default=["torch", "int8", "onnx"], help="the first is judged")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.client:
         client(json.loads(given.client))
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_export(folder, given.data.resolve(), given.dense)
-        table = pa.concat_tables(read_tables(given.data / "criteo/train_10k.tsv", LAYOUT))
-        result = same_scores(folder, table) | same_rows(folder, given.data.resolve())
+    failures: list[str] = []
+    results = {name: measured(name, given.data.resolve(), given.dense, failures) for name in given.jobs}
+    finish({"bench": "serve", "load": load(), **results}, failures)
+
+
+def measured(name: str, data: Path, dense: list[str], failures: list[str]) -> dict[str, object]:
+    """The figures of one job; what is below the bar is added to `failures`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        table = pa.concat_tables(read_tables(data / "criteo/train_10k.tsv", LAYOUT))
+        job = YAML(typ="safe").load(EXAMPLES / "criteo.yaml")
+        if name == "features":
+            columns = table.select(CATEGORICAL[:5]).to_pydict().values()
+            lists = [[value for value in row if value] for row in zip(*columns, strict=True)]
+            table = table.append_column("some", pa.array(lists))
+            pq.write_table(table, folder / "rows.parquet")
+            job["data"] = {"reader": "tabular", "train": "rows.parquet", "valid": "rows.parquet", "label": "label"}
+            job["features"], data = FEATURES, folder
+        (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
+        make_export(folder, data, dense)
+        result = same_scores(folder, table) | same_rows(folder, data)
         bodies = [json.dumps({"rows": table.slice(i * CANDIDATES, CANDIDATES).to_pydict()}) for i in range(BODIES)]
         (folder / "bodies.json").write_text(json.dumps(bodies))
-        timings = {dense: timed(folder, dense) for dense in given.dense}
-    header = ["dense part", "p50 ms", "p99 ms", "worst ms", "requests/s at most"]
+        timings = {part: timed(folder, part) for part in dense}
+    header = [f"dense part ({name})", "p50 ms", "p99 ms", "worst ms", "requests/s at most"]
     print_table(
         header, [[d, t["p50_ms"], t["p99_ms"], t["worst_ms"], t["most_per_second"]] for d, t in timings.items()]
     )
-    p99 = timings[given.dense[0]]["p99_ms"]
-    failures = []
+    p99 = timings[dense[0]]["p99_ms"]
     for what in ("logits", "probabilities"):
         if result[f"{what}_differ_by"] > SCORES_WITHIN:
-            failures.append(f"{what} differ by {result[f'{what}_differ_by']:.1e} from the trainer's")
+            failures.append(f"{name}: {what} differ by {result[f'{what}_differ_by']:.1e} from the trainer's")
     if result["rows_that_differ"]:
-        failures.append(f"{result['rows_that_differ']} rows are not the shards'")
+        failures.append(f"{name}: {result['rows_that_differ']} rows are not the shards'")
     if p99 > P99_MS:
-        failures.append(f"p99 {p99:.1f} ms is above {P99_MS:.0f} ms")
-    finish({"bench": "serve", "load": load(), **result, **timings}, failures)
+        failures.append(f"{name}: p99 {p99:.1f} ms is above {P99_MS:.0f} ms")
+    return {**result, **timings}
 
 
 def make_export(folder: Path, data: Path, dense: list[str]) -> None:
     """Train the job with shards, keeping the logits of its evaluation, and export its checkpoint."""
-    (folder / "job.yaml").write_text((EXAMPLES / "criteo.yaml").read_text())
     (folder / "keep_logits.py").write_text(KEEP)
     # constant: on samples of a job with code of its own, cosine is not told how many steps there are
     sets = [
@@ -123,12 +148,15 @@ def same_rows(folder: Path, data: Path) -> dict[str, int]:
         model = trained(job, dataset, found.session, None).model
         differ = unseen = 0
         for name, module in remote_tables(model).items():
-            known = served.tables[name].table.ids
-            others = np.random.default_rng(0).integers(0, 1 << 62, 10_000)
-            ids = np.concatenate([known[:: max(1, len(known) // 10_000)], others])
+            if is_hashed(module):
+                known = served.tables[name].table.ids
+                others = np.random.default_rng(0).integers(0, 1 << 62, 10_000)
+                ids = np.concatenate([known[:: max(1, len(known) // 10_000)], others])
+                unseen += len(others)
+            else:
+                ids = np.arange(module.num_embeddings)
             rows = module.table.pull(torch.from_numpy(ids)).numpy()
             differ += int((rows != served.embedding(name, ids)).any(1).sum())
-            unseen += len(others)
     return {"rows_that_differ": differ, "ids_never_seen": unseen}
 
 

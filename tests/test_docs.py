@@ -1,4 +1,4 @@
-"""README.md and docs/: every block of code runs, or is what it says; what is generated is current."""
+"""README.md and docs/: every block of code runs, or is checked as it says; what is generated is current."""
 
 import importlib.util
 import json
@@ -135,6 +135,8 @@ def check_command(words):
         assert all(extra in EXTRAS for one in extras for extra in one.split(",")), words
     elif program == "python" and words[0] == "-c":
         compile(words[1], "python -c", "exec")
+    elif program == "python" and words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words
     else:
         assert program in (*OTHERS, "(head", "cd", "curl", "export", "head", "python", "tail"), (
             f"{program}: say in this test what is right about it"

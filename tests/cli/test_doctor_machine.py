@@ -256,17 +256,17 @@ def test_what_the_kernel_says_is_judged(files, monkeypatch, check, texts, limit,
     finds(check, NOBODY, level, words)
 
 
-def test_a_containers_shared_memory_is_too_small(monkeypatch, tmp_path):
+def test_a_containers_dev_shm_is_too_small(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=64 * MIB))
     for place, level in ((tmp_path, WARN), (tmp_path / "none", None)):
-        monkeypatch.setattr(machine, "SHARED_MEMORY", place)
-        finds(machine.shared_memory, NOBODY, level, "64.0 MiB free")
+        monkeypatch.setattr(machine, "DEV_SHM", place)
+        finds(machine.dev_shm, NOBODY, level, "64.0 MiB free")
 
 
-def test_shared_memory_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
+def test_a_dev_shm_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "DEV_SHM", tmp_path)
     monkeypatch.setattr(machine.os, "access", lambda place, mode: False)
-    finds(machine.shared_memory, NOBODY, WARN, "cannot be written")
+    finds(machine.dev_shm, NOBODY, WARN, "cannot be written")
 
 
 @pytest.mark.parametrize(

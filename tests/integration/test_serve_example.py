@@ -22,9 +22,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 uvicorn = pytest.importorskip("uvicorn")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve" / "app.py"
 
+CTR_CSV = """\
+data: {reader: ctr_csv, train: clicks.csv, valid: clicks.csv, numeric: [age], skip: [tags, day], log: true}
+"""
+FEATURES = """\
+data: {reader: tabular, train: clicks.csv, valid: clicks.csv, label: label}
+features:
+  user: {}
+  item: {min_count: 12}
+  tags: {type: list, separator: "|"}
+  age: {type: number, transform: [log, quantile], missing: 0.5}
+"""
 JOB = """\
-model: {name: dlrm, bottom: [16], hidden: [16]}
-data: {reader: ctr_csv, train: clicks.csv, valid: clicks.csv, numeric: [age], skip: [day], log: true}
+model: {name: dcn_v2, hidden: [16]}
 embedding: {dim: 8, optimizer: {name: adagrad, lr: 0.1}}
 train: {batch_size: 32, epochs: 2}
 metrics: ["my_metrics:keep"]
@@ -40,16 +50,23 @@ def keep(labels, logits):
 """
 
 
-@pytest.fixture
-def served(start, tmp_path, monkeypatch):
-    """The app over what a run with two shard processes trained; a function that asks it."""
+@pytest.fixture(params=[CTR_CSV, FEATURES], ids=["ctr_csv", "features"])
+def served(start, tmp_path, monkeypatch, request):
+    """The app over what a run with two shard processes trained; a function that asks it, and the columns to ask for."""
     monkeypatch.chdir(tmp_path)
     draw = random.Random(0)
-    rows = [(draw.randrange(2), f"ü{draw.randrange(20)}", draw.randrange(30), draw.randrange(80)) for _ in range(300)]
+    rows = {
+        "user": [f"ü{draw.randrange(20)}" for _ in range(300)],
+        "item": [int(draw.expovariate(0.1)) for _ in range(300)],
+        "tags": ["|".join(draw.sample("abcdefg", draw.randrange(4))) for _ in range(300)],
+        "age": [draw.choice([None, draw.randrange(80)]) for _ in range(300)],
+    }
     with open("clicks.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("label", "user", "item", "age", "day"), *((*row, 1) for row in rows)])
+        writer = csv.writer(file)
+        writer.writerow(["label", *rows, "day"])
+        writer.writerows((draw.randrange(2), *row, 1) for row in zip(*rows.values(), strict=True))
     Path("my_metrics.py").write_text(METRICS)
-    said(start(JOB))
+    said(start(request.param + JOB))
     done = CliRunner().invoke(embershard, ["export", "job.yaml", "checkpoints", "export", "--latest"])
     assert done.exit_code == 0, done.output
     server = uvicorn.Server(
@@ -68,8 +85,9 @@ def served(start, tmp_path, monkeypatch):
         response = connection.getresponse()
         return response.status, json.loads(response.read())
 
-    _, user, item, age = (list(column) for column in zip(*rows, strict=True))
-    yield ask, {"user": user, "item": item, "age": age}
+    if request.param == CTR_CSV:
+        del rows["tags"]
+    yield ask, rows
     server.should_exit = True
     thread.join()
 
@@ -91,14 +109,15 @@ def test_scores_over_http_are_those_of_the_trainers_evaluation(served):
     status, answer = ask("POST", "/score", {"rows": rows})
     assert status == 200
     np.testing.assert_allclose(answer["scores"], np.loadtxt("logits.txt"), rtol=1e-6, atol=1e-6)
-    assert ask("GET", "/health") == (200, {"status": "ok", "model": "dlrm", "features": ["user", "item", "age"]})
+    assert ask("GET", "/health") == (200, {"status": "ok", "model": "dcn_v2", "features": list(rows)})
+    one = {name: column[:1] for name, column in rows.items()}
     for change, feature, value in (
         ({"x": [1]}, "x", None),
-        ({"age": ["1"]}, "age", "'1'"),
-        ({"user": [0.5]}, "user", "0.5"),
+        ({"age": ["old"]}, "age", "'old'"),
+        ({"user": ["\ud800"]}, "user", "'\\ud800'"),
         ({"age": [float("inf")]}, "age", "inf"),
     ):
-        status, answer = ask("POST", "/score", {"rows": {"user": ["a"], "item": [1], "age": [3], **change}})
+        status, answer = ask("POST", "/score", {"rows": {**one, **change}})
         assert (status, answer["feature"], answer["value"]) == (422, feature, value)
     assert ask("POST", "/score", {"rows": {"user": ["a"] * 10_001}})[0] == 413
     assert ask("POST", "/score", [])[0] == 422

@@ -17,14 +17,14 @@ from embershard.ps.memory import UNLIMITED, cgroups, physical_memory, read
 
 PROC = Path("/proc")
 SYS = Path("/sys")
-SHARED_MEMORY = Path("/dev/shm")
+DEV_SHM = Path("/dev/shm")
 
 _LAST_SANE_YEAR = 2100
 _FILES_OF_A_PROCESS = 256  # libraries, logs, pipes
 _FILES_PER_PEER = 4  # a worker's stream, and its gRPC connection with both ends of the pipe behind it
 _LITTLE_MEMORY = 2**30  # torch alone takes half of it
 _NO_MEMORY = 2**28
-_SMALL_SHARED_MEMORY = 2**28
+_SMALL_DEV_SHM = 2**28
 
 
 @check(
@@ -137,22 +137,22 @@ def swap(_: Case) -> Finding:
 
 
 @check(
-    "shared memory",
-    asks="whether /dev/shm has room for the batches of torch's DataLoader workers, and for NCCL",
+    "/dev/shm",
+    asks="whether it has room for the batches of torch's DataLoader workers, and for NCCL",
     remedy="give the container more (docker run --shm-size 1g), or use num_workers=0; the loader process of a job "
     "needs none",
 )
-def shared_memory(_: Case) -> Finding | None:
+def dev_shm(_: Case) -> Finding | None:
     """/dev/shm, of which a container often has 64 MiB."""
-    if not SHARED_MEMORY.is_dir():
+    if not DEV_SHM.is_dir():
         return None
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        return warn(f"{SHARED_MEMORY} cannot be written")
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    return (warn if free < _SMALL_SHARED_MEMORY else ok)(f"{size(free)} free")
+    if not os.access(DEV_SHM, os.W_OK):
+        return warn(f"{DEV_SHM} cannot be written")
+    free = shutil.disk_usage(DEV_SHM).free
+    return (warn if free < _SMALL_DEV_SHM else ok)(f"{size(free)} free")
 
 
-CHECKS = (system_time, open_files, memory, container, address_space, huge_pages, swap, shared_memory)
+CHECKS = (system_time, open_files, memory, container, address_space, huge_pages, swap, dev_shm)
 
 
 def usable_cores() -> float:
