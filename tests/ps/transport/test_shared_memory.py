@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,26 @@ def test_rows_and_gradients_do_not_travel(served, connect):
     counted = served.stream.counters
     assert counted.sent_bytes > room.nbytes
     assert counted.received_bytes > rows.nbytes
+
+
+def test_gradients_up_to_a_size_are_applied_by_the_thread_that_reads(served, connect, monkeypatch):
+    threads, handle = [], served.shard.handle
+
+    def noted(*given, **more):
+        threads.append(threading.current_thread())
+        return handle(*given, **more)
+
+    monkeypatch.setattr(served.shard, "handle", noted)
+    peer, seqs = connect(), count(1)
+    request, rows = gradients(peer)
+
+    def is_read_and_applied():  # by one thread, if the other does not happen to look at the time
+        assert ask(peer, replace(push(seq=next(seqs)), tables=request.tables)) == APPLIED
+        return threads[-1] is served._thread
+
+    assert eventually(is_read_and_applied)
+    monkeypatch.setattr(stream_connection, "AT_ONCE_SHARED_BYTES", rows.nbytes - 1)
+    assert not is_read_and_applied()
 
 
 def test_rows_travel_where_they_do_not_fit_their_room_or_have_none(served, connect):
