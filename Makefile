@@ -324,7 +324,7 @@ bench-cluster: setup  ## what bar-scale measured, carried by simulation to 1,000
 bar-floor: setup  ## a pull and push of 13,677 rows against the least that can do this work on the same machine (3 minutes, 12 GB)
 	$(BIN)/python bench/bar_floor.py $(ARGS)
 
-bar-latency: setup  ## small pulls: one client, 32 at once, and a small step beside torch (2 minutes; ARGS="--tree DIR --tree DIR")
+bar-latency: setup  ## small pulls: one client, up to 64 at once, and a small step beside torch (2 minutes; ARGS="--tree DIR --tree DIR")
 	$(BIN)/python bench/bar_latency.py $(ARGS)
 
 bar-cluster: setup  ## that simulation against real shards and workers, 1 to 8 of each: within 25 % (10 minutes; ARGS="--work train")

@@ -1,7 +1,8 @@
 """Latency and throughput of small pulls: one client alone, many clients at once, and a small step beside plain torch.
 
 one client    pulls of 64 rows from one shard: p50 and p99 of a pull, and CPU of both sides for each
-many clients  pulls of 256 ids from two shards by 1, 8 and 32 threads (1, 4 and 4 processes): pulls a second, p50, p99
+many clients  pulls of 256 ids from two shards by 1, 8, 32 and 64 threads (of 1 process, else 4): pulls a second, p50,
+              p99; the bars are for 32
 small step    a pull and a push of 1,024 ids, two shards, Adagrad, against one process of torch with sparse gradients
 
 Shards and clients are processes of their own; rows have dim 64 and are there before the first pull. Figures are medians
@@ -30,7 +31,8 @@ from timing import cpu_seconds, finish, load, machine, median, print_table
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, WINDOW_SECONDS = 5, 3.0
 NUM_ROWS, DIM = 200_000, 64
-CLIENTS = {1: (1, 1), 8: (4, 2), 32: (4, 8)}  # threads in all -> processes, threads of each
+CLIENTS = {1: (1, 1), 8: (4, 2), 32: (4, 8), 64: (4, 16)}  # threads in all -> processes, threads of each
+JUDGED = 32  # of these threads
 BARS = {"p50_us": 120, "cpu_us": 130, "pulls_per_second": 5000, "p99_ms": 20, "torch_ratio": 4}
 
 
@@ -251,16 +253,15 @@ class Side:
 
 def judged(seen: dict[str, float]) -> list[str]:
     """The bars that are missed."""
-    most = max(CLIENTS)
     failures = [
         f"{name}: {seen[name]:.1f}, bar {BARS[name]}"
         for name in ("p50_us", "cpu_us", "torch_ratio")
         if seen[name] > BARS[name]
     ]
-    if (rate := seen[f"pulls_per_second_{most}"]) < BARS["pulls_per_second"]:
-        failures.append(f"pulls a second by {most} threads: {rate:.0f}, bar {BARS['pulls_per_second']}")
-    if (p99 := seen[f"p99_ms_{most}"]) > BARS["p99_ms"]:
-        failures.append(f"p99 with {most} threads: {p99:.1f} ms, bar {BARS['p99_ms']}")
+    if (rate := seen[f"pulls_per_second_{JUDGED}"]) < BARS["pulls_per_second"]:
+        failures.append(f"pulls a second by {JUDGED} threads: {rate:.0f}, bar {BARS['pulls_per_second']}")
+    if (p99 := seen[f"p99_ms_{JUDGED}"]) > BARS["p99_ms"]:
+        failures.append(f"p99 with {JUDGED} threads: {p99:.1f} ms, bar {BARS['p99_ms']}")
     return failures
 
 

@@ -34,7 +34,7 @@ from embershard.proto.security.tls import TLS
 from embershard.worker.client.connections import ClientStats
 from timing import finish, machine, print_table
 
-BAR = 0.90
+BAR = 0.92
 LINKS = {"1gbit": 1_000_000_000, "100mbit": 100_000_000}  # bits per second
 SHARDS, DIM, FIELDS, NUM_DENSE, ROWS = 2, 64, 26, 13, 1_000_000
 BATCH = {"1gbit": 2048, "100mbit": 512}

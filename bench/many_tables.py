@@ -71,9 +71,10 @@ def adagrad_by_hand(weights: Sequence[nn.Parameter]) -> Callable[[], None]:
             assert weight.grad is not None
             gradient = weight.grad.coalesce()
             ids, values = gradient.indices()[0], gradient.values()
-            squares = total[ids].addcmul_(values, values)
-            total[ids] = squares
-            weight.index_add_(0, ids, values / squares.sqrt_().add_(1e-10), alpha=-LR)
+            squares = total.index_select(0, ids).addcmul_(values, values)
+            total.index_copy_(0, ids, squares)
+            # scaled before it is added: with alpha, index_add_ scales every row by itself
+            weight.index_add_(0, ids, values.div_(squares.sqrt_().add_(1e-10)).mul_(-LR))
             weight.grad = None
 
     return step

@@ -39,7 +39,7 @@ class Steps:
     def __init__(self, session: es.Session, num_ids: int) -> None:
         self._transports = {one.greeting.shard: one.transport for one in session.client.connections}
         self._sent: dict[tuple[int, type], tuple[Any, Any]] = {}
-        self._poller = session.client.connections._poller
+        self._poller: Any = next(iter(self._transports.values())).poller
         self._seq = 0
         self._record(session, num_ids)
 

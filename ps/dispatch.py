@@ -83,7 +83,7 @@ class Dispatch:
         self._shard = shard
         self._apply = apply
         self._recovery = recovery
-        self._budget_bytes = shard.core.budget.limit  # which a replay lifts
+        self.budget_bytes = shard.core.budget.limit  # read now: a replay lifts it
         if recovery is None:
             apply.watch(shard)
         self.counters = apply.counters
@@ -101,7 +101,7 @@ class Dispatch:
         """The shard's status with what only its transports know."""
         status, recovery = self._shard.status(), self._recovery
         if recovery is not None:
-            status.recovering, status.budget_bytes = True, self._budget_bytes
+            status.recovering, status.budget_bytes = True, self.budget_bytes
             status.log_bytes, status.recovered_bytes = recovery.total_bytes, recovery.done_bytes
             status.recovery_seconds = recovery.seconds_left
         status.requests += self._answered

@@ -197,14 +197,19 @@ class Shard:
                 self._awaited = self._lsn if waits else 0
 
     def is_quick(self, request: Request) -> bool:
-        """Whether a pull or push takes a millisecond at most: few floats, no codec, and no clock that it may close."""
-        if not isinstance(request, (Pull, Push)) or self.core.clock.staleness == 0:
+        """Whether a pull or push takes a millisecond at most: few floats, no codec, and no clock that may close."""
+        if not isinstance(request, (Pull, Push)) or self._may_apply_clock(request):
             return False
         if any(part.codec for part in request.tables):
             return False
         if isinstance(request, Push):
             return sum(part.gradients.size for part in request.tables) <= _QUICK_FLOATS
         return sum(map(self.core.tables.num_floats, request.tables)) <= _QUICK_FLOATS
+
+    def _may_apply_clock(self, request: Pull | Push) -> bool:
+        """Whether all workers' gradients of a clock may be applied first: by a push, or because a lease has ended."""
+        is_synchronous = self.core.clock.staleness == 0
+        return is_synchronous and (isinstance(request, Push) or self.system.now() > self._leases.next_end)
 
     def bases_to(self, bases: Bases) -> None:
         """Have these bases of the log taken when they are due."""

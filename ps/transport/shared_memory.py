@@ -28,7 +28,10 @@ from embershard.proto.shared_memory import HEAP_BYTES, SharedMemory
 from embershard.proto.wire import IN_FRAME, Header
 from embershard.ps.monitoring.counters import TransportCounters
 
-ALL_SHARED_BYTES = 64 * HEAP_BYTES  # of address space; the pages are the peers', who have touched them first
+ALL_SHARED_BYTES = 64 * HEAP_BYTES  # of address space
+# Pages are charged to who touches them first: to a client of ours, so that they do not count in the shard's budget. A
+# peer that touches none has the shard pay for those that it reads or writes: for this part of its budget at most.
+_BUDGET_SHARE = 0.5
 
 _FLOAT_BYTES = 4
 _FILE = struct.Struct("i")  # a descriptor, as sockets bring it
@@ -49,14 +52,14 @@ class _CountedMemory(SharedMemory):
 
 
 class SharedMemories:
-    """Maps the memory that workers give to a shard, `limit` bytes at most, and counts it.
+    """Maps the memory that workers give to a shard, 8 GiB or half of its `budget_bytes` at most, and counts it.
 
     A worker gives the same memory over each of its connections; it is mapped once, until the last of them has ended.
     """
 
-    def __init__(self, counters: TransportCounters, limit: int = ALL_SHARED_BYTES) -> None:
+    def __init__(self, counters: TransportCounters, budget_bytes: int) -> None:
         self._counters = counters
-        self._limit = limit
+        self._limit = min(ALL_SHARED_BYTES, int(_BUDGET_SHARE * budget_bytes))
         self._mapped = WeakValueDictionary[tuple[int, int], _CountedMemory]()  # by device and inode
         self._has_told = False
 

@@ -72,7 +72,7 @@ class StreamServer:
         self.last_file = sys.maxsize if files == resource.RLIM_INFINITY else files - FREE_FILES
         with socket.socket() as probe:
             self.first_file = probe.fileno()  # so many are open already
-        self.memories = SharedMemories(self.counters)
+        self.memories = SharedMemories(self.counters, dispatch.budget_bytes)
         self.receiving_bytes = 0
         self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports

@@ -84,6 +84,8 @@ UNSENT_BYTES = MAX_MESSAGE_BYTES
 # Larger ones would keep other frames from arriving, and took a fifth more CPU there: the system maps memory for their
 # rows anew.
 AT_ONCE_BYTES = 2**14
+# Gradients that lie in shared memory do not count with these, up to this size: with a log they are copied first.
+AT_ONCE_SHARED_BYTES = 2**19
 # a TLS record with the alert handshake_failure: what a server says that speaks no TLS
 _HANDSHAKE_FAILURE = bytes([0x15, 3, 1, 0, 2, 2, 40])
 # For so long the frames of one read are answered before other connections have their turn: there may be 4,096.
@@ -491,7 +493,8 @@ class Connection(asyncio.BufferedProtocol):
         shared = SharedBuffers(kind, header, buffers) if header.uses_memory else None
         if shared is not None:
             self._server.counters.received_bytes += shared.read_bytes
-        held_bytes = len(header.head) + header.bulk_bytes + (0 if shared is None else shared.read_bytes)
+        frame_bytes, shared_bytes = len(header.head) + header.bulk_bytes, 0 if shared is None else shared.read_bytes
+        is_small = frame_bytes <= AT_ONCE_BYTES and shared_bytes <= AT_ONCE_SHARED_BYTES
 
         def read_request() -> Request:
             if request is Pull or request is Rendezvous:
@@ -523,11 +526,11 @@ class Connection(asyncio.BufferedProtocol):
             kind,
             read_request,
             write,
-            num_bytes=held_bytes,
+            num_bytes=frame_bytes + shared_bytes,
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer.address,
             principal=self._known_principal(),
-            is_small=kind in (Pull, Push) and held_bytes <= AT_ONCE_BYTES,
+            is_small=is_small and kind in (Pull, Push),
         )
         future.add_done_callback(self._sender(header, kind, shared))
 

@@ -25,6 +25,7 @@ from embershard.proto.transport import stream
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
 from harness import shards
+from harness.certificates import issue
 from harness.processes import paused
 from harness.raises import raises
 from harness.served import shard_process
@@ -42,7 +43,8 @@ ADDRESSES = {
     "grpc": lambda ready: f"grpc://{ready['address']}",
     "rpc": lambda ready: f"rpc://{ready['rpc']}",
 }
-REMOTE = list(ADDRESSES)
+ENCRYPTED = {f"{name} with TLS": ADDRESSES[name] for name in ("stream over TCP", "grpc")}
+REMOTE = [*ADDRESSES, *ENCRYPTED]
 ALL = ["local", *REMOTE]
 
 _numbers = count(1)
@@ -54,21 +56,30 @@ def fresh():
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory):
-    """A shard that asks for tokens, one for torch rpc, which cannot, and one with a log."""
+def tls(tmp_path_factory):
+    """Certificates, for either side."""
+    return issue(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory, tls):
+    """A shard that asks for tokens, one for torch rpc, which cannot, one with a log, and one with certificates."""
     log = "--durability", "log", "--log-dir", str(tmp_path_factory.mktemp("log"))
     with (
         shard_process() as first,
         shard_process("--rpc", "127.0.0.1:0", "--insecure-loopback") as second,
         shard_process(*log) as third,
+        shard_process("--tls", str(tls.path)) as fourth,
     ):
-        yield {"": first, "rpc": second, "log": third}
+        yield {"": first, "rpc": second, "log": third, "tls": fourth}
 
 
 @pytest.fixture
 def served(request, services):
     """The shard behind the transport of a test."""
     name = request.node.callspec.params["transport"]
+    if name in ENCRYPTED:
+        return services["tls"]
     return services["rpc" if name == "rpc" else "log" if name.endswith("with a log") else ""]
 
 
@@ -82,8 +93,8 @@ def connect():
     """A transport to an address, closed after the test."""
     with ExitStack() as stack:
 
-        def to(address):
-            transport = transport_for(address)
+        def to(address, tls=None):
+            transport = transport_for(address, tls=tls)
             stack.callback(transport.close)
             return transport
 
@@ -91,10 +102,12 @@ def connect():
 
 
 @pytest.fixture
-def transport(request, served, connect, monkeypatch):
+def transport(request, served, connect, tls, monkeypatch):
     """The transport of a test's parameter, with a shard behind it."""
     if request.param == "local":
         return local_transport()
+    if request.param in ENCRYPTED:
+        return connect(ENCRYPTED[request.param](served.ready), tls)
     shares = "shared memory" in request.param  # every array then, not large ones alone, as by default
     monkeypatch.setattr(shared_memory, "_is_possible", shares)
     monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 1)
@@ -385,7 +398,7 @@ def eventually(transport, request):
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", REMOTE)
+@pytest.mark.parametrize("name", ADDRESSES)
 def test_nobody_at_an_address_is_unreachable(name, connect):
     with socket.socket() as taken:  # bound, so that nobody else listens there, but not listening
         taken.bind(("127.0.0.1", 0))
@@ -394,7 +407,7 @@ def test_nobody_at_an_address_is_unreachable(name, connect):
             ask(connect(ADDRESSES[name]({"address": place, "rpc": place})), m.Hello(), timedelta(seconds=0.5))
 
 
-@pytest.mark.parametrize("name", REMOTE)
+@pytest.mark.parametrize("name", ADDRESSES)
 def test_a_web_server_is_no_shard(name, connect):
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as web:
         threading.Thread(target=web.serve_forever, args=(0.01,), daemon=True).start()
@@ -423,7 +436,7 @@ def restarted():
                 transport.close()
 
 
-@pytest.mark.parametrize("name", REMOTE)
+@pytest.mark.parametrize("name", ADDRESSES)
 def test_a_shard_that_was_restarted_is_reached_again(name, restarted):
     transports, before = restarted
     assert eventually(transports[name], m.Hello()).instance != before[name]

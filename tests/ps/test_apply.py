@@ -323,6 +323,25 @@ class TestLeases:
         dispatch, deadline = Dispatch(shard, thread), time.monotonic() + 100
         return lambda r: dispatch.submit(type(r), lambda: r, lambda reply: reply, num_bytes=10, deadline=deadline)
 
+    def test_a_small_pull_of_a_synchronous_job_is_answered_by_the_caller_once_its_clock_is_closed(self, thread, shard):
+        deadline, dispatch = time.monotonic() + 100, Dispatch(shard, thread)
+
+        def send(request, **more):
+            done = dispatch.submit(
+                type(request), lambda: request, lambda _: threading.get_ident(), num_bytes=10, deadline=deadline, **more
+            )
+            idle(thread)
+            return done
+
+        wanted = Pull(1, (), 0, 1, required_clock=1)
+        for request in (join(0, workers=2), join(1, workers=2), push(gradients([1]), worker=0)):
+            send(request)
+        early = send(wanted, is_small=True)
+        assert not early.done()
+        send(push(gradients([1]), worker=1))
+        assert early.result(60) == thread._thread.ident
+        assert eventually(lambda: send(wanted, is_small=True).result(60) == threading.get_ident())
+
     def test_a_wait_ends_with_the_lease_of_the_one_waited_for(self, shard, send):
         for request in (join(0, workers=2), join(1, workers=2, lease_ms=300), push(gradients([1]))):
             send(request)

@@ -311,9 +311,18 @@ def test_a_request_is_quick_if_it_is_a_pull_or_push_of_few_floats_without_a_code
     assert shard.is_quick(request_of()) is is_quick
 
 
-def test_no_request_is_quick_while_a_push_may_close_a_clock_and_apply_all_workers_gradients(shard):
+def test_no_push_is_quick_that_may_close_a_clock_and_apply_all_workers_gradients(shard):
     shard.handle(join(0, workers=2))
     assert not shard.is_quick(push(gradients([1])))
+
+
+@pytest.mark.parametrize(("seconds_ago", "is_quick"), [(0, True), (70, False)])
+def test_a_pull_is_quick_at_staleness_0_unless_the_end_of_a_lease_may_close_a_clock(shard, seconds_ago, is_quick):
+    arrived = shard.system.now() - seconds_ago
+    for worker in range(2):
+        shard.handle(join(worker, workers=2, lease_ms=60_000), arrived)
+    shard.advance(arrived)
+    assert shard.is_quick(Pull(1, (TableIds("items", ids_of(1)),), 0, 1, required_clock=1)) is is_quick
 
 
 def test_status_counts_what_happened(shard):

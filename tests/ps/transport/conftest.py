@@ -19,8 +19,8 @@ from harness.shards import make_shard, table
 def serve():
     servers = []
 
-    def start(foreign="", access=None):
-        servers.append(ServedShard(foreign, access=access))
+    def start(foreign="", access=None, shard=None):
+        servers.append(ServedShard(foreign, shard, access))
         return servers[-1]
 
     yield start

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,13 @@ from embershard.proto import shared_memory
 from embershard.proto.errors import BadFrame, InvalidRequest, ShuttingDown
 from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import Declare, Load, Pull, Pushed, Rows, TableGradients, TableIds
+from embershard.proto.routing import Placement
 from embershard.proto.shared_memory import HEAP_BYTES, SharedHeap
 from embershard.proto.wire import IN_FRAME
 from embershard.ps.events import PushEvent
 from embershard.ps.security.peers import Peer
+from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.transport import stream_connection
 from harness.eventually import eventually
 from harness.held_log import HeldLog
@@ -38,6 +42,16 @@ APPLIED = Pushed(duplicate=False, applied=ROWS, skipped=0)
 def _small_arrays(monkeypatch):
     """Arrays of 32 KiB lie in shared memory, too."""
     monkeypatch.setattr(shared_memory, "SHARED_FROM_BYTES", 2**15)
+
+
+@pytest.fixture
+def memory():
+    """The shard's budget, by default a part of the machine's memory."""
+
+
+@pytest.fixture
+def served(serve, memory):
+    return serve(shard=Shard(0, Placement.even(1), OptimizerRegistry(), memory=memory))
 
 
 @pytest.fixture
@@ -93,6 +107,26 @@ def test_rows_and_gradients_do_not_travel(served, connect):
     assert counted.received_bytes > rows.nbytes
 
 
+def test_gradients_up_to_a_size_are_applied_by_the_thread_that_reads(served, connect, monkeypatch):
+    threads, handle = [], served.shard.handle
+
+    def noted(*given, **more):
+        threads.append(threading.current_thread())
+        return handle(*given, **more)
+
+    monkeypatch.setattr(served.shard, "handle", noted)
+    peer, seqs = connect(), count(1)
+    request, rows = gradients(peer)
+
+    def is_read_and_applied():  # by one thread, if the other does not happen to look at the time
+        assert ask(peer, replace(push(seq=next(seqs)), tables=request.tables)) == APPLIED
+        return threads[-1] is served._thread
+
+    assert eventually(is_read_and_applied)
+    monkeypatch.setattr(stream_connection, "AT_ONCE_SHARED_BYTES", rows.nbytes - 1)
+    assert not is_read_and_applied()
+
+
 def test_rows_travel_where_they_do_not_fit_their_room_or_have_none(served, connect):
     peer = connect()
     served.shard.handle(Declare(table("other", 1)))
@@ -136,8 +170,8 @@ def test_what_is_no_memory_or_may_vanish_is_not_mapped_and_the_socket_serves(ser
     assert served.stream.counters.shared_bytes == 0
 
 
-def test_memory_over_the_limit_is_not_mapped_until_others_have_left(served, connect):
-    served.stream.memories._limit = 2 * 2**20
+@pytest.mark.parametrize("memory", [2**22])
+def test_memory_over_half_of_the_budget_is_not_mapped_until_others_have_left(served, connect):
     peers = [connect() for _ in range(3)]
     assert [peer.shares for peer in peers] == [True, True, False]
     peers[0].sock.close()
