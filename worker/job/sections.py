@@ -239,15 +239,17 @@ class TwoTowerSection(ModelSection):
     hidden: tuple[Count, ...] = ()  # widths of the layers of each tower's MLP; [] for no MLP
     normalize: bool = True  # scale the towers' outputs to length 1, so that scores are cosines
     temperature: Annotated[float, Field(gt=0.0)] = 0.1  # by which scores are divided
+    dropout: Share = 0.0  # probability, of the user's vector in training
     needs = "pairs"
 
 
 class SimpleXSection(ModelSection):
-    """SimpleX: the mean of a user's embedding, with the weight `gamma`, and of the items that the user took."""
+    """SimpleX: the sum of a user's embedding, with the weight `gamma`, and of the items that the user took."""
 
     name: Literal["simplex"]
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    dropout: Share = 0.0  # probability, of the user's vector
+    pooling: Literal["mean", "user_attention"] = "mean"  # of the items that the user took
+    dropout: Share = 0.0  # probability, of the user's vector in training
     needs = "pairs"
 
     def shape(self, schema: Schema) -> dict[str, object]:

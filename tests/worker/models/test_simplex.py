@@ -1,11 +1,13 @@
 """SimpleX against its equations, one user at a time, and the histories that it is given."""
 
 import numpy as np
+import pytest
 import torch
 
 from embershard.worker.data.interactions.gowalla import InteractionLists
 from embershard.worker.data.interactions.interactions import Interactions
 from embershard.worker.models.retrieval.simplex import SimpleX
+from embershard.worker.models.retrieval.two_tower import TwoTower
 
 IDS = torch.tensor([[0, 10, 20, 21, 11, 12, -1], [1, 11, 22, 10, 13, -1, -1], [2, 12, 20, 23, -1, -1, -1]])
 HISTORIES = [[11, 12], [13], []]
@@ -15,13 +17,23 @@ def cosine(a, b):
     return torch.nn.functional.cosine_similarity(a, b, dim=0)
 
 
-def test_users_are_their_row_and_the_mean_of_what_they_took_and_share_negatives():
+def mean(model, user, taken):
+    return taken.mean(0)
+
+
+def user_attention(model, user, taken):
+    scores = torch.stack([model.key(row).tanh() @ user for row in taken])
+    return scores.softmax(0) @ taken
+
+
+@pytest.mark.parametrize("pool", [mean, user_attention], ids=lambda pool: pool.__name__)
+def test_users_are_their_row_and_what_they_took_and_share_negatives(pool):
     torch.manual_seed(1)
-    model = SimpleX(30, 4, 3, gamma=0.3)
+    model = SimpleX(30, 4, 3, gamma=0.3, pooling=pool.__name__)
     weight = model.embedding.weight
     vectors = []
     for (user, *_), taken in zip(IDS.tolist(), HISTORIES, strict=True):
-        pooled = model.project(weight[taken].mean(0)) if taken else torch.zeros(4)
+        pooled = model.project(pool(model, weight[user], weight[taken])) if taken else torch.zeros(4)
         vectors.append(0.3 * weight[user] + 0.7 * pooled)
     own = torch.stack([cosine(v, weight[item]) for v, item in zip(vectors, IDS[:, 1], strict=True)])
     torch.testing.assert_close(model(IDS), own)
@@ -35,6 +47,37 @@ def test_users_are_their_row_and_the_mean_of_what_they_took_and_share_negatives(
     ranked = model.user_vectors(IDS[:, [0, 4, 5, 6]]) @ model.item_vectors(IDS[:, 1]).T
     torch.testing.assert_close(ranked.diagonal(), own)
     assert torch.equal(model.embedding_inputs(IDS)["embedding"], torch.tensor([*IDS[:, :4].flatten(), 11, 12, 13]))
+
+
+def test_large_scores_of_attention_are_finite_and_choose_the_item_that_fits():
+    torch.manual_seed(1)
+    model = SimpleX(30, 4, 3, gamma=0.0, pooling="user_attention")
+    with torch.no_grad():
+        model.embedding.weight.mul_(1e4)
+        keys = model.key(model.embedding.weight[11:13]).tanh() @ model.embedding.weight[0]
+    found = model.user_vectors(IDS[:, [0, 4, 5, 6]])
+    want = model.project(model.embedding.weight[11 + keys.argmax()])
+    assert cosine(found[0], want).item() == pytest.approx(1, abs=1e-5)
+    found.sum().backward()
+    assert bool(model.embedding.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [SimpleX(30, 4, 3, dropout=0.5), TwoTower(30, 4, temperature=1.0, dropout=0.5)],
+    ids=["simplex", "two_tower"],
+)
+def test_dropout_zeroes_a_part_of_a_users_unit_vector_in_training_alone(model):
+    with torch.no_grad():
+        model.embedding.weight.copy_(torch.eye(30, 4) + 1)  # what a cosine has of each dimension differs
+    ids = IDS if isinstance(model, SimpleX) else IDS[:, :4]
+    exact = model.eval()(ids)
+    assert torch.equal(model(ids), exact)
+    torch.manual_seed(1)
+    model.train()
+    found = torch.stack([model(ids) for _ in range(2000)])
+    torch.testing.assert_close(found.mean(0), exact, rtol=0, atol=0.05)
+    assert bool((found.amax(0) > 1.2).all())  # it is not normalised again
 
 
 def test_a_history_has_other_items_of_the_user_spread_over_all_of_them():

@@ -340,7 +340,7 @@ IN_ONNX = {  # model -> (its section, its data)
     "ple": ({"expert": [8], "tower": [4]}, lambda folder: lists_of(NO_SEQUENCE, ("a", "b"))),
     "din": ({"target": "item", "history": "history", "hidden": [8]}, lambda folder: lists_of(LISTS)),
     "two_tower": ({"hidden": [6]}, lambda folder: interactions(folder, negatives=2)),
-    "simplex": ({}, lambda folder: interactions(folder, negatives=2, history=4)),
+    "simplex": ({"pooling": "user_attention"}, lambda folder: interactions(folder, negatives=2, history=4)),
     "sasrec": ({"blocks": 2}, actions),
 }
 

@@ -35,7 +35,7 @@ embedding: {dim: 8, optimizer: {name: adam, lr: 0.02}}
 metrics: [ndcg@10, map@10]
 """
 SIMPLEX = """
-model: {name: simplex}
+model: {name: simplex, pooling: user_attention}
 loss: {name: ccl, margin: 0.2, negative_weight: 5}
 data: {reader: lists, train: train.txt, test: test.txt, negatives: 2, history: 4}
 embedding: {dim: 8, optimizer: {name: adagrad, lr: 0.2}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.nn import functional
 from embershard.worker.models.layers import Device, table
 from embershard.worker.models.recommender import RetrievalModel
 
+Pooling = Literal["mean", "user_attention"]
+
 
 class SimpleX(RetrievalModel):
     """A user is the sum of an embedding and of what the user took, weighted by `gamma`; the logit is a cosine.
@@ -18,6 +20,10 @@ class SimpleX(RetrievalModel):
     ids (B, 2 + K + history) hold the user, the item, K items that the user did not take, and the items that the user
     took before, filled from the left with -1 behind them. In training the negatives of all rows of a batch are those of
     each row: N distinct ones cost N lookups, and not N for each row.
+
+    What a user took is pooled to its mean, or by the user's attention: item k has the weight softmax_k(e_u . tanh(W e_k
+    + b)). `dropout` is of the unit vector of a user, as in the authors' program: its noise is in the scores, also where
+    a margin cuts them.
     """
 
     default_loss: ClassVar[str] = "ccl"
@@ -30,6 +36,7 @@ class SimpleX(RetrievalModel):
         history: int,
         *,
         gamma: float = 0.5,
+        pooling: Pooling = "mean",
         dropout: float = 0.0,
         device: Device = None,
     ) -> None:
@@ -37,6 +44,7 @@ class SimpleX(RetrievalModel):
         self.embedding = table(num_ids, dim, device)
         self.history, self.gamma = history, gamma
         self.project = nn.Linear(dim, dim, bias=False) if history else None
+        self.key = nn.Linear(dim, dim) if history and pooling == "user_attention" else None
         self.dropout = nn.Dropout(dropout)
 
     def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None, lists: bool = False) -> dict[str, Tensor]:
@@ -50,7 +58,7 @@ class SimpleX(RetrievalModel):
         if torch.compiler.is_exporting():  # which needs shapes that values do not decide
             rows = self.embedding(ids.clamp(min=0))
             first, taken = rows[:, : single.shape[1]], rows[:, single.shape[1] :]
-            users = self._unit(first[:, 0], (taken * (history >= 0).unsqueeze(2)).sum(1), history)
+            users = self._unit(first[:, 0], taken * (history >= 0).unsqueeze(2), history)
         else:
             rows = self.embedding(self.embedding_inputs(ids)["embedding"])
             first = rows[: single.numel()].view(*single.shape, -1)
@@ -89,16 +97,24 @@ class SimpleX(RetrievalModel):
         return ids[:, :width], ids[:, width:]
 
     def _users(self, users: Tensor, taken: Tensor, history: Tensor) -> Tensor:
-        """Unit vectors (B, dim) of users' rows (B, dim) and the rows of what they took."""
+        """Vectors (B, dim) of users' rows (B, dim) and the rows of what they took, of all users one after another."""
         if self.project is None:
-            return self._unit(users, users, history)
-        valid = (history >= 0).to(users.device)
-        return self._unit(users, torch.zeros_like(users).index_add(0, valid.nonzero()[:, 0], taken), history)
+            return self._unit(users, taken, history)
+        places = (history >= 0).flatten().nonzero().squeeze(1).to(users.device)
+        rows = users.new_zeros(history.numel(), users.shape[1]).index_copy(0, places, taken)
+        return self._unit(users, rows.view(*history.shape, -1), history)
 
-    def _unit(self, users: Tensor, sums: Tensor, history: Tensor) -> Tensor:
-        """Unit vectors (B, dim) of users' rows and the sums of the rows of what they took, (B, dim) each."""
+    def _unit(self, users: Tensor, taken: Tensor, history: Tensor) -> Tensor:
+        """Vectors (B, dim) of users' rows (B, dim) and of what they took, (B, history, dim), zeros where nothing."""
         if self.project is not None:
             valid = (history >= 0).to(users.device)
-            pooled = self.project(sums / valid.sum(1, keepdim=True).clamp(min=1))
-            users = self.gamma * users + (1.0 - self.gamma) * pooled
-        return functional.normalize(self.dropout(users), dim=1)
+            weights = valid.to(users.dtype)
+            if self.key is not None:
+                scores = (self.key(taken).tanh() @ users.unsqueeze(2)).squeeze(2)
+                scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min)
+                weights = weights * (scores - scores.amax(1, keepdim=True)).exp()
+            # of a user who took something the sum is 1 at least: that of the largest score alone
+            pooled = (weights.unsqueeze(1) @ taken).squeeze(1) / weights.sum(1, keepdim=True).clamp(min=1)
+            users = self.gamma * users + (1.0 - self.gamma) * self.project(pooled)
+        vectors: Tensor = self.dropout(functional.normalize(users, dim=1))
+        return vectors
