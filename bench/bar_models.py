@@ -100,8 +100,7 @@ def _plain_sasrec(path: Path, seed: int, epochs: int) -> Mapping[str, float]:
 
 def simplex(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """SimpleX on Gowalla."""
-    # as its authors trained it: with a cosine over many epochs it overfits
-    settings = ("train.epochs=24", "evaluate.every=1", "train.lr_schedule={name: plateau}", "data.history=50")
+    settings = ("train.epochs=24", "data.history=50")
     words = tuple(word for setting in settings for word in ("--set", setting)) if long else ()
     outcome = run_example("simplex", *words, folder=folder / f"simplex{'-long' * long}", resumes=long)
     if not long:
@@ -111,7 +110,7 @@ def simplex(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
 
 def two_tower(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """Two towers on Gowalla."""
-    words = ("--set", "train.epochs=100") if long else ()
+    words = ("--set", "train.epochs=45") if long else ()
     outcome = run_example("gowalla", *words, folder=folder / f"two-tower{'-long' * long}", resumes=long)
     if not long:
         bar.in_time(outcome)
