@@ -162,15 +162,31 @@ def test_names_of_ids_times_and_labels_are_known_in_every_spelling():
             "Item ID": [n * 5 for n in rows],
             "movieid": [n * 3 for n in rows],
             "SKUCode": [n * 2 for n in rows],
+            "visitorid": [n * 11 for n in rows],
+            "uid": [n * 13 for n in rows],
             "paid": [n * n for n in rows],
+            "max_bid": [n * n for n in rows],
             "eventTime": [1_700_000_000 + n for n in rows],
         }
     )
     number = {"type": "number", "transform": "standardise"}
     assert (job["data"]["label"], job["data"]["split"]["column"]) == ("isClick", "eventTime")
-    assert job["features"] == {name: {} for name in ("isMale", "userId", "Item ID", "movieid", "SKUCode")} | {
-        "paid": number
-    }
+    ids = ("isMale", "userId", "Item ID", "movieid", "SKUCode", "visitorid", "uid")
+    assert job["features"] == {name: {} for name in ids} | {"paid": number, "max_bid": number}
+
+
+def test_the_name_of_a_time_may_end_with_its_unit():
+    rows = range(300)
+    job = features_of(
+        {
+            "click": [n % 2 for n in rows],
+            "user": [f"u{n % 7}" for n in rows],
+            "play_time_ms": [n * n for n in rows],
+            "time_ms": [1_700_000_000_000 + n for n in rows],
+        }
+    )
+    assert job["data"]["split"]["column"] == "time_ms"
+    assert job["features"].keys() == {"user", "play_time_ms"}
 
 
 def test_rows_are_split_by_the_finest_time_and_by_no_duration():

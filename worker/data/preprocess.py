@@ -6,7 +6,8 @@ a dict of numbers and texts it is stored with a model. Its arrays depend on noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ from embershard.worker.data.values import (
     BadValue,
     ColumnValues,
     as_array,
+    decoded,
     hashes_of,
     is_list,
     looks_separated,
@@ -99,7 +101,7 @@ class Preprocessor:
     """Makes ids and dense features of columns, as `schema` names them.
 
     `paired` are sequences whose values belong together place by place, and which so are as long as each other.
-    BadFeature where features contradict each other.
+    `missing` are texts that stand for a missing number. BadFeature where features contradict each other.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class Preprocessor:
         fitted: Fitted | None = None,
         labels: Sequence[str] = (),
         paired: Sequence[str] = (),
+        missing: Sequence[str] = (),
     ) -> None:
         self.features, self.labels, self.paired = dict(features), tuple(labels), tuple(paired)
+        self.missing = tuple(missing)
         self.fitted: Fitted = fitted or {}
         self._tables = self._settings_of_tables()
 
@@ -123,17 +127,17 @@ class Preprocessor:
                 k: tuple(v) if k in tuples and isinstance(v, list | tuple) else v for k, v in fields.items()
             }
             features[name] = FeatureSpec(**given)
-        return cls(features, values["fitted"], values["labels"], values.get("paired", ()))
+        return cls(features, values["fitted"], values["labels"], values.get("paired", ()), values.get("missing", ()))
 
     def with_fitted(self, fitted: Fitted) -> Self:
         """The same features with what was learnt from training data."""
-        return type(self)(self.features, fitted, self.labels, self.paired)
+        return type(self)(self.features, fitted, self.labels, self.paired, self.missing)
 
     def to_dict(self) -> dict[str, Any]:
         """The features and what was fitted, of types that JSON has."""
         features = {name: asdict(feature) for name, feature in self.features.items()}
-        labels, paired = list(self.labels), list(self.paired)
-        return {"features": features, "fitted": self.fitted, "labels": labels, "paired": paired}
+        given = {"labels": list(self.labels), "paired": list(self.paired), "missing": list(self.missing)}
+        return {"features": features, "fitted": self.fitted, **given}
 
     def __call__(self, columns: Columns | Mapping[str, Sequence[object]]) -> tuple[Ids, Floats | None]:
         """Ids (N, C) int64 and dense features (N, D) float32 or None of columns by name, as arrays of Arrow or lists.
@@ -319,10 +323,27 @@ class Preprocessor:
 
     # --- numbers
 
+    def numbers(self, column: str, values: pa.Array, row: Callable[[int], int] = int) -> Floats:
+        """(N,) float64 numbers of a column, NaN where missing; errors as of `numbers_of`."""
+        values = decoded(column, values, row)
+        if self.missing and (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+            values = pc.if_else(pc.is_in(values, pa.array(self.missing, values.type)), None, values)
+        x = numbers_of(column, values, row)
+        # -999 of a text file, where it is missing, is a number in a request or in Parquet
+        return np.where(np.isin(x, self._missing_numbers), np.nan, x) if self._missing_numbers else x
+
+    @cached_property
+    def _missing_numbers(self) -> list[float]:
+        found = []
+        for text in self.missing:
+            with suppress(ValueError):
+                found.append(float(text))
+        return found
+
     def _number(self, name: str, feature: FeatureSpec, arrays: Columns) -> Floats:
         """(N,) numbers as the transforms make them, `missing` where there is none."""
         column = feature.column or name
-        x = numbers_of(column, arrays[column])
+        x = self.numbers(column, arrays[column])
         figures = self.fitted.get("numbers", {}).get(name, {})
         for transform in feature.transform:
             if transform == "log":
@@ -338,7 +359,7 @@ class Preprocessor:
 
     def _buckets(self, name: str, feature: FeatureSpec, values: ColumnValues) -> Ids:
         """(N,) 0 for a missing number, else 1 + the number of boundaries at or below it."""
-        x = numbers_of(values.column, values.flat, values.row)
+        x = self.numbers(values.column, values.flat, values.row)
         if isinstance(feature.bucketise, int):
             knots = np.asarray(self.fitted.get("numbers", {}).get(name, {})["quantiles"])
             at = np.linspace(0, 1, feature.bucketise + 1)[1:-1]
@@ -377,7 +398,7 @@ class Fitting:
         for name, figures in self._numbers.items():
             feature = own.features[name]
             column = feature.column or name
-            x = numbers_of(column, arrays[column])
+            x = own.numbers(column, arrays[column])
             if feature.transform[:1] == ("log",):
                 x = np.log1p(np.maximum(x, 0))
             figures.observe(x[~np.isnan(x)], self._random)

@@ -216,7 +216,7 @@ class TabularSection(DataSection):
     decimal: Literal[".", ","] = "."
     """Decimal separator of numbers in CSV."""
     missing: Annotated[tuple[str, ...], ONE_OR_MORE] = ("",)
-    """Texts that mean a missing number in a CSV file."""
+    """Texts that mean a missing number, such as ["", "NA", "-999"]; a number that equals one is missing, too."""
     columns: tuple[Name, ...] = ()
     """Names of the columns, for CSV files without a header line."""
     label: Annotated[tuple[Name, ...], ONE_OR_MORE] = ("label",)
@@ -390,7 +390,8 @@ class TabularSection(DataSection):
         from embershard.worker.data.preprocess import FeatureSpec, Preprocessor
 
         features = {name: FeatureSpec(**section.model_dump()) for name, section in self.features.items()}
-        return Preprocessor(features, self.fitted, self.label, self._paired)
+        missing = [text.replace(self.decimal, ".") for text in self.missing if text]
+        return Preprocessor(features, self.fitted, self.label, self._paired, missing)
 
     def for_model(self, features: Mapping[str, FeatureSection], paired: tuple[str, ...]) -> Self:
         """This section with the features of the job, and the sequences that its model reads place by place."""

@@ -27,11 +27,11 @@ from embershard.worker.job.load import load_job
 ROWS = 20_000  # that are looked at
 _BYTES = 2**22
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "purchase")
-_TIME = re.compile(r"(^|_)(time|timestamp|date|datetime|ts|day)$", re.I)
+_TIME = re.compile(r"(^|_)(time|timestamp|date|datetime|ts|day)(?P<unit>_(s|ms|us|ns))?$", re.I)
 _TIME_TEXT = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")
-_ID = re.compile(
-    r"(^|_)(id|(user|item|product|ad|movie|book|song|store|brand|category|code|zip|hour|device)(id)?)s?(_|$)", re.I
-)
+_NOUNS = "user|item|product|ad|movie|book|song|store|brand|category|code|zip|hour|device"
+_NO_ID = "([a-z]*(b|pa|val)|ac|andro|cov|flu|gr|hum|liqu|sol)id"  # of amounts: maxbid, prepaid, valid
+_ID = re.compile(rf"(^|_)({_NOUNS}|id|(?!{_NO_ID}s?(_|$))[a-z]+id)s?(_|$)", re.I)
 _WORD_ENDS = re.compile(r"[\W_]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
 _UNIT = re.compile(r"[-+]?[$€£¥₹]\s*-?\d[\d.,]*|[-+]?\d[\d.,]*\s*[$€£¥₹%]")
@@ -412,7 +412,9 @@ def _is_time(name: str, values: Sequence[object]) -> bool:
         return all(isinstance(value, str) and _TIME_TEXT.match(value) for value in values)
     named = _TIME.search(_words(name))
     numbers = [value for value in values if isinstance(value, int | float)]
-    return named is not None and (named.start() == 0 or min(numbers, default=0) >= _FIRST_TIME)
+    if named is None:
+        return False
+    return (named.start() == 0 and not named["unit"]) or min(numbers, default=0) >= _FIRST_TIME
 
 
 def _number(values: Sequence[float]) -> str:

@@ -108,6 +108,28 @@ def test_each_format_gives_the_same_samples(tmp_path):
     assert found[0].shape[1] == 1 + 1 + 3 + 4 + 1 + 1 + 1 + 4
 
 
+def test_a_number_that_stands_for_a_missing_one_does_so_in_files_and_requests(tmp_path):
+    rows = 'user,age,price,label\nu,-999,NA,0\nu,20,"-1,5",1\nu,40,"2,5",0\n'
+    (tmp_path / "train.csv").write_text(rows)
+    features = """
+  user: {}
+  age: {type: number, transform: standardise, missing: 7}
+  price: {type: number, bucketise: [0]}
+  age_text: {column: age}
+"""
+    section = job_of(tmp_path, features, decimal=",", missing=["", "NA", "-999", "-1,5"]).data.fit(tmp_path, 0)
+    batch = next(section.open(tmp_path, 0).evaluate("train", 0, 1, 3))
+    assert batch.dense.tolist() == [[7], [-1], [1]]
+    assert batch.ids[:, 1].tolist() == [0, 0, 2]
+    served = Preprocessor.from_dict(json.loads(json.dumps(section.preprocessor().to_dict())))
+    for columns in (
+        {"user": ["u"] * 3, "age": [-999, 20, 40], "price": [None, -1.5, 2.5]},
+        {"user": ["u"] * 3, "age": ["-999", "20", "40"], "price": ["NA", "-1.5", "2.5"]},
+    ):
+        ids, dense = served(columns)
+        assert (ids.tolist(), dense.tolist()) == (batch.ids.tolist(), batch.dense.tolist())
+
+
 def test_integer_ids_of_a_list_may_have_weights(tmp_path):
     (tmp_path / "train.csv").write_text("label,tags\n1,3:0.5|7\n0,\n")
     own = "{type: list, separator: '|', weight_separator: ':', max_length: 2, ids: exact, num_ids: 9}"
