@@ -12,6 +12,7 @@ from itertools import chain, count
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
+import numpy as np
 import torch
 
 from embershard.proto.arrays import Floats
@@ -273,17 +274,29 @@ class Session:
     def assign(self, table: str, route: Route, rows: Floats) -> None:
         """Assign rows, as load_state_dict does: their optimizer state stays, and their residuals are dropped.
 
-        Rows that were pulled in advance are invalidated.
+        Rows that were pulled in advance are invalidated. In a job with a bound it first waits for the clocks that a
+        read now must see.
         """
         lost_leases = None
         try:
             while lost_leases != self.client.lost_leases:  # such a change of a member without its lease is dropped
+                self._await_clocks(table, route)  # their pushes would change what is assigned, before this worker reads
                 lost_leases = self.client.lost_leases
                 # with local steps the copies have the optimizer's state, and the shards have none
                 self._load(table, route, rows, keep_state=self.local_steps is None)
             self.client.compressor.forget(table, route)
         finally:  # some of the shards may have them
             self._expire_batches()
+
+    def _await_clocks(self, table: str, route: Route) -> None:
+        """Wait until the shards of a route have closed the clocks that this worker's reads must see."""
+        if self._bound is None:
+            return
+        self.settle()
+        is_first = np.zeros(len(route.ids), bool)  # of a shard: one row of each is enough to wait for it
+        is_first[route.splits[:-1][np.diff(route.splits) > 0]] = True
+        with self._waiting():
+            self.client.pull([(table, route.select(is_first))], clock=self.clock, exact=True)
 
     def _expire_batches(self) -> None:
         """Let the batches that were pulled ahead be read anew; with a staleness they lack what was just assigned."""

@@ -2,12 +2,15 @@
 
 import copy
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import embershard as es
+from embershard.proto.messages import Pull
+from embershard.worker.client.membership import Terms
 from embershard.worker.session.session import Session
 from harness.eventually import eventually
 
@@ -106,6 +109,27 @@ def test_another_workers_forwards_have_the_values(make_session):
     other.refresh()
     for one in (model.eval(), theirs.eval()):
         torch.testing.assert_close(one(BATCHES[0]), wanted.eval()(BATCHES[0]))
+
+
+def test_what_all_workers_of_a_synchronous_job_load_is_what_each_of_them_reads_next(make_wires):
+    job, wanted = make_wires(2), Net().eval()
+    sessions = [job.session(worker, Terms(workers=2, staleness=0)) for worker in (0, 1)]
+    first, second = (es.wrap(Net().eval(), session, optimizer=es.SGD(lr=0.1)) for session in sessions)
+    first(BATCHES[0]).backward()
+    second(BATCHES[1]).backward()
+    sessions[0].step()
+
+    def load_and_read():
+        first.load_state_dict(wanted.state_dict())
+        return first(BATCHES[2]).item()
+
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(load_and_read)
+        assert eventually(lambda: any(isinstance(one, Pull) and one.required_clock == 1 for _, one in job.heard))
+        sessions[1].step()  # the first worker has loaded, or is about to, before this push closes the clock
+        assert read.result() == pytest.approx(wanted(BATCHES[2]).item(), rel=1e-6)
+    second.load_state_dict(wanted.state_dict())
+    assert second(BATCHES[2]).item() == pytest.approx(wanted(BATCHES[2]).item(), rel=1e-6)
 
 
 def test_frozen_layers_have_the_values_in_batches_that_were_pulled_before(make_session):
