@@ -17,12 +17,13 @@ class ServerOptions:
     """The options that one shard's process is started with.
 
     `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers
-    and codecs. `memory` bytes are what the tables may take, by default 80 % of the machine's. More than `connections`
-    at a time are refused. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
-    torch.distributed.rpc, which is not served without it; `rpc_executes_pickles` allows it to be an address that other
-    machines reach. `durability` says when a change is acknowledged: "memory" at once; "log" once the kernel has its
-    record in `log_dir`, "fsync" once the disk has. By default it is "log" with a `log_dir`, else "memory". `log_bytes`
-    is what the shard's folder there may take, where that is enough for two images of its state and a few segments.
+    and codecs. `memory` bytes are what the tables may take, by default 80 % of the container's or else of the
+    machine's. More than `connections` at a time are refused. `parent_pid`, if not 0, is the process without which this
+    one ends. `rpc` is "host:port" for torch.distributed.rpc, which is not served without it; `rpc_executes_pickles`
+    allows it to be an address that other machines reach. `durability` says when a change is acknowledged: "memory" at
+    once; "log" once the kernel has its record in `log_dir`, "fsync" once the disk has. By default it is "log" with a
+    `log_dir`, else "memory". `log_bytes` is what the shard's folder there may take, where that is enough for two images
+    of its state and a few segments.
     `restarts` is how often its supervisor has started it again, for its status. `metrics` is "host:port" for /metrics
     and the probes; port 0: any free one. `log_format` is that of its log, on stderr. `trace` is the URL
     of the OpenTelemetry collector that gets the spans of traced requests.

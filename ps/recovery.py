@@ -129,10 +129,14 @@ def recover(
         table.pushed_rows = table.skipped_rows = 0
     shard.log_to(log, journal.term)
     shard.bases_to(log.bases)
-    try:
-        while journal.write_group():  # the term, before anybody sees what it begins with
+
+    def write_term() -> None:
+        while journal.write_group():
             pass
         record_end()
+
+    try:
+        folder.when_room(write_term, clock)  # before anybody sees what it begins with
     except OSError as error:
         raise LogUnusable(path=str(folder.folder), reason=error.strerror or str(error)) from error
     if journal.term > 1:

@@ -100,8 +100,9 @@ class Shard:
     """One shard's part of every table.
 
     `codecs` are the user-defined ones beside the built-in. `instance` is random at each start, so that a client notices
-    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's. `log`
-    is given every event that has changed the state. Snapshots may lie in `places`, by default in any.
+    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the container's or
+    else of the machine's. `log` is given every event that has changed the state. Snapshots may lie in `places`, by
+    default in any.
     """
 
     def __init__(

@@ -223,9 +223,8 @@ class RouteCache:
     """
 
     def __init__(self) -> None:
-        self._workers: OrderedDict[tuple[int, int], _WorkerRoutes] = (
-            OrderedDict()
-        )  # the one that pulled last at the end
+        # the one that pulled last at the end
+        self._workers: OrderedDict[tuple[int, int], _WorkerRoutes] = OrderedDict()
         self._nbytes = 0
 
     def keep_all(self, request: Pull) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -38,6 +40,7 @@ _BASE = re.compile(r"base-[0-9]{20}-[0-9a-f]{16}")
 _PIECE_BYTES = 2**20
 _MANIFEST_ROOM = 2**12  # bytes, about: a new manifest stands beside the old one before it replaces it
 _LINE_SECONDS = 5  # between lines about a full disk
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # also of files and of quotas, of which the free bytes say nothing
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -91,6 +94,7 @@ class LogFolder:
         self.folder = folder
         self.manifest = manifest
         self.disk = disk
+        self._is_new = not manifest.term
         self._lock = lock
         self._new_id = new_id
         self._reader: LogReader | None = None
@@ -173,14 +177,11 @@ class LogFolder:
     def begin(
         self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES, clock: SystemClock = SYSTEM_CLOCK
     ) -> Journal:
-        """Open the log for writing in a new term; all records must have been read. LogUnusable without room.
-
-        A log that has events waits for room instead: its shard would only be started again, until nobody does.
-        """
+        """Open the log for writing in a new term; all records must have been read. LogUnusable, and see `when_room`."""
         end = self.reader.end
         assert end is not None, "read the records to their end first"
         with named_errors(self.folder):
-            self._wait_for_room(segment_bytes, clock)
+            self.when_room(partial(self._check_room, segment_bytes), clock)
             if end.state == "unsynced":
                 _log.warning(
                     "%s: the event log ends before LSN %d, and %d later events or more are lost: the machine was "
@@ -188,18 +189,18 @@ class LogFolder:
                     self.folder, end.position.lsn, end.lost_records,
                 )  # fmt: skip
             if self.manifest.segment:  # first: it may have no record
-                self.update_manifest(segment=0)
+                self.when_room(partial(self.update_manifest, segment=0), clock)
             kept = self._cut(end.position)
             self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
-                if self.manifest.mode == "fsync":
-                    self._write_group_again(kept)
-                else:
-                    self._write_inherited_again(kept)
+                is_synced = self.manifest.mode == "fsync"
+                write_again = self._write_group_again if is_synced else self._write_inherited_again
+                self.when_room(partial(write_again, kept), clock)
                 self._sync(kept)
             self._manifest_lock = clock.lock()
             term, boot = self.manifest.term + 1, self.disk.boot_id()
-            self.update_manifest(term=term, mode=mode, boot=boot, end_lsn=end.position.lsn)
+            fields = {"term": term, "mode": mode, "boot": boot, "end_lsn": end.position.lsn}
+            self.when_room(partial(self.update_manifest, **fields), clock)
             self._remove_other_bases()
             segments = SegmentWriter(
                 self.disk,
@@ -213,6 +214,26 @@ class LogFolder:
                 clock=clock,
             )
         return Journal(segments, next_lsn=end.position.lsn, term=self.manifest.term, clock=clock)
+
+    def when_room(self, write: Callable[[], object], clock: SystemClock) -> None:
+        """Call `write` again and again until the disk, and its quotas, have room for what it writes.
+
+        A shard that ended in place of that would only be started again, until nobody does. A new log has nothing to
+        lose: its OSError is raised, as any other is.
+        """
+        waited = 0
+        while True:
+            try:
+                write()
+                return
+            except OSError as error:
+                if self._is_new or error.errno not in _NO_ROOM:
+                    raise
+                if waited % _LINE_SECONDS == 0:  # again and again: a supervisor waits as long as there are lines
+                    reason = error.strerror or error
+                    _log.warning("%s: the event log cannot go on: %s; the shard waits for room", self.folder, reason)
+            clock.sleep(1)
+            waited += 1
 
     def new_base(self, lsn: int) -> Path:
         """A folder for the image of the shard after an event: none has had its name."""
@@ -354,25 +375,14 @@ class LogFolder:
                 file.close()
             self._inherited.remove(name)
 
-    def _wait_for_room(self, segment_bytes: int, clock: SystemClock) -> None:
-        """Return when one segment and a manifest have room. LogUnusable where they have not, and the log is new."""
-        is_new, waited = not self.manifest.term, 0
-        while True:
-            has_spare = any(map(is_spare, self.disk.list(self.folder)))
-            needed = (0 if has_spare else segment_bytes) + (0 if is_new else _MANIFEST_ROOM)
-            free = self.disk.free_bytes(self.folder)
-            if free >= needed:
-                return
-            if is_new:
-                reason = f"it needs {needed} bytes and {free} are free; make room, or choose another folder"
-                raise LogUnusable(path=str(self.folder), reason=reason)
-            if waited % _LINE_SECONDS == 0:  # again and again: a supervisor waits as long as there are lines
-                _log.warning(
-                    "%s: the disk is full: the event log needs %d bytes to go on and %d are free; the shard waits for "
-                    "room", self.folder, needed, free,
-                )  # fmt: skip
-            clock.sleep(1)
-            waited += 1
+    def _check_room(self, segment_bytes: int) -> None:
+        """OSError where one segment and a manifest have no room."""
+        has_spare = any(map(is_spare, self.disk.list(self.folder)))
+        needed = (0 if has_spare else segment_bytes) + (0 if self._is_new else _MANIFEST_ROOM)
+        free = self.disk.free_bytes(self.folder)
+        if free < needed:
+            reason = f"{os.strerror(errno.ENOSPC)}, it needs {needed} bytes and {free} are free"
+            raise OSError(errno.ENOSPC, reason, str(self.folder))
 
     def _sync(self, names: list[SegmentName]) -> None:
         for name in names:

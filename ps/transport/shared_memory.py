@@ -90,9 +90,11 @@ class SharedMemories:
         if not has_room and not self._has_told:
             self._has_told = True
             _log.warning(
-                "%d MiB of workers' memory are shared: the rows of further workers travel by sockets, which is slower",
-                self._counters.shared_bytes >> 20,
-            )
+                "a worker would share %d MiB of memory, and %d MiB are left of %d (half of --memory, 8 GiB at most): "
+                "its rows travel by a socket, which is slower, as those of all such workers; give the shard more "
+                "--memory",
+                nbytes >> 20, (self._limit - self._counters.shared_bytes) >> 20, self._limit >> 20,
+            )  # fmt: skip
         return has_room
 
 

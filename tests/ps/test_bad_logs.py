@@ -23,8 +23,11 @@ from embershard.ps.options import ServerOptions
 from embershard.ps.recovery import recover, sha256_of_modules
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from harness.logged_shard import LoggedShard
 from harness.raises import raises
+from harness.random_job import state_of
 from harness.shards import gradients, push, table
+from harness.simulated_disk import SimulatedDisk
 
 ROW_FUNCTION = """
 import embershard as es
@@ -160,6 +163,28 @@ def test_a_shard_that_starts_again_waits_until_the_full_disk_has_room(tmp_path, 
     assert next(free, None) is None
     assert len(pauses) == 2
     assert len([line for line in caplog.messages if "the shard waits for room" in line]) == 1
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+def test_a_shard_that_starts_again_waits_wherever_a_quota_has_no_room(mode, error, monkeypatch):
+    disk = SimulatedDisk()  # whose free bytes say nothing of it
+    shard = LoggedShard(disk, mode).begun()
+    shard.push(3)
+    shard.write()
+    rows, refused, pauses = state_of(shard.shard.core)["rows"], set(), []
+    disk.kill()
+
+    def refuse_once(operation, path):
+        """The names of segments are new at each try."""
+        if operation in ("pwritev", "rename") and (place := (operation, path.name[:4])) not in refused:
+            refused.add(place)
+            raise OSError(error, os.strerror(error), str(path))
+
+    disk.before = refuse_once
+    monkeypatch.setattr(SystemClock, "sleep", pauses.append)
+    assert state_of(LoggedShard(disk, mode).shard.core)["rows"] == rows
+    assert len(pauses) == len(refused) >= 3
 
 
 @pytest.mark.parametrize(("shard", "of"), [(0, 2), (1, 1)])

@@ -171,9 +171,11 @@ def test_what_is_no_memory_or_may_vanish_is_not_mapped_and_the_socket_serves(ser
 
 
 @pytest.mark.parametrize("memory", [2**22])
-def test_memory_over_half_of_the_budget_is_not_mapped_until_others_have_left(served, connect):
+def test_memory_over_half_of_the_budget_is_not_mapped_until_others_have_left(served, connect, caplog):
     peers = [connect() for _ in range(3)]
     assert [peer.shares for peer in peers] == [True, True, False]
+    (line,) = [line for line in caplog.messages if "share" in line]
+    assert "1 MiB of memory, and 0 MiB are left of 2 (half of --memory" in line
     peers[0].sock.close()
     assert eventually(lambda: served.stream.counters.shared_bytes == 2**20)
     assert connect().shares

@@ -162,6 +162,13 @@ def test_pairs_lists_and_ids(files):
     assert bare.ids.shape == (5, 2)
 
 
+def test_how_often_an_item_is_drawn_stands_at_its_id(files):
+    log_q = InteractionLists(*files, by_popularity=True).log_q
+    assert len(log_q) == 5 + 6
+    assert log_q[[5, 6, 8, 10]].exp().tolist() == pytest.approx([2 / 5, 1 / 5, 1 / 5, 1 / 5])
+    assert InteractionLists(*files).log_q is None
+
+
 @pytest.mark.parametrize("end", [b"\r\n", b"\r"])
 def test_lines_may_end_as_on_other_systems_and_a_file_begin_with_a_byte_order_mark(files, prefix, end):
     def all_data():
