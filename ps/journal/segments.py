@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 from bisect import insort
 from collections import deque
@@ -218,6 +219,9 @@ class SegmentWriter:
         if self.at_limit:
             self.no_room = OSError(errno.EDQUOT, "the folder has the bytes that --log-bytes allows")
             return False
+        if self._disk.free_bytes(self.folder) < self._segment_bytes:  # to try would take all that others need
+            self.no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self.no_room
         path = self._spare_path()
         try:
             file = self._disk.open(path, write=True, create=True)

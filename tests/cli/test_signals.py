@@ -3,15 +3,19 @@
 import signal
 
 import pytest
+from typer.testing import CliRunner
 
+from embershard.cli import app as cli
 from embershard.cli.signals import ended_by_signals
+from embershard.deploy.supervisor import LocalShards
 
 
-@pytest.fixture
-def hangup():
-    before = signal.getsignal(signal.SIGHUP)
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -21,8 +25,24 @@ def test_a_signal_unwinds_a_command_and_is_its_exit_code(number):
     assert ended.value.code == 128 + number
 
 
-def test_a_command_that_nohup_started_goes_on_where_its_terminal_is_closed(hangup):
+def test_a_command_that_nohup_started_goes_on_where_its_terminal_is_closed():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with ended_by_signals():
         signal.raise_signal(signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_up_also_while_its_shards_start(number, monkeypatch):
+    closed, went_on = [], []
+
+    def recover(shards):
+        signal.raise_signal(number)
+        went_on.append(shards)
+
+    monkeypatch.setattr(LocalShards, "start", lambda _: None)
+    monkeypatch.setattr(LocalShards, "wait_until_serving", recover)
+    monkeypatch.setattr(LocalShards, "close", lambda shards: closed.append(shards))
+    assert CliRunner().invoke(cli.app, ["up"]).exit_code == 128 + number
+    assert closed
+    assert not went_on

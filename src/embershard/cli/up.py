@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Annotated
@@ -28,7 +29,7 @@ from embershard.cli.security import (
     checked_snapshots,
 )
 from embershard.cli.shards import DEFAULT_PORT
-from embershard.cli.signals import is_ignored
+from embershard.cli.signals import ended_by_signals, is_ignored
 from embershard.cli.tls import TLSOption
 from embershard.deploy.supervisor import LocalShards, RestartPolicy, ShardSettings
 from embershard.proto.monitoring.exporter import check_addresses
@@ -100,7 +101,9 @@ def up(
         report=partial(say, err=True),
         forward=partial(typer.echo, err=True),
     )
-    with local:
+    with ExitStack() as stack:
+        with ended_by_signals():  # until they serve, which may take as long as a recovery, nobody looks at `stop`
+            stack.enter_context(local)
         for index, (address, pid) in enumerate(zip(local.addresses, local.pids, strict=True)):
             say(f"shard {index} serves at {address} (pid {pid})")
         for address in filter(None, local.metrics_addresses):

@@ -184,6 +184,15 @@ def test_a_full_disk_shows_before_an_event_is_applied():
     written.journal.check_room(left + 1)
 
 
+def test_a_spare_for_which_a_disk_has_no_room_takes_none_of_what_others_need():
+    written = Written(disk := SimulatedDisk())
+    disk.capacity = 4096  # of which the manifest has some
+    disk.operations.clear()
+    with pytest.raises(OSError, match="No space"):
+        written.journal.segments.prepare_spare()
+    assert "pwritev" not in disk.operations
+
+
 def test_too_many_waiting_bytes_make_the_shard_busy_but_one_event_always_fits():
     log = open_log(SimulatedDisk())
     journal = Journal(begin(log).segments, next_lsn=1, term=1, waiting_bytes=1000)
