@@ -26,6 +26,7 @@ LAST_LINES = 12  # of a worker that died, shown with the report
 STOP_TIMEOUT = timedelta(seconds=10)
 LEAVE_SIGNAL = signal.SIGUSR1  # to a worker that is to leave while the others train on
 _POLL_SECONDS = 0.05
+_LATE_SECONDS = 30.0  # after the end of a job: its other workers end with it, but for what they still write
 
 
 class WorkerFailed(EmbershardError):
@@ -133,6 +134,7 @@ class LocalWorkers:
     def wait(self, watch: Callable[[], EmbershardError | None] = lambda: None) -> None:
         """Wait until every worker is done. WorkerFailed where one is not; `watch` may end the wait with an error."""
         over = math.inf  # when the job was done
+        late: set[int] = set()  # that were told of
         while True:
             codes = [sessions.poll(process) for process in self._processes]
             for rank in [rank for rank in self._leaving if codes[rank] is not None]:
@@ -154,10 +156,19 @@ class LocalWorkers:
             # who was started again too late has nobody left to train with
             if not running or (running <= self._again and time.monotonic() - over > STOP_TIMEOUT.total_seconds()):
                 return
+            if time.monotonic() - over > _LATE_SECONDS:
+                self._tell_of_late(running - late)
+                late |= running
             trouble = watch()
             if trouble is not None:
                 raise trouble
             time.sleep(_POLL_SECONDS)
+
+    def _tell_of_late(self, ranks: set[int]) -> None:
+        for rank in sorted(ranks):
+            pid = self._processes[rank].pid
+            remedy = f"If it is stopped, let it go on (kill -CONT {pid}) or end it (kill -KILL {pid})"
+            self._say(f"the job is done, and worker {rank} (pid {pid}) still runs; the command waits for it. {remedy}")
 
     def close(self) -> None:
         """End what still runs: SIGTERM, then SIGKILL; workers hold nothing that would be lost."""

@@ -181,7 +181,6 @@ class LogFolder:
         end = self.reader.end
         assert end is not None, "read the records to their end first"
         with named_errors(self.folder):
-            self.when_room(partial(self._check_room, segment_bytes), clock)
             if end.state == "unsynced":
                 _log.warning(
                     "%s: the event log ends before LSN %d, and %d later events or more are lost: the machine was "
@@ -190,7 +189,9 @@ class LogFolder:
                 )  # fmt: skip
             if self.manifest.segment:  # first: it may have no record
                 self.when_room(partial(self.update_manifest, segment=0), clock)
-            kept = self._cut(end.position)
+            kept = self._cut(end.position)  # which frees what the last process had reserved
+            self._remove_other_bases()
+            self.when_room(partial(self._check_room, segment_bytes), clock)
             self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
                 is_synced = self.manifest.mode == "fsync"
@@ -201,7 +202,6 @@ class LogFolder:
             term, boot = self.manifest.term + 1, self.disk.boot_id()
             fields = {"term": term, "mode": mode, "boot": boot, "end_lsn": end.position.lsn}
             self.when_room(partial(self.update_manifest, **fields), clock)
-            self._remove_other_bases()
             segments = SegmentWriter(
                 self.disk,
                 self.folder,

@@ -116,6 +116,14 @@ def test_a_worker_that_was_started_again_too_late_does_not_keep_the_job(start, m
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_worker_that_runs_on_behind_the_end_of_the_job_is_named_once(start, monkeypatch):
+    monkeypatch.setattr(workers, "_LATE_SECONDS", 0.1)
+    with start("pass", WORK) as running:
+        running.wait()
+        (said,) = running.said
+    assert f"worker 1 (pid {running.pids[1]}) still runs" in said
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_only_a_worker_that_has_trained_since_it_was_started_again_goes_on_alone(start, tmp_path, trains):
     record = f"Path({str(tmp_path / '0.json')!r}).write_text('{{}}')"

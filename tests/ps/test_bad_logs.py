@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from contextlib import ExitStack
+from itertools import chain, repeat
 
 import pytest
 
@@ -24,6 +25,7 @@ from embershard.ps.recovery import recover, sha256_of_modules
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from harness.logged_shard import LoggedShard
+from harness.logs import FOLDER
 from harness.raises import raises
 from harness.random_job import state_of
 from harness.shards import gradients, push, table
@@ -155,14 +157,27 @@ def test_a_new_log_is_refused_where_the_disk_is_full(tmp_path, monkeypatch):
 
 def test_a_shard_that_starts_again_waits_until_the_full_disk_has_room(tmp_path, monkeypatch, caplog):
     log_of(tmp_path / "shard-0")
-    free = iter([1000, 1000, 2**40])
+    free = chain([1000, 1000], repeat(2**40))
     monkeypatch.setattr(LocalDisk, "free_bytes", lambda *_: next(free))
     pauses = []
     monkeypatch.setattr(SystemClock, "sleep", pauses.append)
     start(tmp_path)
-    assert next(free, None) is None
     assert len(pauses) == 2
     assert len([line for line in caplog.messages if "the shard waits for room" in line]) == 1
+
+
+@pytest.mark.parametrize("mode", ["log", "fsync"])
+def test_a_shard_that_starts_again_has_the_room_that_the_last_process_had_reserved(mode, monkeypatch):
+    disk = SimulatedDisk()
+    shard = LoggedShard(disk, mode, segment_bytes=2**16).begun()
+    shard.push(3)
+    shard.write()
+    rows = state_of(shard.shard.core)["rows"]
+    disk.kill()
+    disk.capacity = 2**40
+    disk.capacity = 2**40 - disk.free_bytes(FOLDER) + 2**14
+    monkeypatch.setattr(SystemClock, "sleep", lambda _: pytest.fail("it waits"))
+    assert state_of(LoggedShard(disk, mode, segment_bytes=2**16).shard.core)["rows"] == rows
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
