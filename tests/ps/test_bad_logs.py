@@ -169,14 +169,15 @@ def test_a_shard_that_starts_again_waits_until_the_full_disk_has_room(tmp_path, 
 @pytest.mark.parametrize("mode", ["log", "fsync"])
 def test_a_shard_that_starts_again_has_the_room_that_the_last_process_had_reserved(mode, monkeypatch):
     disk = SimulatedDisk()
-    shard = LoggedShard(disk, mode, segment_bytes=2**16).begun()
-    shard.push(3)
+    shard = LoggedShard(disk, mode, segment_bytes=2**16)
+    shard.log.journal.segments.prepare_spare()
+    shard.begun().push(3)
     shard.write()
     rows = state_of(shard.shard.core)["rows"]
     disk.kill()
     disk.capacity = 2**40
     disk.capacity = 2**40 - disk.free_bytes(FOLDER) + 2**14
-    monkeypatch.setattr(SystemClock, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(SystemClock, "sleep", lambda *_: pytest.fail("it waits"))
     assert state_of(LoggedShard(disk, mode, segment_bytes=2**16).shard.core)["rows"] == rows
 
 

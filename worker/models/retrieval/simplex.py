@@ -102,7 +102,7 @@ class SimpleX(RetrievalModel):
             return self._unit(users, taken, history)
         places = (history >= 0).flatten().nonzero().squeeze(1).to(users.device)
         rows = users.new_zeros(history.numel(), users.shape[1]).index_copy(0, places, taken)
-        return self._unit(users, rows.view(*history.shape, -1), history)
+        return self._unit(users, rows.view(*history.shape, users.shape[1]), history)
 
     def _unit(self, users: Tensor, taken: Tensor, history: Tensor) -> Tensor:
         """Vectors (B, dim) of users' rows (B, dim) and of what they took, (B, history, dim), zeros where nothing."""
