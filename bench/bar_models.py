@@ -110,7 +110,7 @@ def simplex(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
 
 def two_tower(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """Two towers on Gowalla."""
-    words = ("--set", "train.epochs=45") if long else ()
+    words = ("--set", "train.epochs=90") if long else ()
     outcome = run_example("gowalla", *words, folder=folder / f"two-tower{'-long' * long}", resumes=long)
     if not long:
         bar.in_time(outcome)

@@ -20,6 +20,7 @@ from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import MANIFEST
 from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.record import encode_segment_header, read_segment_header
+from embershard.ps.journal.segments import is_spare
 from embershard.ps.options import ServerOptions
 from embershard.ps.recovery import recover, sha256_of_modules
 from embershard.ps.shard import Shard
@@ -171,8 +172,10 @@ def test_a_shard_that_starts_again_has_the_room_that_the_last_process_had_reserv
     disk = SimulatedDisk()
     shard = LoggedShard(disk, mode, segment_bytes=2**16)
     shard.log.journal.segments.prepare_spare()
-    shard.begun().push(3)
-    shard.write()
+    shard.begun()
+    while any(map(is_spare, disk.list(FOLDER))):  # until its room is that of a segment, most of it empty
+        shard.push(20)
+        shard.write()
     rows = state_of(shard.shard.core)["rows"]
     disk.kill()
     disk.capacity = 2**40
