@@ -134,7 +134,7 @@ class LocalWorkers:
     def wait(self, watch: Callable[[], EmbershardError | None] = lambda: None) -> None:
         """Wait until every worker is done. WorkerFailed where one is not; `watch` may end the wait with an error."""
         over = math.inf  # when the job was done
-        late: set[int] = set()  # that were told of
+        late: set[int] = set()  # workers that `say` has named
         while True:
             codes = [sessions.poll(process) for process in self._processes]
             for rank in [rank for rank in self._leaving if codes[rank] is not None]:
