@@ -89,7 +89,7 @@ def train(job: Mapping[str, Any], path: Path, seed: int, epochs: int) -> dict[st
     """Train; figures on test of the epoch that is best on valid."""
     torch.manual_seed(seed)
     section, recipe, every = job["model"], job["train"], job["evaluate"]["every"]
-    data = ActionSequences(path, max_length=job["data"]["max_length"], seed=seed)
+    data = ActionSequences.read(path, max_length=job["data"]["max_length"], seed=seed)
     length = job["data"]["max_length"]
     dim = job["embedding"]["dim"]
     model = PlainSASRec(data.num_items, dim, length, section["blocks"], section["heads"], section["dropout"])

@@ -343,7 +343,7 @@ def _model_and_data(job: Job) -> Problems:
     of_rows = name in _LISTS and isinstance(job.data, TabularSection)
     if of_rows:
         reason = f"{name} learns from lists of items, and data.reader tabular has rows with labels: use reader lists"
-        yield ("model", "name"), reason
+        yield ("model", "name"), f"{reason}, which reads tables with columns: {{user: ..., item: ..., time: ...}}"
     elif job.model.needs == "pairs" and not job.data.pairs:
         yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
     if job.model.needs == "dense" and not job.data.has_dense:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from embershard.proto.errors import JobError
+from embershard.worker.data.files import as_file
 from embershard.worker.job.data_section import DataSection, Evaluation
-from embershard.worker.job.sections import CUSTOM, Count
-from embershard.worker.job.tabular import Delimiter, RaySection, TabularSection
+from embershard.worker.job.sections import CUSTOM, Count, Section
+from embershard.worker.job.tabular import Delimiter, Encoding, FileFormat, Name, RaySection, TabularSection, on_disk
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
     from embershard.worker.data.batch import Dataset
     from embershard.worker.data.columns import Columns
+    from embershard.worker.data.interactions.tables import InteractionTables
 
 Negatives = Annotated[int, Field(ge=0)]
 DrawnBy = Literal["uniform", "popularity"]  # each item as often as another, or as often as it was taken
@@ -27,6 +29,16 @@ def _as_list(value: object) -> object:
 _OR_ONE = BeforeValidator(_as_list, json_schema_input_type=Path | tuple[Path, ...])
 Paths = Annotated[tuple[Path, ...], _OR_ONE]
 SomePaths = Annotated[tuple[Path, ...], Field(min_length=1), _OR_ONE]
+
+
+def _as_names(value: object) -> object:
+    given = _as_list(value)
+    return tuple(str(one) if isinstance(one, Path) else one for one in given) if isinstance(given, tuple) else given
+
+
+_OR_ONE_NAME = BeforeValidator(_as_names, json_schema_input_type=str | tuple[str, ...])
+Names = Annotated[tuple[Name, ...], _OR_ONE_NAME]
+SomeNames = Annotated[tuple[Name, ...], Field(min_length=1), _OR_ONE_NAME]
 
 
 class NcfFilesSection(DataSection):
@@ -71,12 +83,62 @@ class NcfFilesSection(DataSection):
         return NcfData(folder / self.root / self.prefix, negatives=self.negatives, by_popularity=popular, seed=seed)
 
 
-class ListsSection(DataSection):
-    """Interaction lists, a line per user (Gowalla and its like), evaluated by ranking all items."""
+class InteractionColumnsSection(Section):
+    """Name the columns of a table of interactions. Users and items may be texts or integers."""
+
+    user: Name  # column of the user
+    item: Name  # column of the item
+    time: Name | None = None
+    """Column of the time, a date or a number; without it, interactions are in the order of the files."""
+
+
+class _InteractionsSection(DataSection):
+    columns: InteractionColumnsSection | None = None
+    """Read tables (Parquet, CSV, TSV, lines of JSON) with these columns."""
+    format: FileFormat | None = None
+    """Format of the tables; by default the files' names show it."""
+    encoding: Encoding = "utf-8"
+    """Encoding of tables of text, such as cp1252."""
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return False
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        for field, default in (("format", None), ("encoding", "utf-8")):
+            if self.columns is None and getattr(self, field) != default:
+                return field, "has a meaning for tables alone: name their columns, as columns: {user: u, item: i}"
+        named = None if self.columns is None else (self.columns.user, self.columns.item, self.columns.time)
+        if named is not None and len(set(named)) < len(named):
+            return "columns", f"names one column twice ({', '.join(map(str, named))})"
+        return None
+
+    def _tables(self, folder: Path, delimiter: str | None, **parts: tuple[str, ...]) -> InteractionTables:
+        from embershard.worker.data.interactions.tables import InteractionTables
+        from embershard.worker.data.readers.tabular_files import TableFormat
+
+        assert self.columns is not None
+        files = {part: [as_file(folder / self.root, name) for name in names] for part, names in parts.items() if names}
+        how = TableFormat(format=self.format, encoding=self.encoding, delimiter=delimiter)
+        return InteractionTables(files=files, how=how, **self.columns.model_dump())
+
+
+class ListsSection(_InteractionsSection):
+    """Items that each user took, evaluated by ranking all items.
+
+    The files are lists, a line per user (Gowalla and its like), or with `columns` tables with a row per interaction.
+    """
 
     reader: Literal["lists"]
-    train: Path  # file with the items that each user took, to train on
-    test: Path  # file with the items that each user took later, to evaluate on
+    train: SomeNames  # files with the items that each user took, to train on
+    test: Names = ()
+    """Files with the items that each user took later, to evaluate on; of tables by default the latest ones of train."""
+    hold_out: Count | None = None
+    """Number of each user's latest items in train that are the split test, in place of files; by default 1."""
+    delimiter: Delimiter | None = None
+    """Character between the columns of a table of text; by default a comma, or a tab in TSV."""
     negatives: Negatives = 0  # items that the user did not take, added to each sample
     history: Annotated[int, Field(ge=0)] = 0
     """Number of other items that the user took, added to each sample (SimpleX)."""
@@ -89,40 +151,84 @@ class ListsSection(DataSection):
         return "ranking"
 
     @property
-    def has_clicks(self) -> bool:
-        """Whether samples have labels of both kinds."""
-        return False
+    def judged_on(self) -> tuple[str, ...]:
+        """The splits that can be evaluated."""
+        return ("test",)
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the local files and folders that it names, under `root`."""
+        return on_disk({"train": self.train, "test": self.test})
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if self.columns is not None:
+            if self.test and self.hold_out is not None:
+                return "hold_out", "takes the items to be found from train: remove it, or test"
+            if not self.test and self.columns.time is None:
+                return "columns", "has no time, by which each user's latest items are held out: name it, or give test"
+            return super().problem()
+        for field in ("hold_out", "delimiter"):
+            if getattr(self, field) is not None:
+                return field, "has a meaning for tables alone: name their columns, as columns: {user: u, item: i}"
+        for field, names in (("train", self.train), ("test", self.test)):
+            if len(names) != 1:
+                reason = f"is one file of lists, a line `user item item ...` per user, and not {len(names)}"
+                return field, f"{reason}; if these are tables, name columns: {{user: u, item: i, time: t}}"
+        return super().problem()
 
     def look(self, folder: Path) -> None:
         """Try the first rows of every file."""
         from embershard.worker.data.interactions.files import look_at_lists
 
-        look_at_lists(folder / self.root / path for path in (self.train, self.test))
+        if self.columns is not None:
+            self._tables(folder, self.delimiter, train=self.train, test=self.test).look()
+        else:
+            look_at_lists(folder / self.root / path for path in (*self.train, *self.test))
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
         from embershard.worker.data.interactions.gowalla import InteractionLists
+        from embershard.worker.data.interactions.tables import hold_out_latest
 
-        train, test = (folder / self.root / path for path in (self.train, self.test))
         popular = self.negatives_by == "popularity"
+        if self.columns is None:
+            train, test = (folder / self.root / names[0] for names in (self.train, self.test))
+            return InteractionLists.read(
+                train, test, negatives=self.negatives, history=self.history, by_popularity=popular, seed=seed
+            )
+        pairs, names = self._tables(folder, self.delimiter, train=self.train, test=self.test).read()
+        if not self.test:
+            pairs = hold_out_latest(pairs["train"], self.hold_out or 1)
+            if not len(pairs["test"][0]):
+                reason = f"no user has more than {self.hold_out or 1} items, of which the latest could be held out"
+                raise JobError(where=self.train[0], reason=reason)
         return InteractionLists(
-            train, test, negatives=self.negatives, history=self.history, by_popularity=popular, seed=seed
+            pairs,
+            where=self.train[0],
+            names=names,
+            negatives=self.negatives,
+            history=self.history,
+            by_popularity=popular,
+            seed=seed,
         )
 
 
-class SequencesSection(DataSection):
-    """A file of actions in the order of time; a model ranks each user's last one among `candidates` other items."""
+class SequencesSection(_InteractionsSection):
+    """What each user took, in the order of time; a model ranks each user's last item among `candidates` others.
+
+    The file has one line `user item` per action, ordered by time, or with `columns` it is a table.
+    """
 
     reader: Literal["sequences"]
-    actions: Path  # file with one `user item` per line, ordered by time
+    actions: SomeNames  # file with the actions of all users; with `columns` any number of them
     max_length: Count = 50  # the last actions of a user that the model reads
     negatives: Count = 1  # negative items at each position, in training
     negatives_by: DrawnBy = "uniform"
     """popularity: in proportion to how often each item was taken. Candidates are always drawn uniformly."""
     candidates: Count = 100
     users: Annotated[int, Field(ge=0)] = 10_000  # number of users to evaluate, drawn once; 0: all
-    delimiter: Delimiter = " "
-    """Character between user and item."""
+    delimiter: Delimiter | None = None
+    """Character between user and item, by default a space; of a table a comma, or a tab in TSV."""
     sequences = True
 
     @property
@@ -135,33 +241,45 @@ class SequencesSection(DataSection):
         """The splits that can be evaluated."""
         return ("valid", "test")
 
-    @property
-    def has_clicks(self) -> bool:
-        """Whether samples have labels of both kinds."""
-        return False
-
     def files(self) -> dict[str, tuple[Path, ...]]:
-        """Field -> the file that it names, under `root`."""
-        return {"actions": (self.actions,)}
+        """Field -> the local files and folders that it names, under `root`."""
+        return on_disk({"actions": self.actions})
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if self.columns is None and len(self.actions) > 1:
+            return "actions", "is one file: if these are tables, name columns: {user: u, item: i, time: t}"
+        return super().problem()
 
     def look(self, folder: Path) -> None:
-        """Try the first rows of the file."""
+        """Try the first rows of every file."""
         from embershard.worker.data.interactions.files import look_at_actions
 
-        look_at_actions(folder / self.root / self.actions, self.delimiter)
+        if self.columns is not None:
+            self._tables(folder, self.delimiter, actions=self.actions).look()
+        else:
+            look_at_actions(folder / self.root / self.actions[0], self.delimiter or " ")
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
+        from embershard.worker.data.interactions.files import read_actions
         from embershard.worker.data.interactions.sequences import ActionSequences
 
+        if self.columns is not None:
+            pairs, names = self._tables(folder, self.delimiter, actions=self.actions).read()
+            actions, where = pairs["actions"], self.actions[0]
+        else:
+            path, names = folder / self.root / self.actions[0], None
+            actions, where = read_actions(path, self.delimiter or " "), str(path)
         return ActionSequences(
-            folder / self.root / self.actions,
+            actions,
+            where=where,
+            names=names,
             max_length=self.max_length,
             negatives=self.negatives,
             by_popularity=self.negatives_by == "popularity",
             candidates=self.candidates,
             users=self.users,
-            delimiter=self.delimiter,
             seed=seed,
         )
 

@@ -54,6 +54,14 @@ def _delimiter(value: str) -> str:
 
 
 Delimiter = Annotated[str, AfterValidator(_delimiter)]
+Encoding = Annotated[str, AfterValidator(_encoding)]
+FileFormat = Literal["parquet", "csv", "tsv", "jsonl"]
+
+
+def on_disk(named: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Path, ...]]:
+    """Field -> its local files and folders: what is no URL and no pattern."""
+    local = {field: [name for name in names if not is_url(name) and "*" not in name] for field, names in named.items()}
+    return {field: tuple(map(Path, names)) for field, names in local.items() if names}
 
 
 _LARGEST = 3.4028234663852886e38  # of float32
@@ -207,11 +215,11 @@ class TabularSection(DataSection):
     train: Annotated[tuple[Name, ...], Field(min_length=1), ONE_OR_MORE]
     valid: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
     test: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
-    format: Literal["parquet", "csv", "tsv", "jsonl"] | None = None
+    format: FileFormat | None = None
     """Format of the files; by default the files' names show it."""
     delimiter: Delimiter | None = None
     """Character between the columns of text; by default a comma, or a tab in TSV."""
-    encoding: Annotated[str, AfterValidator(_encoding)] = "utf-8"
+    encoding: Encoding = "utf-8"
     """Encoding of text, such as cp1252."""
     decimal: Literal[".", ","] = "."
     """Decimal separator of numbers in CSV."""
@@ -315,10 +323,7 @@ class TabularSection(DataSection):
 
     def files(self) -> dict[str, tuple[Path, ...]]:
         """Field -> the local files and folders that it names, under `root`."""
-        named = {
-            part: [name for name in getattr(self, part) if not is_url(name) and "*" not in name] for part in SPLITS
-        }
-        return {part: tuple(map(Path, names)) for part, names in named.items() if names}
+        return on_disk({part: getattr(self, part) for part in SPLITS})
 
     def problem(self) -> tuple[str, str] | None:
         """A field that contradicts others, and why."""

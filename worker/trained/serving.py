@@ -6,6 +6,7 @@ Nothing here imports a shard, a session, gRPC, numba or pyarrow, so that a serve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import BadExport, BadIds, BadRows, CannotServe
 from embershard.worker.data.batch import Batch, Schema
-from embershard.worker.data.inputs.rows import PADDING
+from embershard.worker.data.inputs.rows import PADDING, CategoricalInput, RowInputs
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
 from embershard.worker.models.user_defined import forward_of, in_whole_rows, seeded
@@ -131,6 +132,21 @@ class ExportedModel:
             return (ids.shape[1] - self._model.history,)
         return (len(self.schema.labels),) * (len(self.schema.labels) > 1)
 
+    def ids(self, column: str, values: object) -> Ids:
+        """Ids (N,) of the values of a column, or (N, width) of a column of lists, as `score` reads them.
+
+        Values that training did not have share an id, which has first values; in a history they are left out.
+        BadRows names a value that the column cannot have; CannotServe where the model's columns are no plain ids.
+        """
+        if not isinstance(self._inputs, RowInputs):
+            raise CannotServe(what="ids", reason="this model's columns have no ids of their own; use score")
+        parts = {one.name: replace(self._inputs, categorical=(one,), lists=()) for one in self._inputs.categorical}
+        parts |= {one.name: replace(self._inputs, categorical=(), lists=(one,)) for one in self._inputs.lists}
+        if column not in parts:
+            raise BadRows(feature=column, value=None, reason=f"unknown (known: {', '.join(parts)})")
+        found, _ = replace(parts[column], numeric=(), ignored=())({column: values})
+        return found[:, 0] if parts[column].categorical else found
+
     def embedding(self, name: str, ids: object) -> Floats:
         """Rows (*shape, dim) of ids of any shape, of the embedding module of this name (`tables` has them).
 
@@ -165,7 +181,7 @@ class ExportedModel:
     def item_vectors(self, items: object) -> Floats:
         """Vectors (N, dim) of items' ids (N,), of a model for retrieval.
 
-        Users and items share a table: with data.reader lists the id of item i is the number of users + i.
+        Users and items share a table: `ids` gives the ids of items by their names or numbers.
         """
         return self._vectors("item_vectors", "item", items)
 
@@ -188,9 +204,13 @@ class ExportedModel:
 
     def _ids_of(self, feature: str) -> tuple[int, int | None]:
         """The first id of users, or of items, and the one behind their last."""
-        named = [one for one in getattr(self._inputs, "categorical", ()) if one.name == feature and one.num_ids]
-        if named:
-            return named[0].first, named[0].first + named[0].num_ids
+        columns: tuple[CategoricalInput, ...] = getattr(self._inputs, "categorical", ())
+        named = {one.name: one for one in columns}
+        if len(columns) == 2 and columns[0].ids == "vocabulary":  # whose names are those of the table
+            named = dict(zip(("user", "item"), columns, strict=True))
+        own = named.get(feature)
+        if own is not None and own.num_ids:
+            return own.first, own.first + own.num_ids
         return 0, self.schema.num_ids if not self.schema.fields else next(iter(self.schema.id_limits.values()))
 
     def _torch(self) -> Score:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -77,21 +78,35 @@ class Attributes:
 
 
 class Numbering:
-    """The first id of each column, where the files decide it: items stand behind users, however many these are."""
+    """The ids of each column, where the files decide them.
+
+    Items have ids behind those of the users, however many these are. Names have the place among all that there are.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         inputs = getattr(dataset, "inputs", None)
         self._first: dict[str, int] = {}
+        self._names: dict[str, str] = {}
         if isinstance(inputs, RowInputs):
-            self._first |= {column.name: column.first for column in inputs.categorical}
-            self._first |= {column.name: column.first for column in inputs.lists}
+            for columns in (inputs.categorical, inputs.lists):
+                self._first |= {column.name: column.first for column in columns}
+                self._names |= {column.name: _digest(column.values) for column in columns if column.values}
 
     def state_dict(self) -> Mapping[str, object]:
-        """Return the first id of each column, which a checkpoint keeps."""
-        return self._first
+        """Return the first id of each column and a digest of its names, which a checkpoint keeps."""
+        return {**self._first, "names": self._names} if self._names else self._first
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Compare the ids with those of a checkpoint. JobError where the data has others."""
+        before = state.get("names") or {}
+        assert isinstance(before, Mapping)
+        for name, digest in self._names.items():
+            if before.get(name, digest) != digest:
+                reason = (
+                    f"the values of {name!r} are others than when the checkpoint was trained, which changes their "
+                    "ids: its rows are of other values. Use the files of that time, or train anew"
+                )
+                raise JobError(where="data", reason=reason)
         for name, first in self._first.items():
             if state.get(name, first) != first:
                 reason = (
@@ -100,6 +115,10 @@ class Numbering:
                     "that time, or train anew"
                 )
                 raise JobError(where="data", reason=reason)
+
+
+def _digest(values: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
 
 
 class TrainingData:

@@ -92,7 +92,7 @@ def test_a_history_has_other_items_of_the_user_spread_over_all_of_them():
 def test_lists_come_with_histories_and_users_are_ranked_with_theirs(tmp_path):
     (tmp_path / "train").write_text("0 0 1 2\n1 3\n2 1 4\n")
     (tmp_path / "test").write_text("0 4\n1 1\n")
-    data = InteractionLists(tmp_path / "train", tmp_path / "test", negatives=2, history=3)
+    data = InteractionLists.read(tmp_path / "train", tmp_path / "test", negatives=2, history=3)
     (batch,) = data.train(0, 0, 1, 100)
     taken = {0: {3, 4, 5}, 1: {6}, 2: {4, 7}}  # items come behind the three users
     for user, item, first, second, *history in batch.ids.tolist():

@@ -323,13 +323,13 @@ def lists_of(schema, labels=("label",)):
 def interactions(folder, **settings):
     lists = "".join(f"{user} {' '.join(str((user * 3 + i) % 11) for i in range(1 + user % 6))}\n" for user in range(9))
     (folder / "lists.txt").write_text(lists)
-    return InteractionLists(folder / "lists.txt", folder / "lists.txt", **settings)
+    return InteractionLists.read(folder / "lists.txt", folder / "lists.txt", **settings)
 
 
 def actions(folder):
     lines = [f"{user} {(user * 3 + i) % 23}\n" for user in range(9) for i in range(3 + user)]
     (folder / "actions.txt").write_text("".join(lines))
-    return ActionSequences(folder / "actions.txt", max_length=5, candidates=4)
+    return ActionSequences.read(folder / "actions.txt", max_length=5, candidates=4)
 
 
 NO_SEQUENCE = replace(LISTS, features=LISTS.features[:4], fields=LISTS.fields[:4])

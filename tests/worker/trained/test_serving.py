@@ -288,6 +288,33 @@ def test_users_items_and_histories_of_a_request_score_as_in_the_trainers_evaluat
         served.score_ids(np.full_like(ids, 10**6))
 
 
+def test_a_model_of_a_table_is_served_by_the_names_of_its_users_and_items(make_session, tmp_path):
+    rows = [(f"u{user}", f"i{item}", time) for user, items in TAKEN.items() for time, item in enumerate(items)]
+    text = "".join(f"{who},{what},{at}\n" for who, what, at in rows)
+    (tmp_path / "plays.csv").write_text(f"who,what,at\n{text}")
+    data = {"reader": "lists", "train": "plays.csv", "columns": {"user": "who", "item": "what", "time": "at"}}
+    export = ReaderExport(make_session(2), tmp_path, SIMPLEX, {**data, "negatives": 1, "history": 3})
+    served, items = export.served, sorted({what for _, what, _ in rows})
+    assert served.features == ("who", "what", "history")
+    users = served.ids("who", ["u1", "u3"])
+    taken = [[f"i{item}" for item in TAKEN[user][:-1]] for user in (1, 3)]
+    vectors = served.user_vectors(np.column_stack([users, served.ids("history", taken)]))
+    products = vectors @ served.item_vectors(served.ids("what", items)).T
+    for place, user in enumerate(("u1", "u3")):
+        own = {"who": [user] * len(items), "what": items, "history": [taken[place]] * len(items)}
+        assert_same(served.score(own), products[place])
+        assert_same(served.score({**own, "history": [[*taken[place], "never seen"]] * len(items)}), products[place])
+    (judged,) = export.data.users("test", 0, 1, 100)
+    with torch.no_grad():
+        wanted = export.model.user_vectors(judged.ids) @ export.model.item_vectors(export.data.item_ids).T
+    assert_same(products, wanted.numpy()[[1, 3]])
+    strangers = {"who": ["nobody", "somebody"], "what": ["nothing", "never seen"], "history": [[], ["nothing"]]}
+    one, other = served.score(strangers)
+    assert one == other
+    with pytest.raises(BadRows, match="unknown"):
+        served.ids("user", ["u1"])
+
+
 def test_lists_of_one_row_that_are_longer_than_anothers_are_refused_where_all_are_scored():
     items = RowInputs(lists=(ListInput(name="items", num_ids=9),))
     assert items({"items": [[1, 2], [3, 4]]})[0].tolist() == [[1, 2], [3, 4]]

@@ -55,8 +55,10 @@ class NumericInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListInput:
-    """Convert a column of lists of integers to `width` columns of ids: `first` + each integer, then PADDING.
+    """Convert a column of lists to `width` columns of ids: `first` + each integer, then PADDING.
 
+    With `values` lists have these texts in place of integers, and each counts as its position in the sorted `values`.
+    An unknown one is left out, or, where there is no `width`, has the position after the last one.
     `keep` selects the values of a list that is too long: the last ones, or values spread evenly over its distinct
     ones. Without a `width` the lists of all rows must have the same length, and all values are kept.
     """
@@ -66,6 +68,7 @@ class ListInput:
     first: int = 0
     width: int | None = None
     keep: Literal["last", "spread"] = "last"
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,9 @@ class RowInputs:
         return cls(
             categorical=tuple(CategoricalInput(**{**c, "values": tuple(c["values"])}) for c in data["categorical"]),
             numeric=tuple(NumericInput(**n) for n in data["numeric"]),
-            lists=tuple(ListInput(**one) for one in data.get("lists", ())),  # of earlier exports none
+            lists=tuple(  # of earlier exports none, or without values
+                ListInput(**{**one, "values": tuple(one.get("values", ()))}) for one in data.get("lists", ())
+            ),
             ignored=tuple(data["ignored"]),
         )
 
@@ -254,7 +259,13 @@ def _integers(feature: ListInput, row: int, value: object) -> list[int]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list | tuple):
-        raise _bad(feature.name, row, value, "is no list of integers")
+        raise _bad(feature.name, row, value, f"is no list of {'values' if feature.values else 'integers'}")
+    if feature.values:
+        try:
+            places = _places(CategoricalInput(name=feature.name, values=feature.values), value)
+        except BadRows:
+            raise _bad(feature.name, row, value, "has a value that is neither a text nor an integer") from None
+        return places if feature.width is None else [place for place in places if place < len(feature.values)]
     try:
         return _global(CategoricalInput(name=feature.name, ids="global", num_ids=feature.num_ids), value)
     except BadRows:

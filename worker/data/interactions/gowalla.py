@@ -1,12 +1,15 @@
-"""Interaction lists as LightGCN's authors split them: a line per user, `user item item ...` (Gowalla and its like)."""
+"""What each user took, to train on and to be found: ranked among all items.
+
+Read from a table, or from lists as LightGCN's authors split them: a line per user, `user item item ...`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from embershard.worker.data.interactions.interactions import (
     pair_batch,
     pair_inputs,
 )
+from embershard.worker.data.interactions.tables import Names, Pairs
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 from embershard.worker.metrics import Users
 
@@ -31,19 +35,23 @@ _log = logging.getLogger(__name__)
 
 
 class InteractionLists:
-    """Train and test lists in memory; evaluated by ranking all items that a user did not take in training.
+    """Pairs of train and test in memory; evaluated by ranking all items that a user did not take in training.
 
-    Ids: user u is u, item i is num_users + i. With layout "pairs" a sample is (user, item) with label 1, or 0 for each
-    of `negatives` sampled items; with "lists" it is (user, item, negative, negative, ...) and labels are 1, as losses
-    over a softmax want it. Negatives are items that the user did not take, sampled anew in each epoch. `history` adds
-    columns with as many other items of the user's train set, with which the user is evaluated too.
+    Ids: user u is u, item i is num_users + i. `names` are the texts of these numbers; users and items that have none
+    share two more ids, which nothing trains: the one behind the last user, and the one behind the last item.
+
+    With layout "pairs" a sample is (user, item) with label 1, or 0 for each of `negatives` sampled items; with "lists"
+    it is (user, item, negative, negative, ...) and labels are 1, as losses over a softmax want it. Negatives are items
+    that the user did not take, sampled anew in each epoch. `history` adds columns with as many other items of the
+    user's train set, with which the user is evaluated too.
     """
 
     def __init__(
         self,
-        train: Path,
-        test: Path,
+        pairs: Mapping[str, Pairs],
         *,
+        where: str = "interactions",
+        names: Names | None = None,
         negatives: int = 0,
         history: int = 0,
         by_popularity: bool = False,
@@ -61,12 +69,12 @@ class InteractionLists:
             history,
             layout,
             seed,
-            str(train),
+            where,
         )
-        pairs = {"train": read_lists(train), "test": read_lists(test)}
+        self._names = names
         if not len(pairs["train"][0]):
-            raise JobError(where=str(train), reason="no user has an item")
-        num_users = 1 + max(int(users.max(initial=-1)) for users, _ in pairs.values())
+            raise JobError(where=where, reason="no user has an item")
+        num_users = 1 + max(int(users.max(initial=-1)) for users, _ in pairs.values()) + (names is not None)
         num_items = 1 + max(int(items.max(initial=-1)) for _, items in pairs.values())
         check_numbering(self._where, num_users, num_items)
         self.train_set = Interactions.of(*pairs["train"], num_users, num_items, by_popularity=by_popularity)
@@ -77,16 +85,21 @@ class InteractionLists:
         taken = self._users * num_items + self.train_set.items
         if again := int(np.isin(self.test_set.users() * num_items + self.test_set.items, taken).sum()):
             _log.warning(
-                "%s: %d of %d items are in their users' train lists, too, and count as not found: a ranking leaves out "
-                "what a user took in training", test, again, len(self.test_set.items)
+                "%s: of test, %d of %d items are in their users' train lists, too, and count as not found: a ranking "
+                "leaves out what a user took in training", where, again, len(self.test_set.items)
             )  # fmt: skip
+
+    @classmethod
+    def read(cls, train: Path, test: Path, **settings: Any) -> Self:
+        """Read a file of lists for each split. JobError names file:line of what is wrong."""
+        return cls({"train": read_lists(train), "test": read_lists(test)}, where=str(train), **settings)
 
     @property
     def schema(self) -> Schema:
         """Features user and item; lists repeat the item for each negative."""
         extra = self._negatives if self._layout == "lists" else 0
         features = ("user", "item", *(f"negative{i + 1}" for i in range(extra)))
-        num_ids = self.train_set.num_users + self.train_set.num_items
+        num_ids = self.train_set.num_users + self.train_set.num_items + (self._names is not None)
         if not self._history:
             return Schema(features, 0, num_ids)
         fields = [Field(name, "ids", column) for column, name in enumerate(features)]
@@ -97,12 +110,15 @@ class InteractionLists:
     def log_q(self) -> torch.Tensor | None:
         """(num_ids,) the log of how often each item's id is drawn as a negative; None where all are alike."""
         of_items = self.train_set.log_q()
-        return None if of_items is None else torch.cat([of_items.new_zeros(self.train_set.num_users), of_items])
+        if of_items is None:
+            return None
+        unknown = of_items.new_zeros(0 if self._names is None else 1)
+        return torch.cat([of_items.new_zeros(self.train_set.num_users), of_items, unknown])
 
     @property
     def inputs(self) -> RowInputs:
-        """Columns user and item, with the numbers of the files, and history where the model reads some."""
-        return pair_inputs(self.train_set, self._history)
+        """Columns of the user and the item, and history where the model reads some."""
+        return pair_inputs(self.train_set, self._history, self._names)
 
     @property
     def evaluation(self) -> Evaluation:

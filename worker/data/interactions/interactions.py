@@ -15,6 +15,7 @@ from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Batch
 from embershard.worker.data.inputs.rows import PADDING, CategoricalInput, ListInput, RowInputs
+from embershard.worker.data.interactions.tables import Names
 
 
 def draw_key(seed: int, epoch: int) -> int:
@@ -51,12 +52,20 @@ def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key
     return Batch(torch.from_numpy(ids), None, torch.ones(len(pairs), device="cpu"))
 
 
-def pair_inputs(data: Interactions, history: int = 0) -> RowInputs:
-    """Columns user and item with their numbers, and `history`: lists of the items that a user took."""
-    users = CategoricalInput(name="user", ids="global", num_ids=data.num_users)
-    items = CategoricalInput(name="item", ids="global", num_ids=data.num_items, first=data.num_users)
-    taken = ListInput(name="history", num_ids=data.num_items, first=data.num_users, width=history, keep="spread")
-    return RowInputs(categorical=(users, items), lists=(taken,) if history else ())
+def pair_inputs(data: Interactions, history: int = 0, names: Names | None = None) -> RowInputs:
+    """Columns of the user and the item, numbers or `names`, and `history`: lists of the items that a user took."""
+    first, values = data.num_users, () if names is None else names.items
+    if names is None:
+        users = CategoricalInput(name="user", ids="global", num_ids=first)
+        items = CategoricalInput(name="item", ids="global", num_ids=data.num_items, first=first)
+    else:  # with an id for those that have none, see InteractionLists
+        users = CategoricalInput(name=names.user_column, ids="vocabulary", values=names.users, num_ids=first)
+        items = CategoricalInput(
+            name=names.item_column, ids="vocabulary", values=values, num_ids=data.num_items + 1, first=first
+        )
+    taken = ListInput(name="history", num_ids=data.num_items, first=first, width=history, keep="spread", values=values)
+    ignored = (names.time_column,) if names is not None and names.time_column is not None else ()
+    return RowInputs(categorical=(users, items), lists=(taken,) if history else (), ignored=ignored)
 
 
 def item_ids(data: Interactions, items: Ints) -> Ints:

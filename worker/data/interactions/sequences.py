@@ -1,9 +1,13 @@
-"""What each user took, in the order of time: a line `user item` per action, as SASRec's authors prepare their data."""
+"""What each user took, in the order of time.
+
+Read from a table, or from a line `user item` per action, as SASRec's authors prepare their data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +18,7 @@ from embershard.worker.data.batch import Batch, Evaluation, Field, IdTable, Sche
 from embershard.worker.data.inputs.rows import PADDING, ListInput, RowInputs
 from embershard.worker.data.interactions.files import read_actions
 from embershard.worker.data.interactions.interactions import Interactions, check_numbering, draw_key
+from embershard.worker.data.interactions.tables import Names, Pairs
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 
 Ints = npt.NDArray[np.int64]
@@ -29,27 +34,29 @@ class ActionSequences:
     then for each of these L places the item that came next and `negatives` items that the user does not have in train,
     drawn anew in each epoch, uniformly or `by_popularity`. For evaluation `users` of all are drawn once (0: all of
     them): ids (B, L + 1 + candidates) hold what a user took before, the item that came next, and `candidates` items,
-    uniform among those that the user never took; labels (B, 1 + candidates) are 1 for the first.
+    uniform among those that the user never took; labels (B, 1 + candidates) are 1 for the first. `names` are the texts
+    of the numbers; items that have none share one more id, which nothing trains.
     """
 
     def __init__(
         self,
-        path: Path,
+        actions: Pairs,
         *,
+        where: str = "actions",
+        names: Names | None = None,
         max_length: int = 50,
         negatives: int = 1,
         by_popularity: bool = False,
         candidates: int = 100,
         users: int = 10_000,
-        delimiter: str = " ",
         seed: int = 0,
     ) -> None:
         for name, value, least in (("max_length", max_length, 1), ("negatives", negatives, 1), ("users", users, 0)):
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
         self._length, self._negatives, self._candidates = max_length, negatives, candidates
-        self._where, self._seed = str(path), seed
-        user, item = read_actions(path, delimiter)
+        self._where, self._seed, self._names = where, seed, names
+        user, item = actions
         num_users, self.num_items = int(user.max()) + 1, int(item.max()) + 1
         check_numbering(self._where, num_users, self.num_items)
         by_user = np.argsort(user, kind="stable")
@@ -71,6 +78,11 @@ class ActionSequences:
             judged = np.sort(np.random.default_rng((seed, 2)).choice(judged, users, replace=False))
         self._judged = judged
 
+    @classmethod
+    def read(cls, path: Path, *, delimiter: str = " ", **settings: Any) -> Self:
+        """Read a file of actions. JobError names file:line of what is wrong."""
+        return cls(read_actions(path, delimiter), where=str(path), **settings)
+
     @property
     def schema(self) -> Schema:
         """A history, and the items to be scored behind it; one table of items."""
@@ -79,18 +91,21 @@ class ActionSequences:
             Field("history", "items", 0, length, "sequence"),
             Field("items", "items", length, wanted, "sequence"),
         )
-        return Schema(("history", "items"), 0, self.num_items, fields, (IdTable("items", self.num_items),))
+        num_ids = self.num_items + (self._names is not None)
+        return Schema(("history", "items"), 0, num_ids, fields, (IdTable("items", num_ids),))
 
     @property
     def log_q(self) -> torch.Tensor | None:
         """(num_items,) the log of how often each item is drawn as a negative in training; None where all are alike."""
-        return self._known.log_q()
+        log_q = self._known.log_q()
+        return log_q if log_q is None or self._names is None else torch.cat([log_q, log_q.new_zeros(1)])
 
     @property
     def inputs(self) -> RowInputs:
         """Columns history, what a user took, oldest first, and items, as many to be scored for each user."""
-        history = ListInput(name="history", num_ids=self.num_items, width=self._length)
-        return RowInputs(lists=(history, ListInput(name="items", num_ids=self.num_items)))
+        values = () if self._names is None else self._names.items
+        history = ListInput(name="history", num_ids=self.num_items, width=self._length, values=values)
+        return RowInputs(lists=(history, ListInput(name="items", num_ids=self.num_items, values=values)))
 
     @property
     def evaluation(self) -> Evaluation:

@@ -68,9 +68,10 @@ def open_tables(
 ) -> dict[str, TableSource]:
     """The files of each split, which `to_samples` makes samples of; `counts` are rows that were counted before.
 
+    The files of the first split tell the format, and what columns the others must have.
     JobError where a file has not all the columns, or cannot be read. BadValue of `to_samples` becomes one.
     """
-    kind = how.format or format_of_first(files["train"][0])
+    kind = how.format or format_of_first(next(iter(files.values()))[0])
     paths = {part: files_of(kind, named) for part, named in files.items()}
     to_rows = {part: partial(_of_part, to_samples, part) for part in files}
     if kind == "parquet":

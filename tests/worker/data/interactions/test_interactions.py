@@ -147,7 +147,7 @@ def files(tmp_path):
 
 
 def test_pairs_lists_and_ids(files):
-    data = InteractionLists(*files, negatives=3, layout="lists")
+    data = InteractionLists.read(*files, negatives=3, layout="lists")
     assert data.schema.num_ids == 5 + 6
     assert data.schema.features == ("user", "item", "negative1", "negative2", "negative3")
     assert data.num_samples("train") == 5  # item 5 of user 4 counts once
@@ -155,24 +155,24 @@ def test_pairs_lists_and_ids(files):
     taken = {(0, 1), (0, 3), (1, 0), (4, 5), (4, 0)}
     assert {(int(u), int(i) - 5) for u, i in batch.ids[:, :2]} == taken
     assert not {(int(row[0]), int(i) - 5) for row in batch.ids for i in row[2:]} & taken
-    (pairs,) = InteractionLists(*files, negatives=3, layout="pairs").train(0, 0, 1, 100)
+    (pairs,) = InteractionLists.read(*files, negatives=3, layout="pairs").train(0, 0, 1, 100)
     assert pairs.ids.shape == (20, 2)
     assert pairs.labels.sum() == 5
-    (bare,) = InteractionLists(*files).train(0, 0, 1, 100)
+    (bare,) = InteractionLists.read(*files).train(0, 0, 1, 100)
     assert bare.ids.shape == (5, 2)
 
 
 def test_how_often_an_item_is_drawn_stands_at_its_id(files):
-    log_q = InteractionLists(*files, by_popularity=True).log_q
+    log_q = InteractionLists.read(*files, by_popularity=True).log_q
     assert len(log_q) == 5 + 6
     assert log_q[[5, 6, 8, 10]].exp().tolist() == pytest.approx([2 / 5, 1 / 5, 1 / 5, 1 / 5])
-    assert InteractionLists(*files).log_q is None
+    assert InteractionLists.read(*files).log_q is None
 
 
 @pytest.mark.parametrize("end", [b"\r\n", b"\r"])
 def test_lines_may_end_as_on_other_systems_and_a_file_begin_with_a_byte_order_mark(files, prefix, end):
     def all_data():
-        lists, ncf = InteractionLists(*files), NcfData(prefix)
+        lists, ncf = InteractionLists.read(*files), NcfData(prefix)
         return [*lists.evaluate("test", 0, 1, 99), *ncf.evaluate("test", 0, 1, 99)], [lists.train_set, ncf.train_set]
 
     before, known = all_data()
@@ -189,7 +189,7 @@ def test_lines_may_end_as_on_other_systems_and_a_file_begin_with_a_byte_order_ma
 
 
 def test_users_with_their_seen_and_relevant_items(files):
-    data = InteractionLists(*files)
+    data = InteractionLists.read(*files)
     assert data.evaluation == "ranking"
     assert data.item_ids.tolist() == list(range(5, 11))
     (users,) = data.users("test", 0, 1, 10)
@@ -203,10 +203,10 @@ def test_users_with_their_seen_and_relevant_items(files):
 
 
 def test_items_to_be_found_that_their_users_took_in_training_are_told_of(files, caplog):
-    InteractionLists(*files)
+    InteractionLists.read(*files)
     assert not caplog.records
     files[1].write_text("0 1 2\n1 0\n")
-    InteractionLists(*files)
+    InteractionLists.read(*files)
     assert "2 of 3 items are in their users' train lists" in caplog.text
 
 
@@ -223,22 +223,22 @@ def test_bad_lines(files, line, error):
     with files[0].open("a") as file:
         file.write(line + "\n")
     with pytest.raises(JobError, match=error):
-        InteractionLists(*files, negatives=1)
+        InteractionLists.read(*files, negatives=1)
 
 
 def test_no_items_and_too_many_workers(files):
     with pytest.raises(JobError, match="5 samples cannot be split over 6 workers"):
-        InteractionLists(*files).train(0, 0, 6, 1)
+        InteractionLists.read(*files).train(0, 0, 6, 1)
     with pytest.raises(ValueError, match="layout must be"):
-        InteractionLists(*files, layout="triples")
+        InteractionLists.read(*files, layout="triples")
     files[0].write_text("0\n1\n")
     with pytest.raises(JobError, match="no user has an item"):
-        InteractionLists(*files)
+        InteractionLists.read(*files)
 
 
 def test_gowalla(real_data):
     folder = real_data("gowalla")
-    data = InteractionLists(folder / "train.txt", folder / "test.txt", negatives=4)
+    data = InteractionLists.read(folder / "train.txt", folder / "test.txt", negatives=4)
     assert (data.num_samples("train"), data.num_samples("test")) == (810_128, 217_242)
     assert data.schema.num_ids == 29_858 + 40_981
     parts = list(data.users("test", 0, 1, 1000))

@@ -23,7 +23,7 @@ def rows_of(batches):
 
 
 def test_training_shows_every_step_but_those_held_out(path):
-    data = ActionSequences(path, max_length=4, negatives=2)
+    data = ActionSequences.read(path, max_length=4, negatives=2)
     rows = rows_of(data.train(0, 0, 1, 2))
     assert data.num_samples("train") == len(rows) == 3
     found = {}
@@ -43,7 +43,7 @@ def test_training_shows_every_step_but_those_held_out(path):
 
 
 def test_negatives_are_items_that_the_user_does_not_have(path):
-    data = ActionSequences(path, max_length=10, candidates=50)
+    data = ActionSequences.read(path, max_length=10, candidates=50)
     for epoch in range(20):
         for row in rows_of(data.train(epoch, 0, 1, 8)):
             assert not {i for i in row[11::2] if i >= 0} & {i for i in row[:10] if i >= 0}
@@ -53,7 +53,7 @@ def test_negatives_are_items_that_the_user_does_not_have(path):
 
 
 def test_negatives_by_popularity_were_trained_on(path):
-    data = ActionSequences(path, max_length=10, by_popularity=True)
+    data = ActionSequences.read(path, max_length=10, by_popularity=True)
     known = {1: [5, 3, 5], 2: [4, 9], 4: [7], 5: [1], 6: list(range(20, 28))}
     drawn = []
     for epoch in range(40):
@@ -62,15 +62,15 @@ def test_negatives_by_popularity_were_trained_on(path):
             assert not {i for i in row[11::2] if i >= 0} & {i for i in row[:10] if i >= 0}
     assert set(drawn) == {item for items in known.values() for item in items}
     path.write_text("0 0\n0 1\n0 2\n0 3\n1 4\n1 5\n1 4\n")  # 0 and 1 are all that is trained on but for item 4
-    ActionSequences(path, by_popularity=True)
+    ActionSequences.read(path, by_popularity=True)
     path.write_text("0 0\n0 1\n0 2\n0 3\n1 0\n1 5\n1 4\n")
-    ActionSequences(path)
+    ActionSequences.read(path)
     with pytest.raises(JobError, match="no negatives"):
-        ActionSequences(path, by_popularity=True)
+        ActionSequences.read(path, by_popularity=True)
 
 
 def test_the_last_action_is_test_and_the_one_before_valid(path):
-    data = ActionSequences(path, max_length=4, candidates=3)
+    data = ActionSequences.read(path, max_length=4, candidates=3)
     seen = {}
     for split in data.splits:
         (batch,) = data.evaluate(split, 0, 1, 100)
@@ -86,13 +86,13 @@ def test_the_last_action_is_test_and_the_one_before_valid(path):
         (6, "test"): [25, 26, 27, 28, 29],
     }
     assert data.num_samples("test") == 3
-    assert ActionSequences(path, users=2).num_samples("test") == 2
+    assert ActionSequences.read(path, users=2).num_samples("test") == 2
     with pytest.raises(JobError, match="train, valid, test"):
         data.num_samples("other")
 
 
 def test_the_schema_names_history_and_items_of_one_table(path):
-    schema = ActionSequences(path, max_length=4, negatives=2).schema
+    schema = ActionSequences.read(path, max_length=4, negatives=2).schema
     assert [(field.start, field.width) for field in schema.fields] == [(0, 4), (4, 12)]
     assert schema.num_ids == schema.tables[0].num_ids == 30
 
@@ -100,4 +100,4 @@ def test_the_schema_names_history_and_items_of_one_table(path):
 def test_a_line_that_is_no_action_is_named(path):
     path.write_text("1 2\n1 x\n")
     with pytest.raises(JobError, match=r"actions\.txt:2"):
-        ActionSequences(path)
+        ActionSequences.read(path)

@@ -1,0 +1,203 @@
+"""Interactions of tables: numbers for users and items, the order of time, what is held out, and what is refused."""
+
+import datetime as dt
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from embershard.proto.errors import BadRows, JobError
+from embershard.worker.data.interactions.gowalla import InteractionLists
+from embershard.worker.data.interactions.sequences import ActionSequences
+from embershard.worker.data.interactions.tables import InteractionTables, hold_out_latest
+from embershard.worker.job.load import JobFileError, load_job
+from embershard.worker.training.saver import Numbering
+
+ROWS = [
+    ("bob", "x", 5),
+    ("Ann", "x", 4),
+    ("bob", "z", 1),
+    ("Ann", "y", 9),
+    ("Ann", "y", 2),
+    ("bob", "y", 3),
+    ("é", "z", 1),
+]
+COLUMNS = {"user": "who", "item": "what", "time": "at"}
+
+
+@contextmanager
+def refused(errors, *texts):
+    with pytest.raises(errors) as caught:
+        yield
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def table_of(rows=ROWS):
+    return pa.table({name: [row[k] for row in rows] for k, name in enumerate(("who", "what", "at"))})
+
+
+@pytest.fixture
+def plays(tmp_path):
+    pyarrow.csv.write_csv(table_of(), tmp_path / "plays.csv")
+    return tmp_path / "plays.csv"
+
+
+def tables(*files, **columns):
+    return InteractionTables(files={"train": files}, **{**COLUMNS, **columns})
+
+
+def named(pairs, names):
+    return [(names.users[user], names.items[item]) for user, item in zip(*pairs, strict=True)]
+
+
+def test_users_and_items_are_numbered_by_their_texts_and_rows_are_in_the_order_of_time(plays):
+    pairs, names = tables(plays).read()
+    assert (names.users, names.items) == (("Ann", "bob", "é"), ("x", "y", "z"))
+    assert named(pairs["train"], names) == [
+        ("bob", "z"), ("é", "z"), ("Ann", "y"), ("bob", "y"), ("Ann", "x"), ("bob", "x"), ("Ann", "y")
+    ]  # fmt: skip
+    pairs, names = tables(plays, time=None).read()
+    assert named(pairs["train"], names) == [row[:2] for row in ROWS]
+
+
+def test_the_latest_items_of_users_who_have_more_are_held_out(plays):
+    pairs, names = tables(plays).read()
+    parts = {part: sorted(named(own, names)) for part, own in hold_out_latest(pairs["train"], 1).items()}
+    # Ann took y first and again last: it is in train; é has one item
+    assert parts["test"] == [("Ann", "x"), ("bob", "x")]
+    assert parts["train"] == [("Ann", "y"), ("bob", "y"), ("bob", "z"), ("é", "z")]
+    assert not len(hold_out_latest(pairs["train"], 3)["test"][0])
+
+
+CODED = pa.dictionary(pa.int32(), pa.string())
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.int16(), pa.string(), pa.large_string(), CODED])
+def test_ids_of_any_type_stand_for_the_same_users(tmp_path, kind):
+    ids = pa.array([30, 4, 30, 100]).cast(pa.string() if pa.types.is_dictionary(kind) else kind)
+    table = pa.table({"who": ids.cast(kind), "what": ["a", "b", "b", " b "], "at": [1, 2, 3, 4]})
+    for group in range(2):  # two files, whose dictionaries are their own
+        pq.write_table(table.slice(2 * group, 2), tmp_path / f"{group}.parquet")
+    pairs, names = tables(tmp_path).read()
+    assert (names.users, names.items) == (("100", "30", "4"), ("a", "b"))
+    assert named(pairs["train"], names) == [("30", "a"), ("4", "b"), ("30", "b"), ("100", "b")]
+
+
+def test_a_request_has_the_ids_of_training_and_unknown_names_share_one_that_nothing_trains(plays):
+    pyarrow.csv.write_csv(table_of([*ROWS, ("é", "v", 0)]), plays)
+    pairs, names = tables(plays).read()
+    data = InteractionLists(hold_out_latest(pairs["train"], 1), names=names, negatives=2, history=2, by_popularity=True)
+    assert data.schema.num_ids == 3 + 1 + 4 + 1
+    assert len(data.log_q) == data.schema.num_ids
+    rows = {"who": ["bob", "nobody"], "what": ["z", "w"], "at": [0, 0], "history": [["y", "new"], []]}
+    ids, _ = data.inputs(rows)
+    assert ids.tolist() == [[1, 4 + 3, 4 + 2, -1], [3, 4 + 4, -1, -1]]
+    trained = np.concatenate([batch.ids.numpy() for batch in data.train(0, 0, 1, 8)])
+    assert not {3, 8} & set(trained.reshape(-1).tolist())
+    assert data.item_ids.tolist() == [4, 5, 6, 7]
+    with refused(BadRows, "who", "neither a text nor an integer"):
+        data.inputs({**rows, "who": [1.5, 2.5]})
+
+
+def test_a_table_of_its_own_may_have_users_and_items_that_train_has_not(tmp_path, plays):
+    pyarrow.csv.write_csv(table_of([("new", "x", 1), ("bob", "w", 2)]), tmp_path / "test.csv")
+    pairs, names = InteractionTables(files={"train": [plays], "test": [tmp_path / "test.csv"]}, **COLUMNS).read()
+    assert (names.users, names.items) == (("Ann", "bob", "new", "é"), ("w", "x", "y", "z"))
+    assert named(pairs["test"], names) == [("new", "x"), ("bob", "w")]
+    assert len(pairs["train"][0]) == len(ROWS)
+
+
+def test_sequences_of_a_table_are_those_of_the_file_with_numbers(tmp_path):
+    rows = [(f"u{i * 7 % 5}", f"i{i * 5 % 9}", f"2026-01-01 00:00:{i:02}") for i in range(40)]
+    pq.write_table(table_of(rows[::-1]), tmp_path / "plays.parquet")
+    (tmp_path / "actions.txt").write_text("".join(f"{user[1:]} {item[1:]}\n" for user, item, _ in rows))
+    settings = {"max_length": 4, "candidates": 3, "users": 0, "seed": 3}
+    pairs, names = tables(tmp_path / "plays.parquet").read()
+    ours = ActionSequences(pairs["train"], names=names, **settings)
+    theirs = ActionSequences.read(tmp_path / "actions.txt", **settings)
+    for part in ("valid", "test"):
+        pair = [list(data.evaluate(part, 0, 1, 99)) for data in (ours, theirs)]
+        assert [batch.ids.tolist() for batch in pair[0]] == [batch.ids.tolist() for batch in pair[1]]
+    assert (ours.schema.num_ids, theirs.schema.num_ids) == (10, 9)
+    ids, _ = ours.inputs({"history": [["i2", "new", "i1"]], "items": [["i7", "new"]]})
+    assert ids.tolist() == [[2, 1, -1, -1, 7, 9]]
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "reason"),
+    [
+        ("a,x,1\n,x,2\n", "plays.csv:3", "the user is missing: leave the row out"),
+        ("a,x,1\na, ,2\n", "plays.csv:3", "the item is missing"),
+        ("a,x,1\na,y,\n", "plays.csv:3", "has no time"),
+        ("a,x,2026-01-01\na,y,soon\n", "plays.csv:3", "'soon' is no time"),
+    ],
+)
+def test_a_value_that_is_missing_is_refused_with_its_line(tmp_path, text, where, reason):
+    (tmp_path / "plays.csv").write_text("who,what,at\n" + text)
+    for call in (tables(tmp_path / "plays.csv").look, tables(tmp_path / "plays.csv").read):
+        with refused(JobError, where, reason):
+            call()
+
+
+@pytest.mark.parametrize("values", [[1.5, 2.0], [[1], [2]], [dt.date(2026, 1, 1)] * 2, [True, False], [b"a", b"b"]])
+def test_users_are_texts_or_integers(tmp_path, values):
+    table = pa.table({"who": values, "what": ["a", "b"], "at": [1, 2]})
+    pq.write_table(table, tmp_path / "plays.parquet")
+    with refused(JobError, "plays.parquet", "column 'who' is ", "users are texts or integers"):
+        tables(tmp_path / "plays.parquet").look()
+
+
+JOB = {
+    "model": {"name": "two_tower"},
+    "embedding": {"dim": 4, "optimizer": {"name": "adam", "lr": 0.01}},
+    "train": {"epochs": 1, "batch_size": 4},
+}
+LISTS = {"reader": "lists", "train": "plays.csv", "columns": COLUMNS}
+NO_TIME = {"user": "who", "item": "what"}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (LISTS | {"columns": NO_TIME}, "data.columns: has no time, by which each user's latest items are held out"),
+        (LISTS | {"test": "plays.csv", "hold_out": 1}, "data.hold_out: takes the items to be found from train"),
+        (LISTS | {"columns": NO_TIME | {"time": "what"}}, "data.columns: names one column twice"),
+        ({"reader": "lists", "train": "plays.csv"}, "data.test: is one file of lists"),
+        ({"reader": "lists", "train": "plays.csv", "test": "plays.csv", "hold_out": 1}, "data.hold_out: has a meaning"),
+        ({"reader": "lists", "train": ["a", "b"], "test": "c"}, "data.train: is one file of lists"),
+        (LISTS | {"columns": NO_TIME | {"time": "wen"}}, "no column 'wen', which data.columns.time reads"),
+        (LISTS | {"columns": {"item": "what"}}, "data.columns.user"),
+    ],
+)
+def test_columns_that_contradict_the_rest_are_refused_before_training(tmp_path, plays, data, reason):
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, "data": data}))
+    with refused((JobFileError, JobError), reason):
+        job = load_job(tmp_path / "job.yaml")
+        job.data.look(tmp_path)
+
+
+def test_where_nobody_has_an_item_to_hold_out_the_job_is_refused(tmp_path, plays):
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, "data": LISTS | {"hold_out": 5}}))
+    job = load_job(tmp_path / "job.yaml")
+    with refused(JobError, "no user has more than 5 items"):
+        job.data.open(tmp_path, 0)
+
+
+def test_a_checkpoint_of_other_users_is_refused(plays):
+    def numbering(rows):
+        pyarrow.csv.write_csv(table_of(rows), plays)
+        pairs, names = tables(plays).read()
+        return Numbering(InteractionLists(hold_out_latest(pairs["train"], 1), names=names))
+
+    before = numbering(ROWS)
+    numbering(ROWS[::-1]).load_state_dict(before.state_dict())
+    others = [(f"{who}s", *rest) for who, *rest in ROWS]
+    with refused(JobError, "the values of 'who' are others than when the checkpoint was trained"):
+        numbering(others).load_state_dict(before.state_dict())
+    Numbering(SimpleNamespace()).load_state_dict(before.state_dict())

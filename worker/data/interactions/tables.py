@@ -1,0 +1,143 @@
+"""Tables of who took which item, and when. Users and items are numbered in the order of their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Samples
+from embershard.worker.data.files import File
+from embershard.worker.data.readers.tabular import NO_SAMPLES, RowSplit
+from embershard.worker.data.readers.tabular_files import TableFormat, TableSource, Wanted, located, open_tables
+from embershard.worker.data.values import BadFeature, BadValue, as_array, decoded, texts_of
+
+Pairs = tuple[Ids, Ids]  # (N,) users and (N,) items
+
+
+@dataclass(frozen=True)
+class Names:
+    """The texts that numbers of users and items stand for, ascending, and the columns that have them."""
+
+    users: tuple[str, ...]
+    items: tuple[str, ...]
+    user_column: str = "user"
+    item_column: str = "item"
+    time_column: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InteractionTables:
+    """Tables by split, a row for each interaction, with columns of the user, the item and, if named, the time."""
+
+    files: Mapping[str, Sequence[File]]
+    user: str
+    item: str
+    time: str | None = None
+    how: TableFormat = field(default_factory=TableFormat)
+
+    def look(self) -> None:
+        """Read the first rows of every file, without torch. JobError names the file and row of what is wrong."""
+        rows = _Rows(self)
+        for source in self._sources(lambda table, part: NO_SAMPLES).values():
+            for where, table in source.first_rows():
+                with located(where):
+                    rows.add(table)
+
+    def read(self) -> tuple[dict[str, Pairs], Names]:
+        """The interactions of each split in the order of time, and the names of users and items.
+
+        Without a column of times they are in the order of the files. JobError names the file and row of what is wrong.
+        """
+        parts = {part: _Rows(self) for part in self.files}
+
+        def add(table: pa.Table, part: str) -> Samples:
+            parts[part].add(table)
+            return NO_SAMPLES
+
+        for part, source in self._sources(add).items():
+            for _ in source.blocks(0, 1, None):
+                pass
+            if not parts[part].users:
+                raise JobError(where=str(self.files[part][0]), reason="no interaction: the table has no row")
+        users, user_names = _numbered([rows.users for rows in parts.values()])
+        items, item_names = _numbered([rows.items for rows in parts.values()])
+        pairs = {}
+        for (part, rows), user, item in zip(parts.items(), users, items, strict=True):
+            order = slice(None) if self.time is None else np.argsort(np.concatenate(rows.times), kind="stable")
+            pairs[part] = user[order], item[order]
+        return pairs, Names(user_names, item_names, self.user, self.item, self.time)
+
+    def _sources(self, to_samples: Callable[[pa.Table, str], Samples]) -> Mapping[str, TableSource]:
+        wanted: Wanted = {self.user: ("text", "data.columns.user"), self.item: ("text", "data.columns.item")}
+        if self.time is not None:
+            wanted = {**wanted, self.time: ("text", "data.columns.time")}
+        return open_tables(self.files, self.how, wanted, to_samples)
+
+
+class _Rows:
+    """The rows of a split: texts of users and items, each block with a dictionary of its own, and times."""
+
+    def __init__(self, tables: InteractionTables) -> None:
+        self._tables = tables
+        self.users: list[pa.DictionaryArray] = []
+        self.items: list[pa.DictionaryArray] = []
+        self.times: list[Floats] = []
+        by_time = None if tables.time is None else RowSplit(by="time", parts=("train",), column=tables.time)
+        self._times_of = None if by_time is None else by_time.times_of_one_kind()
+
+    def add(self, table: pa.Table) -> None:
+        """Add a block. BadValue or BadFeature for a user, item or time that is missing, or of another type."""
+        if not table.num_rows:
+            return
+        for what, into in (("user", self.users), ("item", self.items)):
+            into.append(_texts(what, getattr(self._tables, what), table))
+        if self._times_of is not None:
+            self.times.append(self._times_of(table))
+
+
+def _texts(what: str, column: str, table: pa.Table) -> pa.DictionaryArray:
+    """Texts of users or items, without white space around them, as requests to a served model are read."""
+    array = decoded(column, as_array(table.column(column)))
+    if not (pa.types.is_integer(array.type) or pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
+        reason = f"column {column!r} is {array.type}, and {what}s are texts or integers: save it as one of these"
+        raise BadFeature(f"data.columns.{what}", reason)
+    texts = pc.utf8_trim_whitespace(texts_of(column, array))
+    missing = np.flatnonzero(np.asarray(pc.equal(texts, "")))
+    if len(missing):
+        raise BadValue(int(missing[0]), column, f"the {what} is missing: leave the row out, or write one")
+    return texts.dictionary_encode()
+
+
+def _numbered(parts: Sequence[Sequence[pa.DictionaryArray]]) -> tuple[list[Ids], tuple[str, ...]]:
+    """(N,) numbers of the texts of each part, and the text of each number, ascending."""
+    whole = pa.chunked_array([chunk for part in parts for chunk in part]).unify_dictionaries()
+    texts = whole.chunk(0).dictionary
+    order = np.asarray(pc.sort_indices(texts))
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.arange(len(order))
+    flat = numbers[np.concatenate([np.asarray(chunk.indices) for chunk in whole.chunks])]
+    ends = np.cumsum([sum(map(len, part)) for part in parts])
+    return np.split(flat, ends[:-1]), tuple(texts.take(pa.array(order)).to_pylist())
+
+
+def hold_out_latest(pairs: Pairs, count: int) -> dict[str, Pairs]:
+    """The splits train and test of interactions in the order of time: test has the latest `count` items of each user.
+
+    Users with no more items than that are in train alone. Of a user's interactions with one item, the first counts.
+    """
+    users, items = pairs
+    _, first = np.unique(users * (1 + items.max(initial=0)) + items, return_index=True)
+    first.sort()
+    users, items = users[first], items[first]
+    order = np.argsort(users, kind="stable")
+    users, items = users[order], items[order]
+    ends = np.searchsorted(users, users, side="right")
+    taken = ends - np.searchsorted(users, users, side="left")
+    is_test = (ends - np.arange(len(users)) <= count) & (taken > count)
+    return {"train": (users[~is_test], items[~is_test]), "test": (users[is_test], items[is_test])}
