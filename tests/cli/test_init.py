@@ -482,3 +482,37 @@ def test_rows_of_too_few_times_are_not_split_by_them(days, by):
     job = load_job(Path("job.yaml"))
     assert job.data.split.by == by
     assert min(job.data.fit(Path(), 0).fitted["samples"].values()) > 0
+
+
+def test_interactions_get_a_job_that_ranks_the_items_of_the_tables_own_users():
+    plays = [{name: row[name] for name in ("user_id", "item", "time", "price")} for row in ROWS]
+    Path("plays.csv").write_text(as_text(plays, delimiter=";"))
+    with pytest.raises(CannotInit, match="of interactions, which have none, their columns by --user and --item"):
+        run("plays.csv")
+    run("plays.csv", "--user", "user_id", "--item", "item")
+    job = load_job(Path("job.yaml"))
+    assert (job.model.name, job.data.columns.model_dump()) == (
+        "two_tower",
+        {"user": "user_id", "item": "item", "time": "time"},
+    )
+    data = job.data.open(Path(), 0)
+    assert set(data.inputs.names) == {"user_id", "item"}
+    assert data.num_samples("test") == len({row["user_id"] for row in plays})
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--user", "user_id", "--item", "product"), "no column 'product'"),
+        (("--user", "user_id", "--item", "item"), "2 columns of times: time, seen_at; name that of the interaction"),
+    ],
+)
+def test_interactions_need_a_user_an_item_and_one_time(words, reason):
+    rows = [{**row, "seen_at": row["time"]} for row in ROWS]
+    pq.write_table(pa.Table.from_pylist(rows), "plays.parquet")
+    with pytest.raises(CannotInit, match=reason):
+        run("plays.parquet", *words)
+    for wrong in (("--user", "user_id"), ("--time", "time"), ("--user", "u", "--item", "i", "--label", "label")):
+        done = CliRunner().invoke(cli.app, ["init", "plays.parquet", *wrong])
+        assert (done.exit_code, "have --user and --item" in done.output) == (2, True)
+    run("plays.parquet", "--user", "user_id", "--item", "item", "--time", "seen_at")

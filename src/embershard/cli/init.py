@@ -73,13 +73,27 @@ def init(
     label: Annotated[
         str | None, typer.Option(help="Column of the label.  [default: a column of zeros and ones]")
     ] = None,
+    user: Annotated[
+        str | None, typer.Option(help="Column of the user, of interactions without a label; needs --item.")
+    ] = None,
+    item: Annotated[str | None, typer.Option(help="Column of the item that the user took.")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Column of the interaction's time.  [default: the column that looks like one]")
+    ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Overwrite an existing job file.")] = False,
 ) -> None:
     """Read the first rows of a data file or folder, and write a commented job file that trains on it."""
+    if (user is None) != (item is None) or (time is not None and user is None) or (label and user):
+        reason = "interactions have --user and --item, and perhaps --time, and no --label"
+        raise typer.BadParameter(reason)
     if out.exists() and not replace:
         raise CannotInit(path=str(out), reason="is there already; name another file with -o, or give --replace")
     look = look_at(data)
-    text = job_text(data, look, label, out.absolute().parent)
+    folder = out.absolute().parent
+    if user is not None and item is not None:
+        text = interactions_text(data, look, {"user": user, "item": item, "time": time}, folder)
+    else:
+        text = job_text(data, look, label, folder)
     before = out.read_bytes() if out.exists() else None
     try:
         _write(out, text, before)
@@ -289,6 +303,46 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None], folder: Path) -> str:
+    """Return the job file for a table of interactions. CannotInit where it has not the columns, or no one time."""
+    known = ", ".join(look.columns)
+    for name in columns.values():
+        if name is not None and name not in look.columns:
+            raise CannotInit(path=str(data), reason=f"no column {name!r} (there are: {known})")
+    taken = {columns["user"], columns["item"]}
+    times = [
+        name
+        for name, values in look.columns.items()
+        if name not in taken and _feature(name, values, len(values), None) == _A_TIME
+    ]
+    if columns["time"] is None and len(times) != 1:
+        found = f"{len(times)} columns of times: {', '.join(times)}" if times else f"no column of times in {known}"
+        raise CannotInit(path=str(data), reason=f"{found}; name that of the interaction by --time")
+    rows = len(next(iter(look.columns.values())))
+    named = ", ".join(f"{what}: {_name(name or times[0])}" for what, name in columns.items())
+    settings = {field: value for field, value in look.settings.items() if field in ("encoding", "delimiter")}
+    lines = [
+        f"# Written by `embershard init {data.name}` from its first {rows:,} rows.",
+        "model: {name: two_tower}              # or simplex, with negatives: 8 and history: 30 below",
+        "data:",
+        "  reader: lists",
+        f"  train: {json.dumps(os.path.relpath(data.absolute(), folder))}",
+        f"  columns: {{{named}}}",
+        *(f"  {field}: {json.dumps(value)}" for field, value in settings.items()),
+        "  hold_out: 1                         # each user's latest item is the test; or name a file: test: test.csv",
+        "embedding:",
+        "  dim: 32",
+        "  optimizer: {name: adam, lr: 0.001}",
+        "train:",
+        "  batch_size: 512",
+        "  epochs: 20",
+        "  early_stop: {patience: 3}           # ends when so many evaluations in a row are not better",
+        "workers: 1",
+        "shards: 2",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _parts_by_time(times: Sequence[Any]) -> bool:
     """Whether the latest tenth of all rows, and the tenth before it, are parts of their own: not where few days are."""
     ordered = sorted(times)
@@ -316,7 +370,11 @@ def _label(data: Path, look: Look, label: str | None) -> str:
         raise CannotInit(path=str(data), reason=reason)
     if not named and not binary and len(two) != 1:
         reason = "no column of zeros and ones" + (f", and {len(two)} of two texts: {', '.join(two)}" if two else "")
-        raise CannotInit(path=str(data), reason=f"{reason}; name the label by --label (there are: {known})")
+        raise CannotInit(
+            path=str(data),
+            reason=f"{reason}; name the label by --label, or, of interactions, which have none, "
+            f"their columns by --user and --item (there are: {known})",
+        )
     return (named or binary or two)[0]
 
 
