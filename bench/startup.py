@@ -27,6 +27,7 @@ from pathlib import Path
 from timing import finish, load, machine, median, print_table
 
 BAR_SECONDS = 0.9  # of a warm shard
+BAR_WORKER = 1.3  # times torch's own imports
 SHARD = ["-m", "embershard.cli", "ps", "--listen", "127.0.0.1:0"]
 READY = "; print('ready', flush=True)"
 JOB = """
@@ -80,6 +81,14 @@ class Tree:
         for name, words in FIRST_LINES.items():
             self.starts[name].append(start(words, self.environment()))
         self.first_steps.append(first_step(self.environment()))
+
+    def worker_to_torch(self) -> float:
+        """The median over rounds of a worker's imports against torch's own, whichever clock favours the worker less."""
+        pairs = list(zip(self.starts["worker"], self.starts["torch"], strict=True))
+        return max(
+            median([worker.wall_s / torch.wall_s for worker, torch in pairs]),
+            median([worker.cpu_s / torch.cpu_s for worker, torch in pairs]),
+        )
 
     def figures(self) -> dict[str, object]:
         wall = {name: median([s.wall_s for s in starts]) for name, starts in self.starts.items()}
@@ -179,6 +188,11 @@ def main() -> None:
         f"{tree.root}: a warm shard serves after {shard:.2f} s, at most {BAR_SECONDS}"
         for tree in trees
         if (shard := median([s.wall_s for s in tree.starts["shard"]])) > BAR_SECONDS
+    ]
+    slow += [
+        f"{tree.root}: a worker's imports take {ratio:.2f}x torch's own, at most {BAR_WORKER}"
+        for tree in trees
+        if (ratio := tree.worker_to_torch()) > BAR_WORKER
     ]
     finish({"bench": "startup", "rounds": options.rounds, "load": load(), "trees": result}, slow)
 
