@@ -365,6 +365,26 @@ class ShardRecovering(ShardBusy):
         "done, about {seconds:.0f} s are left"
     )
 
+    @property
+    def message(self) -> str:
+        """Build the error's text; where the disk has no room for the log, that is what it says."""
+        text = self.progress
+        return f"{self.shard}: {text}" if self.shard else text
+
+    @property
+    def progress(self) -> str:
+        """Return the text without the shard's name."""
+        reason = self.fields.get("waits_for_room")
+        return self.template.format_map(self.fields) if not reason else waits_for_room(str(reason))
+
+
+def waits_for_room(reason: str) -> str:
+    """Say that a shard has its rows and no room to write on, for this reason of its system."""
+    return (
+        f"the shard has recovered its rows, but its event log cannot go on: {reason}; it waits for room: free disk "
+        "space, or raise the quota"
+    )
+
 
 class ShuttingDown(EmbershardError):
     """The shard got SIGTERM: it finishes accepted requests and refuses new ones."""
