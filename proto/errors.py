@@ -718,13 +718,21 @@ class BadSnapshotName(InvalidRequest):
 
 
 class SnapshotNotWritten(EmbershardError):
-    """A snapshot that could not be written: no space, no permission, a storage that does not answer."""
+    """A snapshot that could not be written: no space, no permission, a storage that does not answer, no memory."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "cannot write {path}: {reason}; free some space there, or choose another folder. Earlier snapshots are "
-        "unchanged, and the shards continue to serve"
+        "cannot write {path}: {reason}; {remedy}. Earlier snapshots are unchanged, and the shards continue to serve"
     )
+    of_memory: ClassVar[str] = (
+        "give the shard more memory (`embershard ps --memory`, the limit of its container), or lift the limits of its "
+        "process (`ulimit -v`, `ulimit -u`, vm.overcommit_memory, vm.max_map_count)"
+    )
+
+    def __init__(
+        self, *, shard: str = "", remedy: Field = "free some space there, or choose another folder", **fields: Field
+    ) -> None:
+        super().__init__(shard=shard, remedy=remedy, **fields)
 
 
 class SnapshotRunning(EmbershardError):
