@@ -335,7 +335,7 @@ class MemberStatus(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., paused: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term", "recovering", "recovered_bytes", "recovery_seconds", "base_lsn", "apply_busy_seconds", "queue_seconds", "pull_seconds", "push_seconds", "transports", "rejected", "restarts", "draining", "last_snapshot", "system_time")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous", "failed_update", "used_bytes", "budget_bytes", "lineage", "durability", "log_bytes", "log_waiting_bytes", "term", "recovering", "recovered_bytes", "recovery_seconds", "base_lsn", "waits_for_room", "apply_busy_seconds", "queue_seconds", "pull_seconds", "push_seconds", "transports", "rejected", "restarts", "draining", "last_snapshot", "system_time")
     class RejectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,7 @@ class ShardStatus(_message.Message):
     RECOVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BASE_LSN_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_ROOM_FIELD_NUMBER: _ClassVar[int]
     APPLY_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +418,7 @@ class ShardStatus(_message.Message):
     recovered_bytes: int
     recovery_seconds: float
     base_lsn: int
+    waits_for_room: str
     apply_busy_seconds: float
     queue_seconds: DurationHistogram
     pull_seconds: DurationHistogram
@@ -427,7 +429,7 @@ class ShardStatus(_message.Message):
     draining: bool
     last_snapshot: float
     system_time: float
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., base_lsn: _Optional[int] = ..., apply_busy_seconds: _Optional[float] = ..., queue_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., pull_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., push_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportStatus, _Mapping]]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., restarts: _Optional[int] = ..., draining: _Optional[bool] = ..., last_snapshot: _Optional[float] = ..., system_time: _Optional[float] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ..., failed_update: _Optional[str] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., lineage: _Optional[int] = ..., durability: _Optional[str] = ..., log_bytes: _Optional[int] = ..., log_waiting_bytes: _Optional[int] = ..., term: _Optional[int] = ..., recovering: _Optional[bool] = ..., recovered_bytes: _Optional[int] = ..., recovery_seconds: _Optional[float] = ..., base_lsn: _Optional[int] = ..., waits_for_room: _Optional[str] = ..., apply_busy_seconds: _Optional[float] = ..., queue_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., pull_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., push_seconds: _Optional[_Union[DurationHistogram, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportStatus, _Mapping]]] = ..., rejected: _Optional[_Mapping[str, int]] = ..., restarts: _Optional[int] = ..., draining: _Optional[bool] = ..., last_snapshot: _Optional[float] = ..., system_time: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run", "number")

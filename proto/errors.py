@@ -365,6 +365,26 @@ class ShardRecovering(ShardBusy):
         "done, about {seconds:.0f} s are left"
     )
 
+    @property
+    def message(self) -> str:
+        """Build the error's text; where the disk has no room for the log, that is what it says."""
+        text = self.progress
+        return f"{self.shard}: {text}" if self.shard else text
+
+    @property
+    def progress(self) -> str:
+        """Return the text without the shard's name."""
+        reason = self.fields.get("waits_for_room")
+        return self.template.format_map(self.fields) if not reason else waits_for_room(str(reason))
+
+
+def waits_for_room(reason: str) -> str:
+    """Say that a shard has its rows and no room to write on, for this reason of its system."""
+    return (
+        f"the shard has recovered its rows, but its event log cannot go on: {reason}; it waits for room: free disk "
+        "space, or raise the quota"
+    )
+
 
 class ShuttingDown(EmbershardError):
     """The shard got SIGTERM: it finishes accepted requests and refuses new ones."""
@@ -698,13 +718,21 @@ class BadSnapshotName(InvalidRequest):
 
 
 class SnapshotNotWritten(EmbershardError):
-    """A snapshot that could not be written: no space, no permission, a storage that does not answer."""
+    """A snapshot that could not be written: no space, no permission, a storage that does not answer, no memory."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "cannot write {path}: {reason}; free some space there, or choose another folder. Earlier snapshots are "
-        "unchanged, and the shards continue to serve"
+        "cannot write {path}: {reason}; {remedy}. Earlier snapshots are unchanged, and the shards continue to serve"
     )
+    of_memory: ClassVar[str] = (
+        "give the shard more memory (`embershard ps --memory`, the limit of its container), or lift the limits of its "
+        "process (`ulimit -v`, `ulimit -u`, vm.overcommit_memory, vm.max_map_count)"
+    )
+
+    def __init__(
+        self, *, shard: str = "", remedy: Field = "free some space there, or choose another folder", **fields: Field
+    ) -> None:
+        super().__init__(shard=shard, remedy=remedy, **fields)
 
 
 class SnapshotRunning(EmbershardError):

@@ -103,7 +103,7 @@ class Dispatch:
         if recovery is not None:
             status.recovering, status.budget_bytes = True, self.budget_bytes
             status.log_bytes, status.recovered_bytes = recovery.total_bytes, recovery.done_bytes
-            status.recovery_seconds = recovery.seconds_left
+            status.recovery_seconds, status.waits_for_room = recovery.seconds_left, recovery.waits_for_room
         status.requests += self._answered
         status.queued_bytes = self._apply.queued_bytes
         self.counters.fill(status)

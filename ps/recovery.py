@@ -121,7 +121,8 @@ def recover(
     clock = shard.system
     progress, rate = progress or RecoveryProgress(clock), rate or RecoveryRate()
     found, tail = replay(shard.core, folder, progress, rate)
-    journal = folder.begin(mode, segment_bytes=segment_bytes, clock=clock)
+    progress.total_bytes = progress.done_bytes  # which was an estimate
+    journal = folder.begin(mode, segment_bytes=segment_bytes, progress=progress, clock=clock)
     own = Bases(folder, journal, found, tail, on_fatal=on_fatal, clock=clock, **bases)
     record_end = partial(folder.record_end, journal)
     log = ShardLog(journal, mode, own, rate=rate, record_end=record_end, on_fatal=on_fatal, clock=clock)
@@ -136,7 +137,7 @@ def recover(
         record_end()
 
     try:
-        folder.when_room(write_term, clock)  # before anybody sees what it begins with
+        folder.when_room(write_term, progress)  # before anybody sees what it begins with
     except OSError as error:
         raise LogUnusable(path=str(folder.folder), reason=error.strerror or str(error)) from error
     if journal.term > 1:

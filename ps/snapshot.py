@@ -179,12 +179,15 @@ class SnapshotWriter:
                 self._frozen.append(FrozenTable(table, table.freeze(), changed))
                 if request.incremental:
                     table.mark(SNAPSHOTS_READER, request.id)
+            self._total = sum(rows.num_rows for _, rows, _ in self._frozen)
+            self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+            self._thread.start()
         except (OSError, MemoryError) as error:
             self._thaw()
-            raise SnapshotNotWritten(path=request.name, reason=f"no memory for copies of rows: {error}") from None
-        self._total = sum(rows.num_rows for _, rows, _ in self._frozen)
-        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
-        self._thread.start()
+            raise _no_memory(request.name, f"no memory for copies of rows: {error}") from None
+        except RuntimeError as error:
+            self._thaw()
+            raise _no_memory(request.name, f"no memory for a thread: {error}") from None
         self._stall_ms = 1000 * (time.perf_counter() - began)
 
     @property
@@ -236,6 +239,8 @@ class SnapshotWriter:
             return
         except EmbershardError as error:
             self._error = error
+        except MemoryError:
+            self._error = _no_memory(self._request.url, "no memory for blocks of rows")
         except Exception as error:
             _log.exception("a defect while writing snapshot %s", self._request.name)
             self._error = SnapshotNotWritten(path=self._request.url, reason=f"{type(error).__name__}: {error}")
@@ -341,6 +346,10 @@ class _SnapshotCancelled(EmbershardError):
     """The snapshot was cancelled; never leaves its thread."""
 
     template = "cancelled"
+
+
+def _no_memory(path: str, reason: str) -> SnapshotNotWritten:
+    return SnapshotNotWritten(path=path, reason=reason, remedy=SnapshotNotWritten.of_memory)
 
 
 def _bytes_of(array: npt.NDArray[np.generic]) -> memoryview:

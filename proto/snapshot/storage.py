@@ -144,6 +144,9 @@ class Storage:
             yield
         except EmbershardError:
             raise
+        except MemoryError as error:
+            remedy = SnapshotNotWritten.of_memory
+            raise SnapshotNotWritten(path=self.at(path), reason="no memory to write it", remedy=remedy) from error
         except Exception as error:
             raise SnapshotNotWritten(path=self.at(path), reason=_reason(error)) from error
 

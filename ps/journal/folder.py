@@ -19,6 +19,7 @@ from embershard.proto.errors import EmbershardError, LogDamaged, LogLocked, LogM
 from embershard.ps.journal.disk import NO_DESCRIPTORS, Disk, DiskLock, LocalDisk
 from embershard.ps.journal.journal import Journal
 from embershard.ps.journal.manifest import MANIFEST, OTHER_LOG, LogBase, LogManifest, read_manifest, write_manifest
+from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.reader import LoggedRecord, LogPosition, LogReader
 from embershard.ps.journal.record import HEADER_BYTES
 from embershard.ps.journal.segments import (
@@ -175,11 +176,17 @@ class LogFolder:
             yield from self.disk.read_ahead(records, lambda record: record.header.num_bytes)
 
     def begin(
-        self, mode: DurabilityMode, *, segment_bytes: int = SEGMENT_BYTES, clock: SystemClock = SYSTEM_CLOCK
+        self,
+        mode: DurabilityMode,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        progress: RecoveryProgress | None = None,
+        clock: SystemClock = SYSTEM_CLOCK,
     ) -> Journal:
         """Open the log for writing in a new term; all records must have been read. LogUnusable, and see `when_room`."""
         end = self.reader.end
         assert end is not None, "read the records to their end first"
+        progress = progress or RecoveryProgress(clock)
         with named_errors(self.folder):
             if end.state == "unsynced":
                 _log.warning(
@@ -188,20 +195,20 @@ class LogFolder:
                     self.folder, end.position.lsn, end.lost_records,
                 )  # fmt: skip
             if self.manifest.segment:  # first: it may have no record
-                self.when_room(partial(self.update_manifest, segment=0), clock)
+                self.when_room(partial(self.update_manifest, segment=0), progress)
             kept = self._cut(end.position)  # which frees what the last process had reserved
             self._remove_other_bases()
-            self.when_room(partial(self._check_room, segment_bytes), clock)
+            self.when_room(partial(self._check_room, segment_bytes), progress)
             self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
                 is_synced = self.manifest.mode == "fsync"
                 write_again = self._write_group_again if is_synced else self._write_inherited_again
-                self.when_room(partial(write_again, kept), clock)
+                self.when_room(partial(write_again, kept), progress)
                 self._sync(kept)
             self._manifest_lock = clock.lock()
             term, boot = self.manifest.term + 1, self.disk.boot_id()
             fields = {"term": term, "mode": mode, "boot": boot, "end_lsn": end.position.lsn}
-            self.when_room(partial(self.update_manifest, **fields), clock)
+            self.when_room(partial(self.update_manifest, **fields), progress)
             segments = SegmentWriter(
                 self.disk,
                 self.folder,
@@ -215,7 +222,7 @@ class LogFolder:
             )
         return Journal(segments, next_lsn=end.position.lsn, term=self.manifest.term, clock=clock)
 
-    def when_room(self, write: Callable[[], object], clock: SystemClock) -> None:
+    def when_room(self, write: Callable[[], object], progress: RecoveryProgress) -> None:
         """Call `write` again and again until the disk, and its quotas, have room for what it writes.
 
         A shard that ended in place of that would only be started again, until nobody does. A new log has nothing to
@@ -225,14 +232,15 @@ class LogFolder:
         while True:
             try:
                 write()
+                progress.waits_for_room = ""
                 return
             except OSError as error:
                 if self._is_new or error.errno not in _NO_ROOM:
                     raise
+                reason = error.strerror or str(error)
                 if waited % _LINE_SECONDS == 0:  # again and again: a supervisor waits as long as there are lines
-                    reason = error.strerror or error
                     _log.warning("%s: the event log cannot go on: %s; the shard waits for room", self.folder, reason)
-            clock.sleep(1)
+            progress.wait_for_room(reason, 1.0)
             waited += 1
 
     def new_base(self, lsn: int) -> Path:

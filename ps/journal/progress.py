@@ -52,13 +52,21 @@ class RecoveryProgress:
     def __init__(self, clock: SystemClock = SYSTEM_CLOCK) -> None:
         self.total_bytes = 0  # to be read, about; 0 until it is known
         self.done_bytes = 0
+        self.waits_for_room = ""  # why the log cannot go on; empty where it can
         self._clock = clock
         self._began = clock.now()
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the recovery began."""
+        """Return the seconds since the recovery began, without those in which it waited for room."""
         return self._clock.now() - self._began
+
+    def wait_for_room(self, reason: str, seconds: float) -> None:
+        """Wait until the disk may have room for the log."""
+        self.waits_for_room = reason
+        began = self._clock.now()
+        self._clock.sleep(seconds)
+        self._began += self._clock.now() - began
 
     @property
     def seconds_left(self) -> float:
@@ -70,9 +78,11 @@ class RecoveryProgress:
     def error(self) -> ShardRecovering:
         """Return the error for requests meanwhile; the pause that it asks for grows with the time that has passed."""
         pause = min(max(_LEAST_RETRY_MS, round(250 * self.elapsed)), _MOST_RETRY_MS)
+        pause = _MOST_RETRY_MS if self.waits_for_room else pause
         return ShardRecovering(
             done_bytes=self.done_bytes,
             total_bytes=self.total_bytes,
             seconds=round(self.seconds_left, 1),
+            waits_for_room=self.waits_for_room,
             retry_after_ms=pause,
         )

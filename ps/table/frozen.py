@@ -122,8 +122,10 @@ class CopyOnWriteRows:
             self._lock.acquire()
         try:
             if self._given_up:
-                reason = "the shard's memory budget has no room for the rows that change meanwhile (`ps --memory`)"
-                raise SnapshotNotWritten(path="the rows of this moment", reason=reason)
+                reason = "the shard's memory budget has no room for copies of the rows that change meanwhile"
+                raise SnapshotNotWritten(
+                    path="the rows of this moment", reason=reason, remedy=SnapshotNotWritten.of_memory
+                )
 
             yield
         finally:

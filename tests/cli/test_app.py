@@ -22,7 +22,7 @@ from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
 from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable, UnknownTable
-from embershard.ps import memory
+from embershard.proto.monitoring import memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
 from harness.eventually import eventually

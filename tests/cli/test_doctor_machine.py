@@ -17,7 +17,7 @@ from embershard.doctor import compute, folders, installation, logs, machine
 from embershard.doctor.case import Case, open_case
 from embershard.proto.compiled import jit
 from embershard.proto.messages import replace
-from embershard.ps import memory as ps_memory
+from embershard.proto.monitoring import memory as proto_memory
 
 MIB, GIB = 2**20, 2**30
 UNLIMITED = resource.RLIM_INFINITY
@@ -59,7 +59,7 @@ LOGGED = ("durability=fsync", "output={}")
 def files(tmp_path, monkeypatch):
     """Writes files of a /proc, /sys and cgroup file system that has no others."""
     places = {(machine, "PROC"): "proc", (machine, "SYS"): "sys"}
-    places |= {(ps_memory, "CGROUPS"): "cgroup", (ps_memory, "MEMBERSHIP"): "proc/self/cgroup"}
+    places |= {(proto_memory, "CGROUPS"): "cgroup", (proto_memory, "MEMBERSHIP"): "proc/self/cgroup"}
     for (module, name), place in places.items():
         monkeypatch.setattr(module, name, tmp_path / place)
 
@@ -217,7 +217,7 @@ def test_the_limits_of_a_container_are_seen(files, texts):
     files(texts)
     finds(machine.container, NOBODY, WARN, f"0.5 of {os.cpu_count()} cores, 1.0 GiB of memory, 768 MiB left")
     finds(machine.memory, NOBODY, WARN, "768 MiB free")
-    assert (machine.usable_cores(), ps_memory.smallest_memory_limit()) == (0.5, 2**30)
+    assert (machine.usable_cores(), proto_memory.smallest_memory_limit()) == (0.5, 2**30)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_the_limits_of_a_container_are_seen(files, texts):
 def test_what_is_no_limit_is_none(files, texts):
     files(texts)
     assert (machine.cpu_quota(), machine.memory_limit()) == (None, None)
-    assert ps_memory.smallest_memory_limit() in (None, 5)  # which needs nobody's use of it
+    assert proto_memory.smallest_memory_limit() in (None, 5)  # which needs nobody's use of it
 
 
 OVERCOMMIT, HUGE_PAGES = "proc/sys/vm/overcommit_memory", "sys/kernel/mm/transparent_hugepage/enabled"

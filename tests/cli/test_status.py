@@ -67,6 +67,11 @@ GIB = 2**30
             "log about shard bytes done left 0 2.0 GiB 25% 0:01:30",
         ),
         ([replace(EMPTY, recovering=True, log_bytes=1)], "h:1 recovering"),
+        (
+            [replace(EMPTY, recovering=True, log_bytes=GIB, recovered_bytes=GIB, waits_for_room="No space left")],
+            "log about shard bytes done left 0 1.0 GiB 100% waits h:1: the shard has recovered its rows, but its event "
+            "log cannot go on: No space left; it waits for room: free disk space, or raise the quota",
+        ),
         ([replace(EMPTY, failed_update="the update failed")], "h:1: the update failed"),
         ([replace(EMPTY, failed_update="the update failed")], "0/1 h:1 update failed"),
         ([replace(EMPTY, draining=True)], "0/1 h:1 ending"),

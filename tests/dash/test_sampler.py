@@ -219,6 +219,19 @@ def test_what_a_recovering_shard_replays_is_no_event_and_no_rate(monkeypatch):
     one.close()
 
 
+def test_a_shard_that_waits_for_room_on_its_disk_after_a_recovery_says_so_once(monkeypatch):
+    waits = status(recovering=True, waits_for_room="No space left on device")
+    answers = iter([status(recovering=True), waits, waits])
+    monkeypatch.setattr(ShardWatch, "_ask", lambda self: next(answers))
+    one = Sampler(["127.0.0.1:1"])
+    samples = [one.sample() for _ in range(3)]
+    (event,) = [event for sample in samples for event in sample.events]
+    assert event.severity is Severity.ERROR
+    assert "No space left on device; it waits for room" in event.text
+    assert [sample.shards[0].problem == "" for sample in samples] == [True, False, False]
+    one.close()
+
+
 def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():
     watch = WorkersWatch()
     assert watch.events([status((0, 1))], True) == []

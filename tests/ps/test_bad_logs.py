@@ -201,9 +201,17 @@ def test_a_shard_that_starts_again_waits_wherever_a_quota_has_no_room(mode, erro
             raise OSError(error, os.strerror(error), str(path))
 
     disk.before = refuse_once
-    monkeypatch.setattr(SystemClock, "sleep", pauses.append)
-    assert state_of(LoggedShard(disk, mode).shard.core)["rows"] == rows
+    progress, seen = RecoveryProgress(), set()
+
+    def sleep(_, seconds):
+        pauses.append(seconds)
+        seen.add((progress.waits_for_room, progress.done_bytes == progress.total_bytes))
+
+    monkeypatch.setattr(SystemClock, "sleep", sleep)
+    assert state_of(LoggedShard(disk, mode, progress=progress).shard.core)["rows"] == rows
     assert len(pauses) == len(refused) >= 3
+    assert seen == {(os.strerror(error), True)}
+    assert progress.waits_for_room == ""
 
 
 @pytest.mark.parametrize(("shard", "of"), [(0, 2), (1, 1)])

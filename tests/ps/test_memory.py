@@ -3,8 +3,9 @@
 import pytest
 
 import embershard as es
-from embershard.ps import memory
-from embershard.ps.memory import MemoryBudget, physical_memory
+from embershard.proto.monitoring import memory
+from embershard.proto.monitoring.memory import physical_memory
+from embershard.ps.memory import MemoryBudget
 
 
 @pytest.fixture

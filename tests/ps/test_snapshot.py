@@ -325,6 +325,33 @@ def test_a_write_that_fails_is_named_leaves_nothing_and_the_shard_goes_on(tmp_pa
     assert take([shard], tmp_path, number=8).rows == 2 * len(IDS)
 
 
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("embershard.ps.table.table.CopyOnWriteRows", OSError(12, "Cannot allocate memory")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+        ("os.fsync", MemoryError()),
+        ("embershard.proto.snapshot.blocks.block_header", MemoryError()),
+    ],
+)
+def test_a_snapshot_that_memory_keeps_from_being_written_says_so_and_the_shard_goes_on(
+    tmp_path, monkeypatch, place, error
+):
+    def refuse(*_, **__):
+        raise error
+
+    shard = pushed()
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(errors.SnapshotNotWritten, match="memory") as caught:
+        run(shard, snapshot_in(tmp_path / "place"))
+    assert "give the shard more memory" in str(caught.value)
+    assert "another folder" not in str(caught.value)
+    monkeypatch.undo()
+    push(shard, 2)
+    assert not any(table._frozen for table in shard.core.tables.all())
+    assert take([shard], tmp_path, number=8).rows == 2 * len(IDS)
+
+
 class TestAtAClock:
     """Two workers at staleness 0: what they push of a clock is applied when both have."""
 

@@ -280,7 +280,7 @@ class ShardConnections:
         connection = self._connections[shard]
         waited, limit = self.clock.now() - connection.recovering_since, self.recovery_timeout.total_seconds()
         reason = (
-            f"{last.template.format_map(last.fields)}, and this worker waits for {limit:.0f} s: raise "
+            f"{last.progress}, and this worker waits for {limit:.0f} s: raise "
             "recovery_timeout, in a job train.recovery_timeout"
         )
         return ShardUnavailable(

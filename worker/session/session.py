@@ -290,13 +290,15 @@ class Session:
 
     def _await_clocks(self, table: str, route: Route) -> None:
         """Wait until the shards of a route have closed the clocks that this worker's reads must see."""
-        if self._bound is None:
+        member = self.client.membership
+        if member is None or member.terms.staleness is None:
             return
         self.settle()
+        clock = self.clock if self.local_steps is None else self.local_steps.clock
         is_first = np.zeros(len(route.ids), bool)  # of a shard: one row of each is enough to wait for it
         is_first[route.splits[:-1][np.diff(route.splits) > 0]] = True
         with self._waiting():
-            self.client.pull([(table, route.select(is_first))], clock=self.clock, exact=True)
+            self.client.pull([(table, route.select(is_first))], clock=clock, exact=True)
 
     def _expire_batches(self) -> None:
         """Let the batches that were pulled ahead be read anew; with a staleness they lack what was just assigned."""

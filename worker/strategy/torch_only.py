@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from embershard.proto.errors import JobError
+from embershard.proto.monitoring.memory import usable_memory
 from embershard.proto.spec import Constant, Initializer, Normal, Uniform, name_key
 from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.connections import ClientStats
@@ -99,15 +99,15 @@ def _as_rows(weight: torch.Tensor) -> None:
 
 def _check_memory(tables: Mapping[str, Table], device: torch.device) -> None:
     if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
+        room, owner = torch.cuda.get_device_properties(device).total_memory, str(device)
     else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        room, owner = usable_memory(), "memory that this process may use"
     for name, table in tables.items():
         size = 4 * table.num_embeddings * table.embedding_dim
         if size * _COPIES > room:
             reason = (
                 f"table {name!r} of {table.num_embeddings:,} rows of dim {table.embedding_dim}, with its optimizer's "
-                f"state, does not fit the {room / 2**30:.0f} GiB of {device}; strategy ps holds the rows that are used"
+                f"state, does not fit the {room / 2**30:,.2f} GiB of {owner}; strategy ps holds the rows that are used"
             )
             raise JobError(where="strategy", reason=reason)
 

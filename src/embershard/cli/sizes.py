@@ -6,7 +6,7 @@ import re
 
 import typer
 
-from embershard.ps.memory import usable_memory
+from embershard.proto.monitoring.memory import usable_memory
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", start=1)}}
 _UNITS.update({f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", start=1)})

@@ -21,7 +21,7 @@ from rich.table import Table
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, first_of_up, shards_of_up
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
-from embershard.dash.shards import health_of
+from embershard.dash.shards import health_of, problem_of
 from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Request, ShardStatus, TableStatus
@@ -147,9 +147,9 @@ def _ask(transports: Sequence[Transport]) -> list[Seen]:
 def _view(seen: Sequence[Seen]) -> Group:
     problems = [f"[red]{escape(one.address)}[/]: {escape(one.problem)}" for one in seen if one.problem]
     problems += [
-        f"[red]{escape(one.address)}[/]: {escape(one.status.failed_update)}"
+        f"[red]{escape(one.address)}[/]: {escape(problem)}"
         for one in seen
-        if one.status is not None and one.status.failed_update
+        if one.status is not None and (problem := problem_of(one.status))
     ]
     statuses = [one.status for one in seen if one.status is not None]
     lost = shards_without_rows(statuses)
@@ -212,7 +212,8 @@ def _recoveries(statuses: Sequence[ShardStatus]) -> list[Table]:
     view = _table_of(("\nshard",), ("log\nbytes", "\ndone", "about\nleft"))
     for one in recovering:
         done = f"{min(1.0, one.recovered_bytes / max(1, one.log_bytes)):.0%}"
-        view.add_row(str(one.shard), size(one.log_bytes), done, _duration(one.recovery_seconds))
+        left = "waits" if one.waits_for_room else _duration(one.recovery_seconds)
+        view.add_row(str(one.shard), size(one.log_bytes), done, left)
     return [view]
 
 

@@ -19,6 +19,7 @@ from embershard.proto.errors import (
     TLSNotOffered,
     TLSRequired,
     UntrustedCertificate,
+    waits_for_room,
 )
 from embershard.proto.messages import GetStatus, ShardStatus
 from embershard.proto.monitoring.histogram import quantile
@@ -131,7 +132,7 @@ class ShardWatch:
         except EmbershardError as error:
             self._silence = "no access" if isinstance(error, _NO_ACCESS) else "down"
             return self._lost(now, str(error), "does not say how it is")
-        self.problem = new.failed_update
+        self.problem = problem_of(new)
         before, was_down, self._down = self.status, self._down, False
         events = self._compare(before, new, now, was_down)
         if before is not None and (before.instance != new.instance or before.recovering):
@@ -224,6 +225,8 @@ class ShardWatch:
         events = [Event(now, Severity.INFO, f"{name} answers again")] if was_down else []
         if old.recovering and not new.recovering:
             events.append(Event(now, Severity.INFO, f"{name} has recovered its rows"))
+        if new.waits_for_room and not old.waits_for_room:
+            events.append(Event(now, Severity.ERROR, f"{name}: {problem_of(new)}"))
         if new.draining and not old.draining:
             events.append(Event(now, Severity.WARNING, f"{name} finishes what it accepted, and ends"))
         if new.last_snapshot > old.last_snapshot:
@@ -308,6 +311,11 @@ def milliseconds(counts: Sequence[int], share: float) -> float | None:
 
 def _total(status: ShardStatus, name: str) -> int:
     return sum(getattr(transport, name) for transport in status.transports)
+
+
+def problem_of(status: ShardStatus) -> str:
+    """What is wrong with a shard that answers; empty where nothing is."""
+    return waits_for_room(status.waits_for_room) if status.waits_for_room else status.failed_update
 
 
 def health_of(status: ShardStatus, *, lost: bool) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from embershard.doctor.case import Case
 
 DEADLINE_SECONDS = 3.0
+_HANGS = "look for a network folder, a disk or a driver that hangs; on a machine that is overloaded, ask again"
 
 
 class Level(enum.StrEnum):
@@ -71,7 +72,7 @@ class Check:
         thread = threading.Thread(target=examine, name=f"check {self.name}", daemon=True)
         thread.start()
         thread.join(self.seconds)
-        return answers[0] if answers else fail(f"no answer within {self.seconds:.0f} s: what it looks at hangs")
+        return answers[0] if answers else fail(f"no answer within {self.seconds:.0f} s: what it looks at hangs", _HANGS)
 
 
 def check(name: str, *, asks: str, remedy: str, seconds: float = DEADLINE_SECONDS) -> Callable[[Examine], Check]:

@@ -13,7 +13,7 @@ import psutil
 
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, size, warn
-from embershard.ps.memory import UNLIMITED, cgroups, physical_memory, read
+from embershard.proto.monitoring.memory import UNLIMITED, cgroups, physical_memory, read
 
 PROC = Path("/proc")
 SYS = Path("/sys")

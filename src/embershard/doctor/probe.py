@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import EmbershardError, ShardRecovering
 from embershard.proto.messages import GetStatus, Greeting, Hello, ShardStatus
 from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Deadline
@@ -37,6 +37,7 @@ class Probe:
     port_problem: str = "not tried"
     stream_problem: str = "not asked"
     grpc_problem: str = "not asked"
+    recovering: ShardRecovering | None = None  # what it says in place of its greeting
     stream_greeting: Greeting | None = None
     grpc_greeting: Greeting | None = None
     beside: bool = False  # a worker here would use the Unix socket beside the port
@@ -99,8 +100,8 @@ def _question(probe: Probe, limit: Deadline, tls: TLS | None) -> None:
     stream = transport_for(probe.address if probe.address.startswith("tcp://") else probe.bare, tls=tls)
     grpc = transport_for(f"grpc+{probe.bare}" if probe.bare.startswith("unix:") else f"grpc://{probe.bare}", tls=tls)
     try:
-        probe.stream_greeting, probe.stream_problem = _greeting(stream, limit)
-        probe.grpc_greeting, probe.grpc_problem = _greeting(grpc, limit)
+        probe.stream_greeting, probe.stream_problem = _greeting(probe, stream, limit)
+        probe.grpc_greeting, probe.grpc_problem = _greeting(probe, grpc, limit)
         by_grpc = probe.stream_greeting is None or (probe.grpc_greeting and probe.address.startswith("grpc"))
         if probe.greeting is not None:
             probe.asks = _asks(probe, limit)
@@ -149,9 +150,12 @@ def _connect_problem(family: int, place: object, limit: Deadline) -> str:
     return ""
 
 
-def _greeting(transport: Transport, limit: Deadline) -> tuple[Greeting | None, str]:
+def _greeting(probe: Probe, transport: Transport, limit: Deadline) -> tuple[Greeting | None, str]:
     try:
         reply = transport.submit(Hello(), min(_STEP, limit.remaining)).result()
+    except ShardRecovering as error:
+        probe.recovering = error
+        return None, ""
     except (Unreachable, EmbershardError) as error:
         return None, error.reason if isinstance(error, Unreachable) else str(error)
     return (reply, "") if isinstance(reply, Greeting) else (None, f"it said {type(reply).__name__}")

@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib import metadata
 
 from embershard.doctor.case import Case
-from embershard.doctor.check import Finding, check, fail, numbers, ok, size, some, warn
+from embershard.doctor.check import Finding, check, fail, ok, size, some, warn
 from embershard.doctor.probe import Probe
 from embershard.proto.errors import ShardUnavailable, WrongShards
 from embershard.proto.timing import Deadline
@@ -72,8 +72,25 @@ def stream(case: Case) -> Finding | None:
     remedy="see the shard's output; a proxy in between must support HTTP/2",
 )
 def grpc(case: Case) -> Finding | None:
-    """Check that every shard answers over gRPC."""
-    return _answers(case.probes, lambda probe: probe.grpc_problem)
+    """Check that every shard answers over gRPC; what answers on neither transport is named by `stream`."""
+    answering = [probe for probe in case.probes if probe.greeting or not probe.stream_problem or probe.is_rpc]
+    return _answers(answering, lambda probe: probe.grpc_problem)
+
+
+@check(
+    "recovery",
+    asks="whether a shard still recovers its rows from its event log: it answers nothing else until it has them",
+    remedy="wait: it continues by itself, and so do the workers; `embershard status` shows how far it is",
+)
+def recovery(case: Case) -> Finding | None:
+    """Check that no shard answers that it recovers."""
+    recovering = [(probe, probe.recovering) for probe in case.probes if probe.recovering is not None]
+    texts = [f"{probe.address}: {error.progress}" for probe, error in recovering]
+    if any(error.fields.get("waits_for_room") for _, error in recovering):
+        return fail(some(texts), "free disk space where the log is (--log-dir), or raise the quota; it goes on then")
+    if texts:
+        return warn(some(texts))
+    return ok("no shard recovers") if any(probe.greeting for probe in case.probes) else None
 
 
 @check(
@@ -167,13 +184,8 @@ def versions(case: Case) -> Finding | None:
 )
 def placement(case: Case) -> Finding | None:
     """Check that the shards agree on a placement that a worker could connect to."""
-    silent = [probe.name for probe in case.probes if probe.greeting is None]
-    if len(silent) == len(case.probes) or any(probe.is_rpc for probe in case.probes):
-        return None
-    if silent:
-        named = {probe.greeting.shard for probe in case.probes if probe.greeting is not None}
-        missing = [index for index in range(case.shards) if index not in named]
-        return fail(f"of {case.shards} shards, {numbers(missing)} did not answer; silent: {some(silent)}")
+    if any(probe.greeting is None for probe in case.probes) or not case.probes:
+        return None  # a check before has named those that did not answer
     transports = [transport_for(probe.address, tls=case.tls) for probe in case.probes]
     try:
         links = handshake(transports, 0, Deadline(_GREET_TIMEOUT))
@@ -268,6 +280,7 @@ CHECKS = (
     ports,
     stream,
     grpc,
+    recovery,
     access,
     system_times,
     latency,

@@ -18,6 +18,9 @@ class SetClock(SystemClock):
     def now(self):
         return self.time
 
+    def sleep(self, seconds):
+        self.time += seconds
+
 
 def test_what_is_left_is_told_by_the_rate_until_now():
     clock = SetClock()
@@ -37,6 +40,21 @@ def test_pauses_grow_with_the_time_that_a_recovery_has_taken_and_have_a_limit():
         assert type(error) is ShardRecovering
         pauses.append(error.fields["retry_after_ms"])
     assert pauses == [20, 250, 1000]
+
+
+def test_the_wait_for_room_on_the_disk_is_told_and_is_no_time_of_the_recovery():
+    clock = SetClock()
+    recovery = RecoveryProgress(clock)
+    clock.time = 102.0
+    recovery.total_bytes = recovery.done_bytes = MIB
+    recovery.wait_for_room("No space left on device", 3600.0)
+    assert recovery.elapsed == 2.0
+    error = recovery.error()
+    assert "cannot go on: No space left on device; it waits for room" in str(error)
+    assert "are left" not in str(error)
+    assert error.fields["retry_after_ms"] == 1000
+    recovery.waits_for_room = ""
+    assert "about 0 s are left" in str(recovery.error())
 
 
 def test_a_recovery_takes_the_start_of_the_process_and_what_its_events_took():

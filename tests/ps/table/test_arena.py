@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 
-from embershard.ps.memory import physical_memory
+from embershard.proto.monitoring.memory import physical_memory
 from embershard.ps.table import arena as module
 from embershard.ps.table.arena import Arena
 

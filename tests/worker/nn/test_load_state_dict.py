@@ -111,10 +111,11 @@ def test_another_workers_forwards_have_the_values(make_session):
         torch.testing.assert_close(one(BATCHES[0]), wanted.eval()(BATCHES[0]))
 
 
-def test_what_all_workers_of_a_synchronous_job_load_is_what_each_of_them_reads_next(make_wires):
-    job, wanted = make_wires(2), Net().eval()
-    sessions = [job.session(worker, Terms(workers=2, staleness=0)) for worker in (0, 1)]
-    first, second = (es.wrap(Net().eval(), session, optimizer=es.SGD(lr=0.1)) for session in sessions)
+@pytest.mark.parametrize("local_steps", [None, 1])
+def test_what_all_workers_of_a_synchronous_job_load_is_what_each_of_them_reads_next(make_wires, local_steps):
+    job, wanted = make_wires(2), Net(is_tied=False).eval()
+    sessions = [job.session(worker, Terms(workers=2, staleness=0), local_steps=local_steps) for worker in (0, 1)]
+    first, second = (es.wrap(Net(is_tied=False).eval(), session, optimizer=es.SGD(lr=10.0)) for session in sessions)
     first(BATCHES[0]).backward()
     second(BATCHES[1]).backward()
     sessions[0].step()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from embershard.proto.errors import JobError
+from embershard.proto.monitoring import memory
 from embershard.worker.models.user_defined import take_first_values
 from embershard.worker.strategy.allreduce import all_reduced
 from embershard.worker.strategy.torch_only import materialise, row_gradients
@@ -194,6 +195,14 @@ def test_tables_of_one_weight_get_one_where_the_job_has_first_values():
     materialise(model, {"*": None}, 0, torch.device("cpu"))
     assert model.emb.weight is model.other.weight
     assert not model.emb.weight.is_meta
+
+
+def test_a_table_beyond_the_containers_memory_is_refused_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(memory, "smallest_memory_limit", lambda: 2**28)
+    model = nn.ModuleDict({"emb": nn.Embedding(2**20, 32, device="meta")})  # of 2^27 bytes, and its optimizer's state
+    with pytest.raises(JobError, match=r"'emb' of 1,048,576 rows .* 0\.25 GiB of memory that this process may use"):
+        materialise(model, {"*": None}, 0, torch.device("cpu"))
+    assert model["emb"].weight.is_meta
 
 
 @pytest.fixture
