@@ -328,6 +328,8 @@ def test_the_job_of_a_pattern_trains_on_the_files_in_folders_of_a_key():
     assert sum(dataset.num_samples(part) for part in ("train", "valid", "test")) == 200
     with pytest.raises(EmbershardError, match="no file fits the pattern"):
         run("clicks/*.parquet", "--replace")
+    with pytest.raises(EmbershardError, match=r"give the pattern clicks/\*\*/\*\.parquet"):
+        run("clicks", "--replace")
 
 
 def test_a_folder_without_a_file_of_a_known_format_is_refused():
@@ -346,6 +348,7 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
         "map": pa.array([[("a", n)] for n in rows], pa.map_(pa.string(), pa.int64())),
         "floats": [[n / 7] for n in rows],
         "item_id": [float(n % 7) for n in rows],  # of integers some of which are missing
+        "items": [[float(n % 7)] for n in rows],
         "brackets": [f"[{n}, 1]" for n in rows],
         "when": [f"2026-01-01 {n // 60:02}:{n % 60:02}" for n in rows],
         "price": [Decimal(n) / 100 for n in rows],
@@ -358,6 +361,7 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
     run("a.parquet")
     features = YAML(typ="safe").load(Path("job.yaml"))["features"]
     assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
+    assert "# items: left out, its ids are floats, as [0.0]: save lists of integers" in Path("job.yaml").read_text()
 
 
 def test_a_column_without_a_name_that_numbers_the_rows_is_left_out():

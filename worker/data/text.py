@@ -34,7 +34,7 @@ from embershard.worker.data.files import (
     read_range,
     reading,
 )
-from embershard.worker.data.values import BadValue
+from embershard.worker.data.values import BadValue, time_remedy
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
@@ -283,7 +283,9 @@ def _problem(fields: list[str], layout: Layout) -> str | None:
                 return f"column {name!r}: id {text} is not below num_ids = {layout.num_ids}"
         elif kind == "number" and text not in layout.missing and not _is_number(text, decimal=layout.decimal):
             comma = layout.decimal == "." and _is_number(text, decimal=",")
-            hint = "; if it has a decimal comma, give decimal: ','" if comma else layout.remedies.get(name, "")
+            hint = time_remedy(text) or layout.remedies.get(name, "")
+            if comma:
+                hint = "; if it has a decimal comma, give decimal: ','"
             if THOUSANDS.fullmatch(text) and not comma:
                 hint = "; write it without thousands separators"
             return f"column {name!r}: {text[:40]!r} is not a finite number{hint}"

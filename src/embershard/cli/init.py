@@ -376,7 +376,10 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
         if any(isinstance(one, list | dict | tuple) for value in present if isinstance(value, list) for one in value):
             return "# NAME: left out, it has lists of lists or of objects"
         parts = [one for value in present if isinstance(value, list) for one in value]
-        if any(isinstance(one, float) for one in parts):
+        floats = [one for one in parts if isinstance(one, float)]
+        if floats and all(one.is_integer() for one in floats):
+            return f"# NAME: left out, its ids are floats, as {floats[:1]}: save lists of integers (of pandas Int64)"
+        if floats:
             return "# NAME: left out, it has lists of floats: write each number into a column of its own"
         return _list(present, table)
     if any(isinstance(value, dict | bytes | time | timedelta | UUID) for value in present):

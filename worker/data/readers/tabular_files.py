@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,12 +111,27 @@ def format_of_first(path: File) -> Format:
         reason = f"its files are of several formats ({', '.join(kinds)}): give data.format"
         if not kinds:
             reason = f"no file in this folder ends with {' or '.join(ENDINGS)} (.gz, .zst)"
-            reason += f": give data.format, or, for files in folders of it, a pattern, {path}/**/*.csv say"
+            if ending := _ending_in_folders(path):
+                reason += f", but files in folders of it do: give the pattern {path}/**/*{ending}"
+            else:
+                reason += f": give data.format, or, for files in folders of it, a pattern, {path}/**/*.csv say"
         raise JobError(where=str(path), reason=reason)
     if kind is None:
         known = ", ".join(dict.fromkeys(ENDINGS.values()))
         raise JobError(where=str(path), reason=f"its name tells no format: give data.format ({known})")
     return kind
+
+
+def _ending_in_folders(path: File) -> str:
+    """How the name of a table in folders of a folder ends, as .csv.gz; the empty text where there is none."""
+    for _, folders, names in os.walk(path):
+        folders[:] = [name for name in sorted(folders) if not name.startswith((".", "_"))]  # of Delta's log, say
+        for name in names:
+            stem = name.lower().removesuffix(".gz").removesuffix(".zst")
+            for ending in ENDINGS:
+                if stem.endswith(ending):
+                    return name[len(stem) - len(ending) :]
+    return ""
 
 
 _REMEDIES = {
