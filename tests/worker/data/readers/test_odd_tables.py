@@ -40,9 +40,9 @@ def section_of(*args, **kwargs):
     return job_of(*args, **kwargs).data
 
 
-def samples(section, folder):
+def samples(section, folder, size=9):
     section.look(folder)
-    (batch,) = section.open(folder, 0).evaluate("train", 0, 1, 9)
+    (batch,) = section.open(folder, 0).evaluate("train", 0, 1, size)
     return batch
 
 
@@ -348,6 +348,25 @@ def test_parts_without_rows_are_read_beside_others(tmp_path, empty):
     (tmp_path / "parts" / "part-00001.csv").write_bytes(empty)
     with pytest.raises(JobError, match=r"part-00000\.csv: (the file is empty|no line of data in the file)"):
         samples(section, tmp_path)
+
+
+@pytest.mark.parametrize("split", [None, {"by": "random", "valid": 0.5}])
+def test_columns_of_text_are_found_by_name_in_each_file(tmp_path, split):
+    (tmp_path / "a.csv").write_text("user,x,label\n" + "".join(f"u{row},{row},{row % 2}\n" for row in range(20)))
+    section = section_of(tmp_path, {"user": ["u"]}, "{user: {}, x: {type: number}}", train="*.csv", split=split)
+    wanted = samples(section, tmp_path, 99)
+    (tmp_path / "b.csv").write_text("more,label,x,user\n" + "".join(f",{n % 2},{n},u{n}\n" for n in range(20)))
+    found = samples(section, tmp_path, 99)
+    assert sorted(found.ids[:, 0]) == sorted(wanted.ids[:, 0].tolist() * 2)
+    assert sorted(zip(found.ids[:, 0], found.dense[:, 0], found.labels, strict=True))[::2] == sorted(
+        zip(wanted.ids[:, 0], wanted.dense[:, 0], wanted.labels, strict=True)
+    )
+    (tmp_path / "b.csv").write_text("more,label,x,user\n1,1,1,u\n1,1,?,u\n")
+    with pytest.raises(JobError, match=r"b\.csv:3: column 'x': '\?' is not a finite number"):
+        section.look(tmp_path)
+    (tmp_path / "b.csv").write_text("label,user\n1,u\n")
+    with pytest.raises(JobError, match=r"b\.csv:1: no column 'x', which feature 'x' reads"):
+        section.look(tmp_path)
 
 
 @pytest.mark.parametrize("is_url", [False, True])
