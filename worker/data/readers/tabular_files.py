@@ -108,8 +108,10 @@ def format_of_first(path: File) -> Format:
         kinds = sorted({found for file in Path(path).iterdir() if (found := format_of(file)) is not None})
         if len(kinds) == 1:
             return kinds[0]
-        reason = f"its files are of several formats ({', '.join(kinds)}): give data.format"
-        if not kinds:
+        if kinds:
+            reason = f"its files are of several formats ({', '.join(kinds)}): give data.format"
+            reason += f", or a pattern of one, {path}/*.{kinds[0]} say"
+        else:
             reason = f"no file in this folder ends with {' or '.join(ENDINGS)} (.gz, .zst)"
             if ending := _ending_in_folders(path):
                 reason += f", but files in folders of it do: give the pattern {path}/**/*{ending}"
