@@ -129,7 +129,7 @@ def test_columns_become_what_their_values_are():
     job = features_of(
         {
             "clicked": [n % 2 for n in rows],
-            "other": [n % 2 for n in rows],
+            "other": [n % 3 % 2 for n in rows],
             "id": list(rows),
             "count": [n * n for n in rows],
             "ad_id": [n * 7 for n in rows],
@@ -156,7 +156,7 @@ def test_names_of_ids_times_and_labels_are_known_in_every_spelling():
     rows = range(300)
     job = features_of(
         {
-            "isMale": [n % 2 for n in rows],
+            "isMale": [n % 3 % 2 for n in rows],
             "isClick": [n % 2 for n in rows],
             "userId": [n * 7 for n in rows],
             "Item ID": [n * 5 for n in rows],
@@ -224,6 +224,23 @@ def test_a_label_with_missing_values_is_named_and_no_other_column_taken_in_its_p
     assert features_of(columns, "is_male")["data"]["label"] == "is_male"
     columns["clicked"] = [0, 1, "maybe", 1] * 10  # no value is missing
     assert features_of(columns)["data"]["label"] == "is_male"
+
+
+def test_a_second_label_and_a_column_that_tells_the_label_are_no_features():
+    rows = range(300)
+    columns = {
+        "click": [n % 3 % 2 for n in rows],
+        "conversion": [int(n % 6 == 1) for n in rows],
+        "was_clicked": [["no", "yes"][n % 3 % 2] for n in rows],
+        "shown": [5 if n % 3 % 2 else 7 for n in rows],
+        "vip": [n % 2 for n in rows],
+        "user": [f"u{n % 7}" for n in rows],
+    }
+    job = features_of(columns)
+    assert (job["data"]["label"], list(job["features"])) == ("click", ["vip", "user"])
+    assert list(features_of(columns, "conversion")["features"]) == ["was_clicked", "shown", "vip", "user"]
+    few = {name: values[:30] for name, values in columns.items()}  # which may be alike by chance
+    assert "shown" in features_of(few)["features"]
 
 
 def test_numbers_with_a_unit_are_remarked_unless_they_are_few():
@@ -328,6 +345,8 @@ def test_the_job_of_a_pattern_trains_on_the_files_in_folders_of_a_key():
     assert sum(dataset.num_samples(part) for part in ("train", "valid", "test")) == 200
     with pytest.raises(EmbershardError, match="no file fits the pattern"):
         run("clicks/*.parquet", "--replace")
+    with pytest.raises(EmbershardError, match=r"give the pattern clicks/\*\*/\*\.parquet"):
+        run("clicks", "--replace")
 
 
 def test_a_folder_without_a_file_of_a_known_format_is_refused():
@@ -346,6 +365,8 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
         "map": pa.array([[("a", n)] for n in rows], pa.map_(pa.string(), pa.int64())),
         "floats": [[n / 7] for n in rows],
         "item_id": [float(n % 7) for n in rows],  # of integers some of which are missing
+        "items": [[float(n % 7)] for n in rows],
+        "st": [{"a": n, "b": [n]} for n in rows],
         "brackets": [f"[{n}, 1]" for n in rows],
         "when": [f"2026-01-01 {n // 60:02}:{n % 60:02}" for n in rows],
         "price": [Decimal(n) / 100 for n in rows],
@@ -358,6 +379,9 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
     run("a.parquet")
     features = YAML(typ="safe").load(Path("job.yaml"))["features"]
     assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
+    text = Path("job.yaml").read_text()
+    assert "# items: left out, it has lists of floats, as [0.0]: save ids as integers" in text
+    assert "# st: left out, its values are objects: write their fields (a, b) as columns" in text
 
 
 def test_a_column_without_a_name_that_numbers_the_rows_is_left_out():

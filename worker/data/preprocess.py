@@ -260,8 +260,8 @@ class Preprocessor:
             if is_list(array.type):
                 raise BadFeature(name, f"column {column!r} is a list ({array.type}): {_declare(name)}")
             return ColumnValues(array, column)
-        if pa.types.is_null(array.type):  # no row has any
-            array = array.cast(pa.list_(pa.string()))
+        if array.null_count == len(array):  # no row has any: its type says nothing
+            array = pa.nulls(len(array), pa.list_(pa.string()))
         given = array
         if not is_list(array.type):
             if feature.separator is None:

@@ -102,7 +102,7 @@ class StreamDataset:
             empty = False
             yield rows.batch()
         if empty:
-            reason = f"no samples for worker {rank} of {world_size}: too few blocks of rows"
+            reason = f"no samples for worker {rank} of {world_size}: too few rows, or blocks of them"
             advice = "start fewer workers, or lower data.splits"
             raise JobError(where=self._source("train").where, reason=f"{reason}; {advice}")
 

@@ -34,7 +34,7 @@ from embershard.worker.data.files import (
     read_range,
     reading,
 )
-from embershard.worker.data.values import BadValue
+from embershard.worker.data.values import BadValue, time_remedy
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
@@ -215,6 +215,17 @@ def _row_per_line(rows: int, text: bytes, delimiter: str) -> bool:
     return rows == sum(map(bool, text.splitlines()))  # Arrow, too, ends a line at CR and skips empty ones
 
 
+def _share(block: Block, place: int, parts: int) -> tuple[Block, int]:
+    """One of so many parts of a block, and the number of all its lines; the first parts may have one line more."""
+    if parts == 1:
+        return block, 0
+    ends = np.flatnonzero(np.frombuffer(block.text, np.uint8) == 10) + 1
+    starts = [0, *ends] if not block.text or block.text.endswith(b"\n") else [0, *ends, len(block.text)]
+    each, more = divmod(len(starts) - 1, parts)
+    first, behind = (part * each + min(part, more) for part in (place, place + 1))
+    return Block(block.first_line + first, block.text[starts[first] : starts[behind]]), len(starts) - 1
+
+
 def line_of(block: Block, row: int) -> int:
     """The number of the line that a row of a parsed block is of: Arrow skips empty lines."""
     lines = (number for number, line in enumerate(block.text.split(b"\n"), block.first_line) if line.strip(b"\r"))
@@ -272,7 +283,9 @@ def _problem(fields: list[str], layout: Layout) -> str | None:
                 return f"column {name!r}: id {text} is not below num_ids = {layout.num_ids}"
         elif kind == "number" and text not in layout.missing and not _is_number(text, decimal=layout.decimal):
             comma = layout.decimal == "." and _is_number(text, decimal=",")
-            hint = "; if it has a decimal comma, give decimal: ','" if comma else layout.remedies.get(name, "")
+            hint = time_remedy(text) or layout.remedies.get(name, "")
+            if comma:
+                hint = "; if it has a decimal comma, give decimal: ','"
             if THOUSANDS.fullmatch(text) and not comma:
                 hint = "; write it without thousands separators"
             return f"column {name!r}: {text[:40]!r} is not a finite number{hint}"
@@ -296,7 +309,7 @@ class TextSource:
     BadValue of `to_rows` becomes a JobError with the line.
 
     Plain local files are cut into ranges of bytes, read in any order. Compressed ones, and those at a URL, are read
-    from their start, so each worker reads all of it, parses the blocks of its share and leaves the mixing to the
+    from their start, so each worker reads all of it, parses its share of each block and leaves the mixing to the
     shuffle buffer.
     """
 
@@ -361,9 +374,13 @@ class TextSource:
         unpacked = (
             (path, block) for path in self.paths if path in gzipped for block in read_blocks(path, self.block_bytes)
         )
-        for number, (of, block) in enumerate(unpacked, len(ranges)):  # a small file is one block: count on over files
-            if number % world_size == rank:
-                yield from self._parse(of, block)
+        lines = 0
+        for of, block in unpacked:  # a small file is one block, and may have fewer lines than there are workers
+            if self.has_header and block.first_line == 1:
+                block = without_lines(block, 1)
+            own, count = _share(block, (rank - lines) % world_size, world_size)
+            lines += count  # the next block's begin at the worker that would have had the next line
+            yield from self._parse(of, own)
 
     def _ranges(self, paths: list[Path], world_size: int) -> list[tuple[Path, int, int]]:
         """(path, start, end) in bytes; about 32 or more for each worker, so that shares differ by little.

@@ -5,6 +5,7 @@ The arrays are of Arrow. Nothing here knows of features.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.worker.data.batch import NUM_HASHED_IDS
 
 BRACKETS = r"^\[.*\]$"
+_TIME = re.compile(r"\s*(\d{4}[-/]\d\d[-/]\d\d([ T]|$)|\d{1,2}[./]\d{1,2}[./]\d{4}\b)")
 MAX_TEXT_BYTES = (1 << 31) - 1  # of a block of a column, decoded: Arrow's offsets are of 32 bits
 
 
@@ -61,7 +63,12 @@ class ColumnValues:
             raise BadValue(int(differ[0]), self.column, reason)
 
     def hashes(self, table: str, weight_separator: str | None) -> Ids:
-        """The hash of each value."""
+        """The hash of each value. BadFeature, and BadValue, where these are no texts or integers."""
+        if self.starts is not None and pa.types.is_floating(self.flat.type) and not _is_missing(self.flat):
+            reason = f"has lists of {self.flat.type} values, and a category is a text or an integer"
+            remedy = "save lists of integers (of pandas, cast the column to Int64 before lists are made of it)"
+            remedy += ", or write each number into a column of its own, of type: number"
+            raise BadFeature(self.column, f"{reason}: {remedy}")
         return hashes_of(table, self.column, self.flat, self.row, weight_separator)
 
     def exact_ids(self, limit: int, weight_separator: str | None) -> Ids:
@@ -161,6 +168,8 @@ def decoded(column: str, array: pa.Array, row: Callable[[int], int] = int) -> pa
 def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> pa.Array:
     """Values as texts, an integer as its decimal text and a missing one as the empty text."""
     array = decoded(column, array, row)
+    if pa.types.is_floating(array.type) and _is_missing(array):  # of one part of a table, as pandas writes it
+        array = pa.nulls(len(array), pa.string())
     kind = array.type
     if pa.types.is_floating(kind):
         reason = f"has {kind} values, and a category is a text or an integer: declare it as type: number"
@@ -185,6 +194,11 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
             value = texts[int(broken[0])].as_py()[:40]
             raise BadValue(row(int(broken[0])), column, f"{value!r} has a line break, which no category may have")
     return texts
+
+
+def _is_missing(array: pa.Array) -> bool:
+    """Whether floats are all missing."""
+    return bool(pc.all(pc.is_null(array, nan_is_null=True), min_count=0).as_py())
 
 
 def hashes_of(
@@ -229,13 +243,21 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
     except pa.ArrowException:
         for place, value in enumerate(array.to_pylist()):
             if value is not None and not _is_number(value):
-                raise BadValue(row(place), column, f"{str(value)[:40]!r} is not a number") from None
+                shown = f"{str(value)[:40]!r} is not a number{time_remedy(str(value))}"
+                raise BadValue(row(place), column, shown) from None
         raise BadFeature(column, f"is {array.type}, no number") from None
     infinite = np.flatnonzero(np.abs(x) > np.finfo(np.float32).max)  # what a model computes with
     if len(infinite):
         reason = f"{x[infinite[0]]} is not a finite number; write a missing value in its place"
         raise BadValue(row(int(infinite[0])), column, reason)
     return x
+
+
+def time_remedy(text: str) -> str:
+    """What to do with a text of a time in a column of numbers; the empty text for any other."""
+    if not _TIME.match(text):
+        return ""
+    return "; a text of a time is no number: write seconds since 1970-01-01, or the hour, say"
 
 
 def _as_category(kind: pa.DataType) -> str:

@@ -73,7 +73,23 @@ class FeatureInputs:
             value = shown(arrays[error.column][error.row].as_py()) if error.column in arrays else None
             raise BadRows(feature=error.column, value=value, reason=f"row {error.row}: {error}") from None
         except BadFeature as error:
-            raise BadRows(feature=error.name, value=None, reason=error.reason) from None
+            raise self._bad_type(error.name, error.reason, arrays) from None
+
+    def _bad_type(self, name: str, reason: str, arrays: Mapping[str, Any]) -> BadRows:
+        """The error of a column, or that of a feature, whose values are of a type that it cannot have."""
+        column = name if name in arrays else self._preprocessor.features[name].column or name
+        for row, scalar in enumerate(arrays.get(column, ())):
+            value = scalar.as_py()
+            parts = value if isinstance(value, list) else [value]
+            first = next((part for part in parts if part is not None and part == part), None)  # no NaN
+            if first is None:
+                continue
+            if column in self._lists and not isinstance(value, list):
+                reason = "is no list of values"
+            elif isinstance(first, float):
+                reason = f"{'has a value that ' * isinstance(value, list)}is neither a text nor an integer"
+            return BadRows(feature=column, value=shown(value), reason=f"row {row}: {shown(value)} {reason}")
+        return BadRows(feature=name, value=None, reason=reason)
 
     def _array(self, name: str, column: Any) -> Any:
         """A column as an array of Arrow: of texts, where its values are of several types. BadRows."""

@@ -257,7 +257,7 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     for name, values in look.columns.items():
         if name == label:
             continue
-        found = _feature(name, values, rows, shared.get(name))
+        found = _leak(name, values, look.columns[label]) or _feature(name, values, rows, shared.get(name))
         if found.startswith("#"):
             skipped.append(f"  {found.replace('NAME', name if name.isprintable() else json.dumps(name))}")
             times += [name] if found == _A_TIME else []
@@ -378,6 +378,17 @@ def _label(data: Path, look: Look, label: str | None) -> str:
     return (named or binary or two)[0]
 
 
+def _leak(name: str, values: Sequence[object], labels: Sequence[object]) -> str:
+    """A comment on a column that a model must not read to predict the label; the empty text of any other."""
+    if _words(name).lower() in _LABELS and ({*map(_as_label, values)} == {0.0, 1.0} or _label_values(values)):
+        return "# NAME: left out, it looks like a label, too: data.label takes a list of labels"
+    if len(values) > _FEW and not any(isinstance(value, list | dict) for value in values):
+        pairs = set(zip(values, labels, strict=True))
+        if len(pairs) == len(set(values)) == len(set(labels)) == 2:
+            return "# NAME: left out, it tells the label in each of these rows"
+    return ""
+
+
 def _label_values(values: Sequence[object]) -> list[str]:
     """The texts of a label that stand for 0 and for 1; none where its values are numbers, or more than two."""
     texts = {value for value in values if isinstance(value, str)}
@@ -435,8 +446,12 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
             return "# NAME: left out, it has lists of lists or of objects"
         parts = [one for value in present if isinstance(value, list) for one in value]
         if any(isinstance(one, float) for one in parts):
-            return "# NAME: left out, it has lists of floats: write each number into a column of its own"
+            shown = next(value for value in present if isinstance(value, list) and value)[:2]
+            reason = f"# NAME: left out, it has lists of floats, as {shown}: save ids as integers (of pandas Int64), "
+            return reason + "or write each number into a column of its own, or name it as the weights of a list"
         return _list(present, table)
+    if isinstance(first := present[0], dict):
+        return f"# NAME: left out, its values are objects: write their fields ({', '.join(first)}) as columns"
     if any(isinstance(value, dict | bytes | time | timedelta | UUID) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
     distinct = set(present)

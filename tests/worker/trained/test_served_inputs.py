@@ -80,9 +80,14 @@ def test_an_integer_of_64_bits_is_its_text(inputs):
     ("change", "reason"),
     [
         ({"user": ["1", 2.0]}, "row 1: 2.0 is neither a text nor an integer"),
+        ({"user": [None, 2.0]}, "row 1: 2.0 is neither a text nor an integer"),
+        ({"user": np.array([1.0, 2.0])}, "row 0: 1.0 is neither a text nor an integer"),
+        ({"tags": [None, [1.5, None]]}, r"row 1: \[1.5, None\] has a value that is neither a text nor an integer"),
         ({"user": ["1", "\ud800"]}, "row 1: .* has characters that UTF-8 cannot spell"),
         ({"tags": [["1"], ["a", 1.5]]}, "row 1: 1.5 is neither a text nor an integer"),
         ({"tags": [["1"], "a"]}, "tags|list"),
+        ({"tags": [None, "a"]}, "row 1: 'a' is no list of values"),
+        ({"tags": [[], [{"a": 1}]]}, r"row 1: \[{'a': 1}\] .*is struct"),
         ({"age": ["many", 1]}, "'many' is not a number"),
         ({"age": [1.5, object()]}, "row 1: .* is no number"),
         ({"user": 7}, "7"),
@@ -95,3 +100,12 @@ def test_a_value_that_is_none_is_named_with_its_row(inputs, change, reason):
     with pytest.raises(BadRows, match=reason) as found:
         inputs({**GOOD, **change})
     assert found.value.fields["feature"] == next(iter(change))
+    assert found.value.fields["value"]
+
+
+def test_a_column_without_a_value_is_missing_whatever_its_type(inputs):
+    """As pandas has one of floats, and Arrow one of nulls."""
+    missing = inputs({**GOOD, "user": [None, None]})
+    for column in (pa.nulls(2), pa.nulls(2, pa.float64()), np.array([np.nan] * 2)):
+        assert same(inputs({**GOOD, "user": column}), missing)
+    assert same(inputs({**GOOD, "tags": pa.nulls(2, pa.float64())}), inputs({**GOOD, "tags": [None, []]}))

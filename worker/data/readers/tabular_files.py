@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ def open_tables(
             for part, own in paths.items()
         }
     every = list(dict.fromkeys(path for own in paths.values() for path in own))
-    layout, parser = _json(paths, how, wanted) if kind == "jsonl" else (_csv(every, how, kind, wanted), parse)
+    layout, parser = _json(paths, how, wanted) if kind == "jsonl" else _csv(every, how, kind, wanted)
     return {
         part: _TextTables(
             paths=own,
@@ -108,15 +109,32 @@ def format_of_first(path: File) -> Format:
         kinds = sorted({found for file in Path(path).iterdir() if (found := format_of(file)) is not None})
         if len(kinds) == 1:
             return kinds[0]
-        reason = f"its files are of several formats ({', '.join(kinds)}): give data.format"
-        if not kinds:
+        if kinds:
+            reason = f"its files are of several formats ({', '.join(kinds)}): give data.format"
+            reason += f", or a pattern of one, {path}/*.{kinds[0]} say"
+        else:
             reason = f"no file in this folder ends with {' or '.join(ENDINGS)} (.gz, .zst)"
-            reason += f": give data.format, or, for files in folders of it, a pattern, {path}/**/*.csv say"
+            if ending := _ending_in_folders(path):
+                reason += f", but files in folders of it do: give the pattern {path}/**/*{ending}"
+            else:
+                reason += f": give data.format, or, for files in folders of it, a pattern, {path}/**/*.csv say"
         raise JobError(where=str(path), reason=reason)
     if kind is None:
         known = ", ".join(dict.fromkeys(ENDINGS.values()))
         raise JobError(where=str(path), reason=f"its name tells no format: give data.format ({known})")
     return kind
+
+
+def _ending_in_folders(path: File) -> str:
+    """How the name of a table in folders of a folder ends, as .csv.gz; the empty text where there is none."""
+    for _, folders, names in os.walk(path):
+        folders[:] = [name for name in sorted(folders) if not name.startswith((".", "_"))]  # of Delta's log, say
+        for name in names:
+            stem = name.lower().removesuffix(".gz").removesuffix(".zst")
+            for ending in ENDINGS:
+                if stem.endswith(ending):
+                    return name[len(stem) - len(ending) :]
+    return ""
 
 
 _REMEDIES = {
@@ -125,24 +143,32 @@ _REMEDIES = {
 }
 
 
-def _csv(paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted) -> Layout:
+def _csv(
+    paths: Sequence[File], how: TableFormat, kind: Format, wanted: Wanted
+) -> tuple[Layout, Callable[[File, Block, Layout], pa.Table]]:
     delimiter = how.delimiter or ("\t" if kind == "tsv" else ",")
-    first = how.columns or read_header(paths[0], delimiter, how.encoding, unnamed=True)
-    check_columns(f"{paths[0]}:1", first, wanted, delimiter)
-    for path in paths[1:] if not how.columns else ():
-        names = read_header(path, delimiter, how.encoding, unnamed=True)
-        if names != first:
-            raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(names)}")
-    kinds: dict[str, Kind] = {name: wanted[name][0] if name in wanted else "skip" for name in first}
-    return Layout(
-        columns=kinds,
-        delimiter=delimiter,
-        missing=how.missing,
-        encoding=how.encoding,
-        decimal=how.decimal,
-        number_type=pa.float64(),  # as a served row has it: float32's .7 is below a boundary at .7
-        remedies={name: _REMEDIES.get(who, _REMEDIES[""]) for name, (_, who) in wanted.items()},
-    )
+    layouts: dict[tuple[str, ...], Layout] = {}
+    names = {path: how.columns or read_header(path, delimiter, how.encoding, unnamed=True) for path in paths}
+    for path, own in names.items():
+        if own in layouts:
+            continue
+        check_columns(f"{path}:1", own, wanted, delimiter)
+        layouts[own] = Layout(
+            columns={name: wanted[name][0] if name in wanted else "skip" for name in own},
+            delimiter=delimiter,
+            missing=how.missing,
+            encoding=how.encoding,
+            decimal=how.decimal,
+            number_type=pa.float64(),  # as a served row has it: float32's .7 is below a boundary at .7
+            remedies={name: _REMEDIES.get(who, _REMEDIES[""]) for name, (_, who) in wanted.items()},
+        )
+    return layouts[names[paths[0]]], partial(_parse_by_name, {path: layouts[own] for path, own in names.items()})
+
+
+def _parse_by_name(layouts: Mapping[File, Layout], path: File, block: Block, layout: Layout) -> pa.Table:
+    """The columns of a block of lines in the order of the first file, whatever that of this file is."""
+    table = parse(path, block, layouts[path])
+    return table if layouts[path] is layout else table.select(layout.names("text", "number"))
 
 
 def _json(

@@ -40,9 +40,9 @@ def section_of(*args, **kwargs):
     return job_of(*args, **kwargs).data
 
 
-def samples(section, folder):
+def samples(section, folder, size=9):
     section.look(folder)
-    (batch,) = section.open(folder, 0).evaluate("train", 0, 1, 9)
+    (batch,) = section.open(folder, 0).evaluate("train", 0, 1, size)
     return batch
 
 
@@ -158,6 +158,36 @@ def test_a_category_whose_text_depends_on_its_type_is_refused(tmp_path, features
     for x in (plain := pa.array([1, 2, 1, 2]).cast(kind), plain.dictionary_encode()):
         with pytest.raises(JobError, match=rf"feature 'x': (is|has) {re.escape(str(kind))}.*(or save|: save)"):
             samples(section_of(tmp_path, {"user": ["a"] * 4, "x": x}, features), tmp_path)
+
+
+def test_a_list_of_floats_is_refused_with_what_helps_a_list(tmp_path):
+    """As pandas collects ids some of which are missing."""
+    columns = {"user": ["a"] * 4, "x": [[1.0, 2.0], [], None, [3.0]]}
+    section = section_of(tmp_path, columns, "{user: {}, x: {type: list, max_length: 2}}")
+    with pytest.raises(JobError, match=r"row 1: feature 'x': has lists of double.*save lists of integers") as found:
+        section.look(tmp_path)
+    assert "declare it as type: number" not in found.value.fields["reason"]
+
+
+def test_a_part_that_has_no_value_of_a_column_may_have_it_as_floats(tmp_path):
+    """As pandas writes a column of which a chunk has no value."""
+    columns = {"user": ["a", None] * 2, "tags": [["x"], None] * 2}
+    section = section_of(tmp_path, columns, "{user: {}, tags: {type: list}}", train="*.parquet")
+    none = pa.nulls(2, pa.float64())
+    pq.write_table(pa.table({"label": [0, 1], "user": none, "tags": none}), tmp_path / "b.parquet")
+    ids = samples(section, tmp_path).ids
+    assert ids[4:].tolist() == [ids[1].tolist()] * 2
+
+
+@pytest.mark.parametrize("time", ["2026-01-31 12:00:00", "2026-01-31", "31.01.2026 12:00", "1/31/2026"])
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_text_of_a_time_in_place_of_a_number_is_refused_with_what_helps_a_time(tmp_path, ending, time):
+    (tmp_path / "a.csv").write_text(f"label,user,x\n1,a,{time}\n")
+    columns = {"user": ["a"], "x": [time]}
+    section = section_of(tmp_path, columns, "{user: {}, x: {type: number}}", "jsonl", train=f"a.{ending}")
+    with pytest.raises(JobError, match=rf":{2 if ending == 'csv' else 1}: .*seconds since 1970") as found:
+        section.look(tmp_path)
+    assert "data.missing" not in found.value.fields["reason"]
 
 
 def test_decimals_without_a_fraction_are_categories(tmp_path):
@@ -283,6 +313,11 @@ def test_a_folder_says_why_it_has_no_format(tmp_path):
     (tmp_path / "parts" / "day=1").mkdir(parents=True)
     with pytest.raises(JobError, match=r"parts: no file in this folder ends with .*parts/\*\*/\*\.csv say"):
         section.look(tmp_path)
+    for name in ("_log/0.json", "day=1/a.Parquet"):
+        (tmp_path / "parts" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "parts" / name).touch()
+    with pytest.raises(JobError, match=r"in folders of it do: give the pattern .*/parts/\*\*/\*\.Parquet"):
+        section.look(tmp_path)
     for name in ("a.csv", "b.parquet"):
         (tmp_path / "parts" / name).touch()
     with pytest.raises(JobError, match=r"parts: its files are of several formats \(csv, parquet\): give data\.format"):
@@ -313,6 +348,25 @@ def test_parts_without_rows_are_read_beside_others(tmp_path, empty):
     (tmp_path / "parts" / "part-00001.csv").write_bytes(empty)
     with pytest.raises(JobError, match=r"part-00000\.csv: (the file is empty|no line of data in the file)"):
         samples(section, tmp_path)
+
+
+@pytest.mark.parametrize("split", [None, {"by": "random", "valid": 0.5}])
+def test_columns_of_text_are_found_by_name_in_each_file(tmp_path, split):
+    (tmp_path / "a.csv").write_text("user,x,label\n" + "".join(f"u{row},{row},{row % 2}\n" for row in range(20)))
+    section = section_of(tmp_path, {"user": ["u"]}, "{user: {}, x: {type: number}}", train="*.csv", split=split)
+    wanted = samples(section, tmp_path, 99)
+    (tmp_path / "b.csv").write_text("more,label,x,user\n" + "".join(f",{n % 2},{n},u{n}\n" for n in range(20)))
+    found = samples(section, tmp_path, 99)
+    assert sorted(found.ids[:, 0]) == sorted(wanted.ids[:, 0].tolist() * 2)
+    assert sorted(zip(found.ids[:, 0], found.dense[:, 0], found.labels, strict=True))[::2] == sorted(
+        zip(wanted.ids[:, 0], wanted.dense[:, 0], wanted.labels, strict=True)
+    )
+    (tmp_path / "b.csv").write_text("more,label,x,user\n1,1,1,u\n1,1,?,u\n")
+    with pytest.raises(JobError, match=r"b\.csv:3: column 'x': '\?' is not a finite number"):
+        section.look(tmp_path)
+    (tmp_path / "b.csv").write_text("label,user\n1,u\n")
+    with pytest.raises(JobError, match=r"b\.csv:1: no column 'x', which feature 'x' reads"):
+        section.look(tmp_path)
 
 
 @pytest.mark.parametrize("is_url", [False, True])
