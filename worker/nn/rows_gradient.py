@@ -173,8 +173,9 @@ def _is_by_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Whether nothing else has a shape, and no dimension is named."""
     if len(args) > 2 and name in ("norm", "linalg_vector_norm", "vector_norm"):  # a dimension, by its place
         return False
-    others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
-    return kwargs.get("dim") is None and all(value.dim() == 0 for value in others)
+    others = [*args[1:], *kwargs.values()]
+    others += [its for value in others if isinstance(value, list | tuple) for its in value]
+    return kwargs.get("dim") is None and all(its.dim() == 0 for its in others if isinstance(its, Tensor))
 
 
 def _keeps_zeros(func: Callable[..., object], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

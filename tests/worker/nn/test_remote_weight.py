@@ -314,6 +314,24 @@ def test_a_clamp_that_changes_the_zeros_of_unread_rows_is_an_error(make_session,
     assert torch.equal(model.items.weight.grad, before)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gradient: torch._foreach_mul_([gradient], [torch.arange(48.0).view(12, 4)]),
+        lambda gradient: torch._foreach_div_([gradient], [torch.arange(1.0, 13.0)[:, None]]),
+        lambda gradient: torch._foreach_clamp_max_([gradient], [torch.arange(12.0)[:, None]]),
+    ],
+)
+def test_a_change_by_a_list_of_tensors_is_an_error_though_all_rows_were_read(make_session, change):
+    _, _, model, _ = torch_and_ours(make_session)
+    model.items.weight[torch.arange(12)].square().sum().backward()  # the rows are in the order of their route
+    before = model.items.weight.grad.clone()
+    with pytest.raises(NotImplementedError, match="would change gradients of rows that nobody read"):
+        change(model.items.weight.grad)
+    torch._foreach_mul_([model.items.weight.grad], [torch.tensor(2.0)])
+    assert torch.equal(model.items.weight.grad, 2 * before)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("use", ["three lookups", "index", "norm"])
 def test_a_penalty_on_gradients_trains_to_the_bits_of_torch(make_session, use):
