@@ -52,6 +52,11 @@ def test_the_command_line_runs_as_a_module(module):
     assert f"python -m {module}" in said.stderr
 
 
+def test_a_command_that_does_not_exist_is_answered_by_the_nearest_that_does():
+    done = CliRunner().invoke(cli.app, ["trian", "job.yaml"])
+    assert (done.exit_code, "Did you mean 'train'" in done.output) == (2, True)
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_help_page(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])
