@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from embershard.proto.errors import TracingNotInstalled
 
@@ -72,7 +73,16 @@ def current() -> Context | None:
     return _request.get() or Context.read(step_trace)
 
 
-def _is_installed() -> bool:
+def is_collector_url(url: str) -> bool:
+    """Whether a URL is one of HTTP, with a host, and a port if there is one."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, a bracket too few
+        return False
+
+
+def is_tracing_installed() -> bool:
     """Whether the packages of the extra `tracing` are there: other programs install an exporter by gRPC alone."""
     try:
         return (
@@ -87,7 +97,7 @@ class SpanSender:
     """Sends spans to the collector at `url` ("http://host:4318"), from a thread. TracingNotInstalled."""
 
     def __init__(self, url: str, service: str, **resource: str | int) -> None:
-        if not _is_installed():
+        if not is_tracing_installed():
             raise TracingNotInstalled()
         self._url = url.rstrip("/") + "/v1/traces"
         self._resource = {"service.name": service, **resource}

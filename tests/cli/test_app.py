@@ -16,12 +16,12 @@ from report_cases import JOB
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.cli import evaluate, local_job, main, train, up
+from embershard.cli import evaluate, local_job, main, monitoring, train, up
 from embershard.cli.dash import NoPanel
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
-from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable, UnknownTable
+from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable, TracingNotInstalled, UnknownTable
 from embershard.proto.monitoring import memory
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
@@ -50,6 +50,11 @@ def test_the_command_line_runs_as_a_module(module):
     said = subprocess.run(words, text=True, timeout=250, capture_output=True)
     assert (said.returncode, said.stdout) == (2, "")  # wrong usage: there is no such command
     assert f"python -m {module}" in said.stderr
+
+
+def test_a_command_that_does_not_exist_is_answered_by_the_nearest_that_does():
+    done = CliRunner().invoke(cli.app, ["trian", "job.yaml"])
+    assert (done.exit_code, "Did you mean 'train'" in done.output) == (2, True)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -271,3 +276,19 @@ def test_a_job_file_is_utf_8_whatever_the_locale_is(tmp_path):
     assert done.returncode == 1
     assert "LC_ALL=C.UTF-8" in done.stderr
     assert not (tmp_path / "other.yaml").exists()
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "collector", "http://", "ftp://host:1", "http://host:port"])
+@pytest.mark.parametrize(
+    "command", [["train", "job.yaml"], ["worker", "job.yaml"], ["up"], ["ps", "--shard", "0", "--of", "1"]]
+)
+def test_a_collector_that_is_no_url_is_refused_before_anything_starts(command, url):
+    done = CliRunner().invoke(cli.app, [*command, "--trace", url], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert f"'{url}' is no URL of a collector; write http://host:port" in done.output
+
+
+def test_the_packages_of_tracing_are_looked_for_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(monitoring, "is_tracing_installed", lambda: False)
+    done = CliRunner().invoke(cli.app, ["up", "--trace", "http://localhost:4318/"])
+    assert isinstance(done.exception, TracingNotInstalled)

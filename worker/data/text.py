@@ -88,7 +88,7 @@ def read_header(path: File, delimiter: str, encoding: str = "utf-8", *, unnamed:
     try:
         line = first.decode("utf-8-sig" if encoding == "utf-8" else encoding).rstrip("\r")
     except UnicodeDecodeError as error:
-        raise JobError(where=f"{path}:1", reason=_not_text(error)) from None
+        raise JobError(where=f"{path}:1", reason=_not_text(error, encoding)) from None
     names = _fields(line, delimiter)
     if unnamed:
         names = [name or f"(column {place})" for place, name in enumerate(names, 1)]
@@ -116,8 +116,8 @@ def read_tables(
         raise JobError(where=str(path), reason="no line of data in the file")
 
 
-def _not_text(error: UnicodeDecodeError) -> str:
-    name = "UTF-8" if error.encoding == "utf-8" else error.encoding
+def _not_text(error: UnicodeDecodeError, encoding: str = "utf-8") -> str:
+    name = "UTF-8" if encoding == "utf-8" else encoding  # the error has Python's name of many: charmap
     hint = "; of a Windows program, take data.reader tabular with encoding: cp1252" if name == "UTF-8" else ""
     return f"not {name} text ({error.reason} at byte {error.start}){hint}"
 
@@ -130,7 +130,7 @@ def recoded(path: File, block: Block, encoding: str) -> Block:
         return Block(block.first_line, block.text.decode(encoding).encode())
     except UnicodeDecodeError as error:
         line = block.first_line + block.text.count(b"\n", 0, error.start)
-        raise JobError(where=f"{path}:{line}", reason=_not_text(error)) from None
+        raise JobError(where=f"{path}:{line}", reason=_not_text(error, encoding)) from None
 
 
 def parse(path: File, block: Block, layout: Layout) -> pa.Table:

@@ -66,13 +66,10 @@ _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])  # f
 class LazyCommands(TyperGroup):
     """Commands that are imported when they are called: neither a shard nor a help page waits for torch."""
 
-    def list_commands(self, ctx: object) -> list[str]:
-        """Return the names of all commands."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | None:
-        """Return the command with its help for the list of commands; None if there is none of that name."""
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+    def __init__(self, **settings):  # type: ignore[no-untyped-def]  # the types are of a click that typer hides
+        super().__init__(**settings)
+        # with its help for the list of commands; of these typer suggests one for a name that none has
+        self.commands = {name: TyperCommand(name, help=text) for name, text in COMMANDS.items()}
 
     def resolve_command(self, ctx, args):  # type: ignore[no-untyped-def]  # the types are of a click that typer hides
         """The command that is called, whole."""

@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
+from embershard.proto.errors import TracingNotInstalled
 from embershard.proto.monitoring.exporter import MetricsServer
 from embershard.proto.monitoring.logs import LogFormat, logs_json
 from embershard.proto.monitoring.metrics import WORKER_METRICS
+from embershard.proto.monitoring.tracing import is_collector_url, is_tracing_installed
 
 MetricsOption = Annotated[
     str,
@@ -31,11 +33,22 @@ LogFormatOption = Annotated[
     ),
 ]
 
+
+def _collector(url: str) -> str:
+    """The URL of --trace, if a collector can have it and the packages are there. TracingNotInstalled."""
+    if url and not is_collector_url(url):
+        raise typer.BadParameter(f"{url!r} is no URL of a collector; write http://host:port, as http://localhost:4318")
+    if url and not is_tracing_installed():
+        raise TracingNotInstalled()
+    return url
+
+
 TraceOption = Annotated[
     str,
     typer.Option(
         "--trace",
         metavar="URL",
+        callback=_collector,
         help="Send traces to the OpenTelemetry collector at this URL (http://localhost:4318). Needs the extra "
         "`tracing`.",
         show_default=False,

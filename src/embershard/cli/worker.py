@@ -173,9 +173,9 @@ def worker(
 ) -> None:
     """Train as one worker of a job; its rank and the number of workers come from the variables of torchrun.
 
-    Several workers connect at MASTER_ADDR and MASTER_PORT. Without these variables it is the only worker. The exit code
-    is 75 if a shard or another worker was lost: start the job again from its last checkpoint. It is 76 if too many
-    attempts failed (--attempts).
+    Without these variables it is the only worker. Workers find each other on the shards or, if torch all-reduces the
+    dense weights (ddp, hybrid), at MASTER_ADDR and MASTER_PORT. The exit code is 75 if a shard or another worker was
+    lost: start the job again from its last checkpoint. It is 76 if too many attempts failed (--attempts).
     """
     end_with_parent(parent_pid, sessions.kill_own)  # nothing here would be lost, and nothing may hold it up
     if log_format == "json":

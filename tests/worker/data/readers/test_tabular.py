@@ -352,6 +352,13 @@ def test_a_table_in_cp1252_with_a_decimal_comma(tmp_path):
     assert batch.dense[:, 0].tolist() == [3.5, 1.5]
 
 
+@pytest.mark.parametrize(("text", "line"), [(b"\x81,label\n\x81,1\n", 1), (b"user,label\nb,1\n\x81,0\n", 3)])
+def test_bytes_that_are_not_of_the_named_encoding_are_refused_by_its_name(tmp_path, text, line):
+    (tmp_path / "train.csv").write_bytes(text)
+    with pytest.raises(JobError, match=rf"train\.csv:{line}: not cp1252 text"):
+        job_of(tmp_path, " {user: {}}", encoding="cp1252").data.open(tmp_path, 0)
+
+
 CSV = "user,tags,age,label\nu1,a|b,30,1\nu2,c,40,0\n"
 BAD = {  # name: (the file's text, features, settings of data, where, the reason)
     "a missing column": (CSV, " {usr: {}}", {}, ":1", "'usr'.*feature 'usr'.*did you mean user"),
