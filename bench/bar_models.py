@@ -31,6 +31,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "runs" / "models"
 SEEDS = (1, 2, 3, 4, 5)
 LABELS = ("income", "never_married")
 RATES = (0.001, 0.002, 0.004, 0.008)  # of Adam, from which MMoE and its tasks alone choose
+GOWALLA_STEPS = 1582  # of each of two workers, in an epoch with batches of 256
 HOUR = 3600.0  # seconds that a job may take, but for the long ones
 WORSE = 0.001  # AUC of a label of MMoE below that of its own model
 EARLY = 20  # epochs of the comparison with plain torch, which is cheap enough for several seeds
@@ -100,8 +101,7 @@ def _plain_sasrec(path: Path, seed: int, epochs: int) -> Mapping[str, float]:
 
 def simplex(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """SimpleX on Gowalla."""
-    settings = ("train.epochs=24", "data.history=50")
-    words = tuple(word for setting in settings for word in ("--set", setting)) if long else ()
+    words = (*_falling(epochs=27, fall=24), "--set", "data.history=50") if long else ()
     outcome = run_example("simplex", *words, folder=folder / f"simplex{'-long' * long}", resumes=long)
     if not long:
         bar.in_time(outcome)
@@ -110,11 +110,18 @@ def simplex(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
 
 def two_tower(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """Two towers on Gowalla."""
-    words = ("--set", "train.epochs=90") if long else ()
+    words = _falling(epochs=60, fall=48) if long else ()
     outcome = run_example("gowalla", *words, folder=folder / f"two-tower{'-long' * long}", resumes=long)
     if not long:
         bar.in_time(outcome)
     _gowalla(bar, outcome, (0.175, 0.147) if long else (0.165, 0.138), (".1754", ".1473"))
+
+
+def _falling(epochs: int, fall: int) -> tuple[str, ...]:
+    """Settings of a run whose learning rate is a tenth from epoch `fall` on: the authors' falls once, too."""
+    schedule = (("name", "step"), ("every", fall * GOWALLA_STEPS), ("factor", 0.1))
+    settings = (f"train.epochs={epochs}", *(f"train.lr_schedule.{field}={value}" for field, value in schedule))
+    return tuple(word for setting in settings for word in ("--set", setting))
 
 
 def _gowalla(bar: Bar, outcome: Outcome, bounds: tuple[float, float], published: tuple[str, str]) -> None:
