@@ -349,6 +349,31 @@ def test_the_job_of_a_pattern_trains_on_the_files_in_folders_of_a_key():
         run("clicks", "--replace")
 
 
+def test_the_job_of_a_pattern_has_the_keys_of_folders_and_looks_at_files_all_over():
+    for day in range(1, 31):
+        folder = Path(f"clicks/day=2026-01-{day:02}/shop=s{day % 3}")
+        folder.mkdir(parents=True)
+        rows = range(16)
+        columns = {"label": [day % 2] * 16, "id": rows, "user": [f"u{day * n % 7}" for n in rows]}
+        pq.write_table(pa.table(columns | ({"tags": [["a"]] * 16} if day > 3 else {})), folder / "0.parquet")
+    run("clicks/**/*.parquet")
+    job = load_job(Path("job.yaml"))
+    assert (job.data.split.by, job.data.split.column) == ("time", "day")
+    assert list(job.features) == ["user", "shop"]
+    assert "# tags: left out, some files have no such column" in Path("job.yaml").read_text()
+
+
+def test_text_of_a_second_file_is_seen():
+    Path("parts").mkdir()
+    Path("parts/1.csv").write_text("label;user;price\n" + "".join(f"{n % 2};u{n % 7};{n}\n" for n in range(200)))
+    lines = "".join(f"{n % 2};ü{n % 7};{n / 4 if n % 5 else 'NA'}\n".replace(".", ",") for n in range(200))
+    Path("parts/2.csv").write_bytes(("label;user;price\n" + lines).encode("cp1252"))
+    Path("parts/3.csv").write_text("label;user;price\n")
+    look = look_at(Path("parts"))
+    assert look.settings == {"delimiter": ";", "encoding": "cp1252", "decimal": ",", "missing": ["", "NA"]}
+    assert (len(look.columns["price"]), look.starts) == (400, (0, 200))
+
+
 def test_a_folder_without_a_file_of_a_known_format_is_refused():
     Path("parts").mkdir()
     Path("parts/notes.txt").write_text("no data")

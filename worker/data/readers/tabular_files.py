@@ -219,10 +219,10 @@ class _ParquetTables(ParquetSource):
         return counted if self.rows is None else self.rows
 
     def _check_columns(self, path: File, schema: pa.Schema) -> None:
-        check_columns(str(path), [*schema.names, *_partition_keys(path)], self.wanted)
+        check_columns(str(path), [*schema.names, *partition_keys(path)], self.wanted)
 
     def _parts(self, path: File, group: int, rows: int) -> Iterator[pa.Table]:
-        keys = [(name, value) for name, value in _partition_keys(path).items() if name in self.wanted]
+        keys = [(name, value) for name, value in partition_keys(path).items() if name in self.wanted]
         for part in super()._parts(path, group, rows):
             for name, value in keys:
                 if name not in part.column_names:
@@ -265,7 +265,7 @@ class _ParquetTables(ParquetSource):
             return self.to_rows(table, self.layout)
 
 
-def _partition_keys(path: File) -> dict[str, str | None]:
+def partition_keys(path: File) -> dict[str, str | None]:
     """Columns that the names of a file's folders give, as Spark and Hive write them: day=2026-01-31/part-0.parquet."""
     folders = [name.partition("=") for name in str(path).split("/")[:-1]]
     return {key: None if value == _NULL_PARTITION else unquote(value) for key, sign, value in folders if key and sign}
