@@ -194,11 +194,25 @@ def _parquet(path: Path, rows: int) -> Look:
         if pa.types.is_decimal(field.type)
     }
     for field in batch.schema:
-        if pa.types.is_timestamp(field.type):  # Python's times have no nanoseconds
+        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":  # which Python's times have not
             types[field.name] = pa.timestamp("us", field.type.tz)
     columns = {name: batch.column(name) for name in batch.schema.names}
     casts = {name: c.cast(types[name], safe=False) if name in types else c for name, c in columns.items()}
-    return Look({name: c.to_pylist() for name, c in casts.items()}, {})
+    return Look({name: _of_python(column).to_pylist() for name, column in casts.items()}, {})
+
+
+def _of_python(array: Any) -> Any:
+    """A column without times that Python cannot hold, of years before 1 or after 9999, as databases' infinity is."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not (pa.types.is_timestamp(array.type) or pa.types.is_date(array.type)):
+        return array
+    if pa.types.is_date(array.type):
+        days = array.cast(pa.date32()).cast(pa.int32())
+    else:
+        days = pc.divide(array.cast(pa.int64()), 86_400 * {"s": 1, "ms": 1_000, "us": 1_000_000}[array.type.unit])
+    return pc.if_else(pc.and_(pc.greater(days, -719_161), pc.less(days, 2_932_895)), array, None)
 
 
 def _json_lines(path: Path, most: int) -> Look:
@@ -300,6 +314,8 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
             times += [name] if found == _A_TIME else []
         else:
             features.append(f"  {_name(name)}: {found}")
+    if any(name.startswith(" ") for name in look.columns):
+        skipped.append("  # a blank in front of a name or a value is a part of it, also in the rows of a served model")
     if not features:
         raise CannotInit(path=str(data), reason="no column but the label is left to learn from")
     if all("type: number" in feature for feature in features):  # every model has embeddings
@@ -451,6 +467,8 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
             shown = next(value for value in present if isinstance(value, list) and value)[:2]
             reason = f"# NAME: left out, it has lists of floats, as {shown}: save ids as integers (of pandas Int64), "
             return reason + "or write each number into a column of its own, or name it as the weights of a list"
+        if not parts:
+            return "# NAME: left out, its lists are empty in these rows"
         return _list(present, table)
     if isinstance(first := present[0], dict):
         return f"# NAME: left out, its values are objects: write their fields ({', '.join(first)}) as columns"

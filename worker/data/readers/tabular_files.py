@@ -347,7 +347,8 @@ def json_row(where: str, line: bytes) -> dict[str, object]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter of arrays in arrays in arrays
-        raise JobError(where=where, reason=f"no JSON: {error}") from None
+        hint = "; each line has to be one object, and a file that is one JSON array has to be written so"
+        raise JobError(where=where, reason=f"no JSON: {error}{hint * (line.strip() in (b'[', b'{'))}") from None
     if not isinstance(row, dict):
         hint = "; a file that is one JSON array has to be written as lines of objects" if isinstance(row, list) else ""
         raise JobError(where=where, reason=f"is a {type(row).__name__}, no object of columns{hint}")
