@@ -239,6 +239,8 @@ def test_a_second_label_and_a_column_that_tells_the_label_are_no_features():
     job = features_of(columns)
     assert (job["data"]["label"], list(job["features"])) == ("click", ["vip", "user"])
     assert list(features_of(columns, "conversion")["features"]) == ["was_clicked", "shown", "vip", "user"]
+    tags = {**columns, "tags": [["a"]] * 300}
+    assert "vip" in features_of(tags, "tags")["features"]  # what the label may be is checked elsewhere
     few = {name: values[:30] for name, values in columns.items()}  # which may be alike by chance
     assert "shown" in features_of(few)["features"]
 

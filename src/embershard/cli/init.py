@@ -400,7 +400,7 @@ def _leak(name: str, values: Sequence[object], labels: Sequence[object]) -> str:
     """A comment on a column that a model must not read to predict the label; the empty text of any other."""
     if _words(name).lower() in _LABELS and ({*map(_as_label, values)} == {0.0, 1.0} or _label_values(values)):
         return "# NAME: left out, it looks like a label, too: data.label takes a list of labels"
-    if len(values) > _FEW and not any(isinstance(value, list | dict) for value in values):
+    if len(values) > _FEW and not any(isinstance(value, list | dict) for value in (*values, *labels)):
         pairs = set(zip(values, labels, strict=True))
         if len(pairs) == len(set(values)) == len(set(labels)) == 2:
             return "# NAME: left out, it tells the label in each of these rows"
