@@ -74,7 +74,10 @@ def main() -> None:
     parser.add_argument("--dense", choices=("torch", "onnx", "int8"), default="torch")
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
-    app = make_app(given.folder, dense=given.dense, threads=given.threads)
+    try:
+        app = make_app(given.folder, dense=given.dense, threads=given.threads)
+    except (es.errors.BadExport, es.errors.CannotServe) as error:
+        parser.exit(1, f"error: {error}\n")
     gc.freeze()  # else now and then a request waits while all that torch has loaded is looked through
     uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
 

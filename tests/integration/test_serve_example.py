@@ -104,6 +104,14 @@ def test_a_score_that_is_no_number_is_answered_by_422_and_its_row(monkeypatch):
     assert (answer.status_code, json.loads(answer.body)["row"]) == (422, 1)
 
 
+def test_a_folder_that_is_no_export_is_named_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["app.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE))["main"]()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"error: cannot serve {tmp_path}/none: no such folder\n"
+
+
 def test_scores_over_http_are_those_of_the_trainers_evaluation(served):
     ask, rows = served
     status, answer = ask("POST", "/score", {"rows": rows})
@@ -114,6 +122,7 @@ def test_scores_over_http_are_those_of_the_trainers_evaluation(served):
     for change, feature, value in (
         ({"x": [1]}, "x", None),
         ({"age": ["old"]}, "age", "'old'"),
+        ({"user": [7.5]}, "user", "7.5"),
         ({"user": ["\ud800"]}, "user", "'\\ud800'"),
         ({"age": [float("inf")]}, "age", "inf"),
     ):

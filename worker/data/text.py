@@ -220,7 +220,8 @@ def _share(block: Block, place: int, parts: int) -> tuple[Block, int]:
     if parts == 1:
         return block, 0
     ends = np.flatnonzero(np.frombuffer(block.text, np.uint8) == 10) + 1
-    starts = [0, *ends] if not block.text or block.text.endswith(b"\n") else [0, *ends, len(block.text)]
+    tail = [] if not block.text or block.text.endswith(b"\n") else [len(block.text)]
+    starts = np.concatenate([[0], ends, tail]).astype(np.int64)
     each, more = divmod(len(starts) - 1, parts)
     first, behind = (part * each + min(part, more) for part in (place, place + 1))
     return Block(block.first_line + first, block.text[starts[first] : starts[behind]]), len(starts) - 1

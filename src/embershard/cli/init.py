@@ -13,19 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from uuid import UUID
 
 import typer
 
 from embershard.proto.errors import EmbershardError
 from embershard.worker.data.files import read_blocks
-from embershard.worker.data.readers.tabular_files import ENDINGS, files_of, format_of, format_of_first, json_row
+from embershard.worker.data.readers.tabular_files import (
+    ENDINGS,
+    files_of,
+    format_of,
+    format_of_first,
+    json_row,
+    partition_keys,
+)
 from embershard.worker.data.text import THOUSANDS, read_header
 from embershard.worker.job.load import load_job
 
 ROWS = 20_000  # that are looked at
 _BYTES = 2**22
+_FILES = 8  # of a folder or pattern, from all over it: the first may be of one day, or have few rows
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "purchase")
 _TIME = re.compile(r"(^|_)(time|timestamp|date|datetime|ts|day)(?P<unit>_(s|ms|us|ns))?$", re.I)
 _TIME_TEXT = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")
@@ -58,6 +66,8 @@ class Look:
 
     columns: dict[str, list[object]]  # None: missing
     settings: dict[str, object]  # of the section `data`
+    starts: tuple[int, ...] = (0,)  # the first row of each file
+    partial: frozenset[str] = frozenset()  # columns that some files lack
 
 
 def init(
@@ -117,24 +127,59 @@ def _write(out: Path, text: str, before: bytes | None) -> None:
 
 
 def look_at(path: Path) -> Look:
-    """Read the first rows of a file, or of the first one in a folder or of a pattern.
+    """Read the first rows of a file, or of some in a folder or of a pattern.
 
-    CannotInit says why there are none; JobError where the file cannot be read, or the folder has none of one format.
+    CannotInit says why there are none; JobError where a file cannot be read, or the folder has none of one format.
     """
-    path = _files(path)[0]
+    files = _files(path)
+    count = min(len(files), _FILES)
+    some = [files[place * (len(files) - 1) // max(1, count - 1)] for place in range(count)]
+    looks = [look for file in some if (look := _look_at_file(file, ROWS // len(some))).columns]
+    if not looks:
+        raise CannotInit(path=str(files[0]), reason="it has no rows")
+    columns: dict[str, list[object]] = {}
+    settings: dict[str, object] = {}
+    starts, rows = [], 0
+    for look in looks:
+        starts.append(rows)
+        columns |= {name: [None] * rows for name in look.columns if name not in columns}
+        rows += len(next(iter(look.columns.values())))
+        for name, values in columns.items():
+            values += look.columns.get(name, [None] * (rows - len(values)))
+        both = [text for own in (settings, look.settings) for text in cast(list[str], own.get("missing", []))]
+        settings = {**look.settings, **settings, **({"missing": list(dict.fromkeys(both))} if both else {})}
+    # a line of JSON may lack a column
+    partial = {name for name in columns if format_of(files[0]) != "jsonl" and not all(name in x.columns for x in looks)}
+    return Look(columns, settings, tuple(starts), frozenset(partial))
+
+
+def _look_at_file(path: Path, rows: int) -> Look:
+    """The first rows of a file, with columns of the names of its folders; no column where it has no row."""
     if not path.is_file():
         raise CannotInit(path=str(path), reason="there is no such file")
     kind = format_of(path)
     if kind is None:
         raise CannotInit(path=str(path), reason=f"its name ends with none of {', '.join(ENDINGS)} (.gz, .zst)")
-    look = {"parquet": _parquet, "jsonl": _json_lines}.get(kind, _text)(path)
-    if not look.columns or not any(look.columns.values()):
-        raise CannotInit(path=str(path), reason="it has no rows")
+    look = {"parquet": _parquet, "jsonl": _json_lines}.get(kind, _text)(path, rows)
+    if not any(look.columns.values()):
+        return Look({}, {})
     columns = {
         name: [None if isinstance(value, float) and math.isnan(value) else value for value in values]
         for name, values in look.columns.items()
     }
+    count = len(next(iter(columns.values())))
+    for name, value in partition_keys(path).items() if kind == "parquet" else ():
+        columns.setdefault(name, [_of_folder(value)] * count)
     return Look(columns, look.settings)
+
+
+def _of_folder(value: str | None) -> object:
+    """The value of a partition key as a column would have it."""
+    if value is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return date.fromisoformat(value) if _TIME_TEXT.match(value) else value
+    return value
 
 
 def _files(data: Path) -> list[Path]:
@@ -144,7 +189,7 @@ def _files(data: Path) -> list[Path]:
     return [Path(file) for file in files_of(format_of_first(data), [data])]
 
 
-def _parquet(path: Path) -> Look:
+def _parquet(path: Path, rows: int) -> Look:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -152,7 +197,7 @@ def _parquet(path: Path) -> Look:
         with pq.ParquetFile(path) as file:
             if len(set(names := file.schema_arrow.names)) < len(names):
                 raise CannotInit(path=str(path), reason="two columns have one name")
-            batch = next(file.iter_batches(ROWS), None)
+            batch = next(file.iter_batches(rows), None)
     except (pa.ArrowException, OSError) as error:
         raise CannotInit(path=str(path), reason=f"no Parquet file: {error}") from None
     if batch is None:
@@ -163,18 +208,32 @@ def _parquet(path: Path) -> Look:
         if pa.types.is_decimal(field.type)
     }
     for field in batch.schema:
-        if pa.types.is_timestamp(field.type):  # Python's times have no nanoseconds
+        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":  # which Python's times have not
             types[field.name] = pa.timestamp("us", field.type.tz)
     columns = {name: batch.column(name) for name in batch.schema.names}
     casts = {name: c.cast(types[name], safe=False) if name in types else c for name, c in columns.items()}
-    return Look({name: c.to_pylist() for name, c in casts.items()}, {})
+    return Look({name: _of_python(column).to_pylist() for name, column in casts.items()}, {})
 
 
-def _json_lines(path: Path) -> Look:
+def _of_python(array: Any) -> Any:
+    """A column without times that Python cannot hold, of years before 1 or after 9999, as databases' infinity is."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not (pa.types.is_timestamp(array.type) or pa.types.is_date(array.type)):
+        return array
+    if pa.types.is_date(array.type):
+        days = array.cast(pa.date32()).cast(pa.int32())
+    else:
+        days = pc.divide(array.cast(pa.int64()), 86_400 * {"s": 1, "ms": 1_000, "us": 1_000_000}[array.type.unit])
+    return pc.if_else(pc.and_(pc.greater(days, -719_161), pc.less(days, 2_932_895)), array, None)
+
+
+def _json_lines(path: Path, most: int) -> Look:
     columns: dict[str, list[object]] = {}
     lines = next(read_blocks(path, _BYTES)).text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     rows = 0
-    for number, line in enumerate(lines[:ROWS], 1):
+    for number, line in enumerate(lines[:most], 1):
         if not line.strip():  # as in training
             continue
         row = json_row(f"{path}:{number}", line)
@@ -185,7 +244,7 @@ def _json_lines(path: Path) -> Look:
     return Look(columns, {})
 
 
-def _text(path: Path) -> Look:
+def _text(path: Path, most: int) -> Look:
     text = next(read_blocks(path, _BYTES)).text
     settings: dict[str, object] = {}
     try:
@@ -199,7 +258,7 @@ def _text(path: Path) -> Look:
         settings["delimiter"] = delimiter
     read_header(path, delimiter, str(settings.get("encoding", "utf-8")), unnamed=True)
     try:
-        rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: ROWS + 1]
+        rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: most + 1]
     except csv.Error as error:
         raise CannotInit(path=str(path), reason=f"cannot be read as CSV: {error}") from None
     names = [name or f"(column {place})" for place, name in enumerate(rows[0] if rows else (), 1)]
@@ -214,7 +273,8 @@ def _text(path: Path) -> Look:
         reason = f"it looks like a row: {texts[0][0]!r} is a value of its column, too"
         raise CannotInit(path=f"{path}:1", reason=f"{reason}; let one line with the names of the columns be the first")
     comma = delimiter != "," and any(
-        all(_NUMBER.fullmatch(cell.replace(",", ".")) for cell in own if cell) and any("," in cell for cell in own)
+        all(_NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in _MISSING for cell in own if cell)
+        and any("," in cell for cell in own)
         for own in cells
     )
     if comma:
@@ -257,12 +317,19 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     for name, values in look.columns.items():
         if name == label:
             continue
-        found = _leak(name, values, look.columns[label]) or _feature(name, values, rows, shared.get(name))
+        found = _leak(name, values, look.columns[label])
+        if not found and name.lower() in _ROW_NUMBERS and _are_distinct(values, look.starts):
+            found = "# NAME: left out, it numbers the rows"
+        if name in look.partial:
+            found = "# NAME: left out, some files have no such column"
+        found = found or _feature(name, values, rows, shared.get(name))
         if found.startswith("#"):
             skipped.append(f"  {found.replace('NAME', name if name.isprintable() else json.dumps(name))}")
             times += [name] if found == _A_TIME else []
         else:
             features.append(f"  {_name(name)}: {found}")
+    if any(name.startswith(" ") for name in look.columns):
+        skipped.append("  # a blank in front of a name or a value is a part of it, also in the rows of a served model")
     if not features:
         raise CannotInit(path=str(data), reason="no column but the label is left to learn from")
     if all("type: number" in feature for feature in features):  # every model has embeddings
@@ -275,8 +342,9 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
         if not is_whole or _parts_by_time(look.columns[finest]):
             split = f"{{by: time, column: {_name(finest)}"
     path = os.path.relpath(data.absolute(), folder)
+    seen = f"its first {rows:,} rows" if len(look.starts) == 1 else f"{rows:,} rows of {len(look.starts)} of its files"
     lines = [
-        f"# Written by `embershard init {data.name}` from its first {rows:,} rows. Check what each column is.",
+        f"# Written by `embershard init {data.name}` from {seen}. Check what each column is.",
         "model: {name: deepfm, hidden: [64, 32]}",
         "data:",
         "  reader: tabular",
@@ -378,11 +446,19 @@ def _label(data: Path, look: Look, label: str | None) -> str:
     return (named or binary or two)[0]
 
 
+def _are_distinct(values: Sequence[object], starts: Sequence[int]) -> bool:
+    """Whether no value is in a file twice, of more than a few."""
+    ends = (*starts[1:], len(values))
+    return len(values) > _FEW and all(
+        len(set(map(str, values[start:end]))) == end - start for start, end in zip(starts, ends, strict=True)
+    )
+
+
 def _leak(name: str, values: Sequence[object], labels: Sequence[object]) -> str:
     """A comment on a column that a model must not read to predict the label; the empty text of any other."""
     if _words(name).lower() in _LABELS and ({*map(_as_label, values)} == {0.0, 1.0} or _label_values(values)):
         return "# NAME: left out, it looks like a label, too: data.label takes a list of labels"
-    if len(values) > _FEW and not any(isinstance(value, list | dict) for value in values):
+    if len(values) > _FEW and not any(isinstance(value, list | dict) for value in (*values, *labels)):
         pairs = set(zip(values, labels, strict=True))
         if len(pairs) == len(set(values)) == len(set(labels)) == 2:
             return "# NAME: left out, it tells the label in each of these rows"
@@ -449,6 +525,8 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
             shown = next(value for value in present if isinstance(value, list) and value)[:2]
             reason = f"# NAME: left out, it has lists of floats, as {shown}: save ids as integers (of pandas Int64), "
             return reason + "or write each number into a column of its own, or name it as the weights of a list"
+        if not parts:
+            return "# NAME: left out, its lists are empty in these rows"
         return _list(present, table)
     if isinstance(first := present[0], dict):
         return f"# NAME: left out, its values are objects: write their fields ({', '.join(first)}) as columns"
@@ -461,8 +539,6 @@ def _feature(name: str, values: Sequence[object], rows: int, table: str | None =
         return "# NAME: left out, its times are not written as 2026-01-31 12:00:00"
     if len(distinct) == 1:
         return "# NAME: left out, it has one value in these rows"
-    if len(distinct) == rows > _FEW and name.lower() in _ROW_NUMBERS:
-        return "# NAME: left out, it numbers the rows"
     if all(isinstance(value, bool | int) for value in present):
         if len(distinct) <= _FEW or _ID.search(_words(name)):
             return "{}"

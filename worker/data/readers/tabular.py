@@ -266,8 +266,14 @@ class Tabular:
         empty = [part for part, count in counts.items() if not count]
         if empty and self.split is not None and not first:
             rows, where = sum(counts.values()), str(self.files["train"][0])
-            remedy = f"; choose data.split.at within the times of column {self.split.column!r}, written as they are"
-            reason = f"leaves {empty[0]} without a row, of {rows} in {where}{remedy if self.split.at else ''}"
+            remedy = "; larger shares, or more rows, may give it one"
+            if self.split.at:
+                remedy = f"; choose data.split.at within the times of column {self.split.column!r}, written as they are"
+            elif self.split.by == "random":
+                remedy += ": rows that are equal in all columns that the job reads are in one split"
+            elif self.split.by == "user":
+                remedy += f": rows with one value of {self.split.column!r} are in one split"
+            reason = f"leaves {empty[0]} without a row, of {rows} in {where}{remedy}"
             raise JobError(where="data.split", reason=reason)
         for table in fitting.unseen if not first else ():
             where, train = str(as_file(self.vocabulary_folder, names[table])), self.files["train"][0]

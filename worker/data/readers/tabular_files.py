@@ -220,10 +220,10 @@ class _ParquetTables(ParquetSource):
         return counted if self.rows is None else self.rows
 
     def _check_columns(self, path: File, schema: pa.Schema) -> None:
-        check_columns(str(path), [*schema.names, *_partition_keys(path)], self.wanted)
+        check_columns(str(path), [*schema.names, *partition_keys(path)], self.wanted)
 
     def _parts(self, path: File, group: int, rows: int) -> Iterator[pa.Table]:
-        keys = [(name, value) for name, value in _partition_keys(path).items() if name in self.wanted]
+        keys = [(name, value) for name, value in partition_keys(path).items() if name in self.wanted]
         for part in super()._parts(path, group, rows):
             for name, value in keys:
                 if name not in part.column_names:
@@ -266,7 +266,7 @@ class _ParquetTables(ParquetSource):
             return self.to_rows(table, self.layout)
 
 
-def _partition_keys(path: File) -> dict[str, str | None]:
+def partition_keys(path: File) -> dict[str, str | None]:
     """Columns that the names of a file's folders give, as Spark and Hive write them: day=2026-01-31/part-0.parquet."""
     folders = [name.partition("=") for name in str(path).split("/")[:-1]]
     return {key: None if value == _NULL_PARTITION else unquote(value) for key, sign, value in folders if key and sign}
@@ -348,7 +348,8 @@ def json_row(where: str, line: bytes) -> dict[str, object]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # the latter of arrays in arrays in arrays
-        raise JobError(where=where, reason=f"no JSON: {error}") from None
+        hint = "; each line has to be one object, and a file that is one JSON array has to be written so"
+        raise JobError(where=where, reason=f"no JSON: {error}{hint * (line.strip() in (b'[', b'{'))}") from None
     if not isinstance(row, dict):
         hint = "; a file that is one JSON array has to be written as lines of objects" if isinstance(row, list) else ""
         raise JobError(where=where, reason=f"is a {type(row).__name__}, no object of columns{hint}")

@@ -190,6 +190,16 @@ def test_a_text_of_a_time_in_place_of_a_number_is_refused_with_what_helps_a_time
     assert "data.missing" not in found.value.fields["reason"]
 
 
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [({"by": "random"}, "equal in all columns"), ({"by": "user", "column": "user"}, "with one value of 'user'")],
+)
+def test_a_split_without_a_row_says_which_rows_stay_together(tmp_path, split, reason):
+    section = section_of(tmp_path, {"user": ["a"] * 2}, "{user: {}}", split={**split, "valid": 0.01})
+    with pytest.raises(JobError, match=f"leaves valid without a row, of 2 .*{reason}"):
+        section.fit(tmp_path, 0)
+
+
 def test_decimals_without_a_fraction_are_categories(tmp_path):
     numbers = pa.array([7, 8, 7, 8])  # as databases write ids
     users = numbers.cast(pa.decimal128(38, 0)), numbers
