@@ -95,6 +95,14 @@ class _Hook:
     def __call__(self, *args: object) -> None:
         self._function(*args)
 
+    @property
+    def __name__(self) -> NoReturn:
+        """Missing: torch.jit.script asks every hook for it, to compile it."""
+        raise AttributeError(
+            "torch.jit.script cannot compile a wrapped model, whose weights are on the shards: load model.state_dict() "
+            "into a model that is not wrapped, and script that one"
+        )
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a wrapped model holds a session and cannot be copied or pickled: copy the model before wrapping it, "

@@ -213,6 +213,7 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
             group.weight, table, group.modules[0].num_embeddings, settings.whole_limit, batch_rows=settings.batch_rows
         )
         for module in group.modules:
+            module._parameters["weight"] = weight  # instead of one on meta, for whoever keeps the module
             replaced[module] = remote = _remote(module, table, weight)
             if not settings.are_parameters:  # torch's optimizers, DDP and FSDP take all parameters for their own
                 del remote._parameters["weight"]

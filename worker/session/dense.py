@@ -123,6 +123,7 @@ class DenseWeights:
         for place in self._slices:
             place.parameter.__class__ = RemoteParameter
             place.parameter.weights = self  # type: ignore[attr-defined]
+            place.parameter.grad = None  # of a backward before; a table's weight loses it, too
         self._bind()
 
     def place(self, placement: Placement) -> None:

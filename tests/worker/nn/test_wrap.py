@@ -363,6 +363,34 @@ def test_what_held_a_tables_weight_before_wrap_reads_the_shards(make_session):
     assert torch.equal(held[0], before - 0.5 * 2 * before)
 
 
+def test_a_module_on_meta_that_a_model_keeps_in_a_list_reads_the_shards(make_session):
+    net = nn.Sequential(nn.Embedding(40, 4, device="meta"), nn.Linear(4, 1))
+    net.kept = [net[0]]
+    session = make_session(2)
+    model = es.wrap(net, session, optimizer=es.SGD(lr=0.1))
+    kept, ids = model.kept[0], torch.arange(8)
+    assert torch.equal(kept(ids), model[0](ids))
+    kept(ids).sum().backward()
+    session.step()
+    assert session.stats.pushed_rows == 8
+
+
+def test_gradients_from_before_wrap_are_pushed_neither_of_rows_nor_of_dense_weights(make_session):
+    net, session = Net(), make_session(2)
+    net(BATCHES[0][0]).sum().backward()
+    model = es.wrap(net, session, optimizer=es.SGD(lr=0.1))
+    session.step()
+    assert session.stats.pushed_rows == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_wrapped_model_cannot_be_scripted_and_says_what_can(make_session):
+    model = es.wrap(nn.Sequential(nn.Linear(2, 2)), make_session(1), optimizer=es.SGD(lr=0.1))
+    with pytest.raises(AttributeError, match=r"torch.jit.script .* load model.state_dict\(\) into a model"):
+        torch.jit.script(model)
+
+
 def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(make_session):
     class Positions(nn.Embedding):
         def forward(self, x):
