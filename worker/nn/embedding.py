@@ -125,6 +125,11 @@ class _RemoteRows(nn.Module):
             self._renormalise(read)
         rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
         if not self.frozen and torch.is_grad_enabled():
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise NotImplementedError(
+                    f"table {self.table.spec.name!r}: rows looked up inside torch.func.vmap or grad get no gradient; "
+                    "call emb(ids) outside, and use its result there"
+                )
             if isinstance(weight := self._weight, RemoteWeight):
                 if weight.batch_rows:
                     weight.keep_lookup(route.ids)

@@ -34,7 +34,7 @@ def install(
     """
     wrapped = WrappedModel(model, tables)
     session.registry.models.append(wrapped)
-    newcomers = None if dense is None else _Newcomers(model)
+    newcomers = None if dense is None else _Newcomers()
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no such hook
             module.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
@@ -57,13 +57,12 @@ def install(
 
 
 class _Newcomers:
-    """Warns of parameters that a model got after wrap: nobody pushes their gradients.
+    """Warns of parameters that a model got after wrap, or that were unfrozen here: nobody pushes their gradients.
 
     To look for them takes as long as a lookup, so it happens at forwards 1, 2, 4, 8 and so on.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {id(parameter) for parameter in model.parameters()}
+    def __init__(self) -> None:
         self._forwards = 0
         self._has_told = False
 
@@ -74,12 +73,13 @@ class _Newcomers:
             return
         for name, parameter in model.named_parameters():
             # functional_call puts other tensors in their place for a call
-            is_new = id(parameter) not in self._known and isinstance(parameter, nn.Parameter)
-            if is_new and parameter.requires_grad:
+            is_ours = isinstance(parameter, RemoteParameter | RemoteWeight)
+            if not is_ours and isinstance(parameter, nn.Parameter) and parameter.requires_grad:
                 self._has_told = True
                 _log.warning(
-                    "parameter %r is not on the shards, since it came after wrap: session.step() does not train it; "
-                    "assign it before wrap, or train it with an optimizer of torch",
+                    "parameter %r is not on the shards, since it came after wrap, or was frozen then and no plain "
+                    "float32 parameter: session.step() does not train it; assign it, or unfreeze it, before wrap, or "
+                    "train it with an optimizer of torch",
                     name,
                 )
                 return
@@ -94,6 +94,14 @@ class _Hook:
     @untraced
     def __call__(self, *args: object) -> None:
         self._function(*args)
+
+    @property
+    def __name__(self) -> NoReturn:
+        """Missing: torch.jit.script asks every hook for it, to compile it."""
+        raise AttributeError(
+            "torch.jit.script cannot compile a wrapped model, whose weights are on the shards: load model.state_dict() "
+            "into a model that is not wrapped, and script that one"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

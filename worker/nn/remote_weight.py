@@ -14,7 +14,14 @@ from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Route
 from embershard.worker.nn.rows_gradient import RowsGradient, TableTooLarge, changed_tensor
-from embershard.worker.session.dense import METADATA, ParameterChanged, check_no_graph, have_same_values, untraced
+from embershard.worker.session.dense import (
+    METADATA,
+    ParameterChanged,
+    check_no_graph,
+    have_same_values,
+    outside_transforms,
+    untraced,
+)
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.tables import RemoteTable
 
@@ -189,10 +196,10 @@ class RemoteWeight(nn.Parameter):
             nbytes = 4 * self.numel()
             if nbytes > self.limit:
                 raise TableTooLarge(table=self.table.spec.name, nbytes=nbytes, limit=self.limit)
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_transforms(), torch.inference_mode(False), torch.no_grad():
                 read = self.table.session.read_all(self, self.table.spec, self.shape[0], self.device)
                 whole = read.rows[read.index].requires_grad_()
-            whole.register_post_accumulate_grad_hook(_collector(self, read.route))  # type: ignore[no-untyped-call]
+                whole.register_post_accumulate_grad_hook(_collector(self, read.route))  # type: ignore[no-untyped-call]
             self.in_use = True
             self._whole, self._read_at, self._whole_version = whole, self.table.session.clock, whole._version
         assert self._whole is not None

@@ -1,7 +1,8 @@
 """`wrap`: an nn.Module whose weights live on the shards.
 
 nn.Embedding and nn.EmbeddingBag become remote tables, every other parameter blocks of one dense table. What stays
-here: buffers (the running statistics of batch norm, for instance) and frozen parameters of other types than float32.
+here: buffers (the running statistics of batch norm, for instance) and frozen parameters of other types than float32, or
+of classes with functions of their own (quantised ones).
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def wrap(
     ValueError if the model cannot be wrapped: it is already wrapped, is scripted as a whole, is tied to a table that
     cannot be read as a whole, has a tensor or another parameter in the memory of a parameter (self.w =
     emb.weight.data), or has parameters that are not initialised, on the meta device without being a table, or, where
-    the shards hold them, not float32. OtherParameters if the shards hold other dense weights; TableTooLarge if a use
-    would read a table beyond the limit as a whole.
+    the shards hold them, not float32 or of a class with its own __torch_function__. OtherParameters if the shards hold
+    other dense weights; TableTooLarge if a use would read a table beyond the limit as a whole.
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
@@ -212,6 +213,7 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
             group.weight, table, group.modules[0].num_embeddings, settings.whole_limit, batch_rows=settings.batch_rows
         )
         for module in group.modules:
+            module._parameters["weight"] = weight  # instead of one on meta, for whoever keeps the module
             replaced[module] = remote = _remote(module, table, weight)
             if not settings.are_parameters:  # torch's optimizers, DDP and FSDP take all parameters for their own
                 del remote._parameters["weight"]
@@ -287,6 +289,12 @@ def _validate(model: nn.Module, groups: list[_TableModules], id_space: Mapping[s
                     f"{settings.whole_limit} bytes (wrap(..., whole_limit=)); untie them, or score sampled candidates"
                 )
             moves = owner is not None or (parameter.requires_grad and settings.are_parameters)
+            if moves and _has_own_functions(parameter):
+                raise ValueError(
+                    f"parameter {full!r} is a {type(parameter).__name__}, a class with its own __torch_function__ or "
+                    "__torch_dispatch__, which it would lose on the shards: make it a torch.nn.Parameter, and compute "
+                    "in forward what the class does"
+                )
             if parameter.dtype != torch.float32 and moves:
                 remedy = "call model.float() before wrap, and use torch.autocast for mixed precision"
                 if parameter.is_complex():  # which float() leaves as it is
@@ -305,6 +313,13 @@ def _validate(model: nn.Module, groups: list[_TableModules], id_space: Mapping[s
         raise ValueError(
             f"id_space names {', '.join(unknown)}, which is no embedding (known: {', '.join(sorted(known))})"
         )
+
+
+def _has_own_functions(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's class changes what functions of torch do with it, as those of quantised weights do."""
+    kind = type(parameter)
+    plain = (nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__)
+    return (kind.__torch_function__, kind.__torch_dispatch__) != plain
 
 
 def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
@@ -454,7 +469,8 @@ def _class_of(module: nn.Module, remote: type[M]) -> type[M]:
 
 def _dense(model: nn.Module, session: Session, rules: Mapping[str, Optimizer], name: str) -> list[DenseWeights]:
     """The dense weights by their optimizers: those of "*" are table `name`, those of the nth pattern `name`.n."""
-    named = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32 and not isinstance(p, RemoteWeight)}
+    float32 = [(n, p) for n, p in model.named_parameters() if p.dtype == torch.float32]
+    named = {n: p for n, p in float32 if not isinstance(p, RemoteWeight) and not _has_own_functions(p)}
     pattern_of = choose(named, rules, "dense_optimizer") if named else {}
     tables = []
     for number, (pattern, optimizer) in enumerate(rules.items(), start=1):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, SupportsIndex, TypeVar
 
@@ -43,6 +44,19 @@ def untraced(function: F) -> F:
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Context manager that pauses torch.func's grad, vmap and jvp: inside them a tensor's memory cannot be written."""
+    functorch, levels = torch._C._functorch, []
+    try:
+        while functorch.peek_interpreter_stack() is not None:
+            levels.append(functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while levels:
+            functorch.push_dynamic_layer_stack(levels.pop())
 
 
 def have_same_values(values: torch.Tensor, others: torch.Tensor) -> bool:
@@ -123,6 +137,7 @@ class DenseWeights:
         for place in self._slices:
             place.parameter.__class__ = RemoteParameter
             place.parameter.weights = self  # type: ignore[attr-defined]
+            place.parameter.grad = None  # of a backward before; a table's weight loses it, too
         self._bind()
 
     def place(self, placement: Placement) -> None:

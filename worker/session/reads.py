@@ -410,14 +410,14 @@ def flat_ids(spec: TableSpec, ids: torch.Tensor) -> Ids:
         raise RuntimeError(f"table {spec.name!r}: ids must be int64 or int32, got {ids.dtype}")
     if _is_mapped(ids):
         raise NotImplementedError(
-            f"table {spec.name!r}: ids inside torch.func.vmap have no values to pull by; call emb(ids) outside, and "
-            "map over its result"
+            f"table {spec.name!r}: ids inside torch.func.vmap or grad have no values to pull by; call emb(ids) "
+            "outside, and pass its result in"
         )
     return ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
 
 
 def _is_mapped(ids: torch.Tensor) -> bool:
-    """Whether they are inside torch.func.vmap, where they have no values."""
+    """Whether they are inside torch.func.vmap or grad, where they have no values."""
     return torch._C._functorch.is_functorch_wrapped_tensor(ids)
 
 

@@ -28,7 +28,7 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import Versions
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DenseWeights, ParameterChanged, untraced
+from embershard.worker.session.dense import DenseWeights, ParameterChanged, outside_transforms, untraced
 from embershard.worker.session.gradients import CollectedGradients, RowGradients, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
@@ -412,6 +412,7 @@ class Session:
         finally:
             prefetcher.mark_changed(self.client.compressor.also_changed)
 
+    @outside_transforms()
     def _pull(
         self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = (), *, cached: bool = False
     ) -> LookupResults:

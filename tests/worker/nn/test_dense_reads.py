@@ -80,6 +80,9 @@ USES = {
     "autograd": lambda net: Double.apply(net.scale).sum(),
     "aten": lambda net: torch.ops.aten.sum(net.scale),
     "vmap": lambda net: torch.vmap(lambda row: row.sum())(net.linear.weight).sum(),
+    "vmap of a part": lambda net: torch.vmap(net.linear)(torch.ones(2, 4)).sum(),
+    "torch.func.grad": lambda net: torch.func.grad(lambda x: net.linear(x).square().sum())(torch.ones(4)).sum(),
+    "jvp": lambda net: torch.func.jvp(net.linear, (torch.ones(4),), (torch.ones(4),))[1].sum(),
     "checkpoint": lambda net: torch.utils.checkpoint.checkpoint(lambda w: w.sum(), net.scale, use_reentrant=False),
     "parameters": lambda net: torch.stack([p.sum() for p in net.parameters()]).sum(),
     "functional_call": lambda net: torch.func.functional_call(

@@ -103,6 +103,8 @@ LOSSES = {
     "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (IDS,)).sum(),
     "autograd.Function": lambda m: F.cross_entropy(Scores.apply(hidden(m), m.items.weight), IDS[:, 1]),
     "checkpoint": lambda m: checkpoint(F.linear, hidden(m), m.items.weight, use_reentrant=True).square().sum(),
+    "vmap": lambda m: torch.vmap(lambda x: m.items.weight @ x)(hidden(m)).square().sum(),
+    "torch.func.grad": lambda m: torch.func.grad(lambda x: (m.items.weight @ x).square().sum())(m.out.weight[0]).sum(),
     "another tensor in its place": lambda m: torch.func.functional_call(
         m, {"items.weight": torch.ones(12, 4) * m.out.weight}, (IDS,)
     ).sum(),
@@ -572,6 +574,11 @@ REFUSED = {
     "copy_ in a graph": (lambda m: m.items.weight.copy_(torch.ones(12, 4)), RuntimeError),
     "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
     "vmap over ids": (lambda m: torch.func.vmap(m.items)(IDS), NotImplementedError),
+    "lookup inside vmap": (lambda m: torch.func.vmap(lambda x: m.items(IDS) * x)(torch.ones(2)), NotImplementedError),
+    "ids inside grad": (
+        lambda m: torch.func.grad(lambda x: (m.items(torch.arange(3)) * x).sum())(torch.ones(4)),
+        NotImplementedError,
+    ),
     "trace": (lambda m: torch.jit.trace(m.items.eval().requires_grad_(False), IDS), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),

@@ -242,6 +242,21 @@ def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session):
         es.wrap(Net(), session, optimizer=es.SGD(lr=1.0), dense_optimizer=es.RowWiseAdagrad(lr=0.1), prefix="x/")
 
 
+class Doubled(nn.Parameter):
+    """A parameter with functions of its own, as quantised ones have."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs or {})
+            return 2 * out if func is nn.functional.linear else out
+
+
+def with_doubled(layer, requires_grad=True):
+    layer.weight = Doubled(layer.weight.detach().clone(), requires_grad)
+    return layer
+
+
 class Tied(nn.Module):
     def __init__(self, device="cpu"):
         super().__init__()
@@ -286,6 +301,8 @@ def small(change):
             "the weight of module '0' has hooks",
         ),
         (lambda: nn.ModuleDict({"a b": nn.Embedding(2, 2), "a_b": nn.Embedding(2, 2)}), "would be named a_b"),
+        (lambda: with_doubled(nn.Linear(2, 2)), "'weight' is a Doubled, .* make it a torch.nn.Parameter"),
+        (lambda: with_doubled(nn.Embedding(2, 2), requires_grad=False), "'weight' is a Doubled"),
     ],
 )
 def test_what_cannot_be_wrapped_is_named_before_anything_is_declared(make_session, build, text):
@@ -344,6 +361,34 @@ def test_what_held_a_tables_weight_before_wrap_reads_the_shards(make_session):
     held[0].square().sum().backward()
     session.step()
     assert torch.equal(held[0], before - 0.5 * 2 * before)
+
+
+def test_a_module_on_meta_that_a_model_keeps_in_a_list_reads_the_shards(make_session):
+    net = nn.Sequential(nn.Embedding(40, 4, device="meta"), nn.Linear(4, 1))
+    net.kept = [net[0]]
+    session = make_session(2)
+    model = es.wrap(net, session, optimizer=es.SGD(lr=0.1))
+    kept, ids = model.kept[0], torch.arange(8)
+    assert torch.equal(kept(ids), model[0](ids))
+    kept(ids).sum().backward()
+    session.step()
+    assert session.stats.pushed_rows == 8
+
+
+def test_gradients_from_before_wrap_are_pushed_neither_of_rows_nor_of_dense_weights(make_session):
+    net, session = Net(), make_session(2)
+    net(BATCHES[0][0]).sum().backward()
+    model = es.wrap(net, session, optimizer=es.SGD(lr=0.1))
+    session.step()
+    assert session.stats.pushed_rows == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_wrapped_model_cannot_be_scripted_and_says_what_can(make_session):
+    model = es.wrap(nn.Sequential(nn.Linear(2, 2)), make_session(1), optimizer=es.SGD(lr=0.1))
+    with pytest.raises(AttributeError, match=r"torch.jit.script .* load model.state_dict\(\) into a model"):
+        torch.jit.script(model)
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(make_session):
@@ -608,6 +653,22 @@ def test_dense_weights_of_fully_shard_may_lie_beside_tables(make_session):
         es.wrap(net, make_session(1), optimizer=es.SGD(lr=0.1), dense="fsdp")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("change", [nn.Module.half, with_doubled])
+def test_frozen_weights_that_stay_here_compute_what_they_did_and_are_named_once_unfrozen(make_session, change, caplog):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    change(net[1]).requires_grad_(False)
+    plain = copy.deepcopy(net)
+    model = es.wrap(net, make_session(1), optimizer=es.SGD(lr=0.1))
+    x = torch.ones(1, 2)
+    for side in (plain, model):
+        side[0].register_forward_hook(lambda _, args, out: out.to(plain[1].weight.dtype))
+    assert torch.equal(model(x), plain(x))
+    assert not caplog.records
+    model[1].requires_grad_()
+    model(x)
+    assert "'1.weight' is not on the shards" in caplog.text
 
 
 @pytest.mark.parametrize("is_new", [True, False])
