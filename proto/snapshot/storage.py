@@ -56,6 +56,11 @@ class Storage:
         """A file as people name it."""
         return f"{self.url}/{path}" if path else self.url
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is a place of this machine where no folder is; object stores have no folders."""
+        return self._local and not os.path.isdir(self.url)
+
     def make_folder(self, path: str) -> None:
         """A folder, and those above it."""
         with self._writing(path):

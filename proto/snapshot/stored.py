@@ -118,7 +118,9 @@ def _latest(storage: Storage) -> str:
     try:
         name = storage.read(LATEST).decode(errors="replace").strip()
     except FileNotFoundError:
-        raise SnapshotNotFound(path=storage.url, reason=f"there is no {LATEST} in it. {_others(storage)}") from None
+        missing = "there is no such folder; name that of `embershard snapshot`, or one snapshot in it"
+        reason = missing if storage.is_missing else f"there is no {LATEST} in it. {_others(storage)}"
+        raise SnapshotNotFound(path=storage.url, reason=reason) from None
     try:
         return check_name(name)
     except EmbershardError as error:
@@ -130,7 +132,7 @@ def _others(storage: Storage) -> str:
     if names:
         return f"Snapshots there: {', '.join(names[-5:])}"
     others = sorted(name for name, size in storage.sizes("").items() if size is None)  # of checkpoints, say
-    return f"There are no snapshots in it{', but the folders ' * bool(others)}{', '.join(others[-5:])}"
+    return f"There are no snapshots in it{', only the folders ' * bool(others)}{', '.join(others[-5:])}"
 
 
 def _layers(chain: Sequence[StoredSnapshot], blocks: Sequence[TableBlocks | None], what: str) -> Layers:

@@ -207,3 +207,10 @@ def test_onnx_without_its_packages_says_what_to_install(monkeypatch):
     monkeypatch.setattr("embershard.worker.trained.onnx.find_spec", lambda name: None)
     with pytest.raises(ExportNotInstalled, match=r"pip install 'embershard\[export\]'"):
         embershard("export", "job.yaml", "out", "--ps", "127.0.0.1:7700", "--onnx")
+
+
+def test_a_file_that_is_no_state_is_refused_before_shards_are_asked(monkeypatch):
+    monkeypatch.setattr(import_command, "connect", None)
+    for name, reason in (("none.safetensors", "no such file"), ("clicks.csv", "no safetensors file")):
+        with pytest.raises(CannotImport, match=f"{name}: {reason}"):
+            embershard("import", "job.yaml", name, "--ps", "127.0.0.1:7700")

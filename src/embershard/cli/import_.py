@@ -15,7 +15,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
 from embershard.worker.session.connect import connect
-from embershard.worker.trained.import_weights import check_export, import_state
+from embershard.worker.trained.import_weights import StateFile, check_export, import_state
 from embershard.worker.trained.served_inputs import inputs_of
 
 
@@ -38,6 +38,8 @@ def import_(
     dataset = settings.data.open(job.parent, settings.train.seed)
     if state.is_dir():
         check_export(state, inputs_of(settings, dataset))
+    else:
+        StateFile(state)  # before it waits for shards
     with connect(find_shards(ps), tls=tls_of(tls, tls_server_name)) as session:
         for table, rows in import_state(state, settings, dataset.schema, session).items():
             typer.echo(f"table {table}: {rows:,} rows")

@@ -232,11 +232,15 @@ def test_a_folder_without_a_latest_snapshot_says_so_and_which_it_has(latest, tmp
 def test_a_folder_of_other_folders_names_them_for_a_look_into_one(tmp_path):
     take_snapshot(trained(), str(tmp_path / "step-000000008"), "shards")
     (tmp_path / "OWNER").touch()
-    with pytest.raises(errors.SnapshotNotFound, match=r"no snapshots in it, but the folders step-000000008$"):
+    (tmp_path / "step-000000008" / "shards" / "empty").mkdir()
+    with pytest.raises(errors.SnapshotNotFound, match=r"no snapshots in it, only the folders step-000000008$"):
         read_manifest(str(tmp_path))
     assert read_manifest(str(tmp_path / "step-000000008")).name == "shards"
-    with pytest.raises(errors.SnapshotNotFound, match=r"There are no snapshots in it$"):
-        read_manifest(str(tmp_path / "none"))
+    with pytest.raises(errors.SnapshotNotFound, match=r"no LATEST in it. There are no snapshots in it$"):
+        read_manifest(str(tmp_path / "step-000000008" / "shards" / "empty"))
+    for place in ("none", "OWNER"):
+        with pytest.raises(errors.SnapshotNotFound, match=rf"{place} holds no snapshot: there is no such folder"):
+            read_manifest(str(tmp_path / place))
 
 
 def lose_part(folder):
