@@ -118,8 +118,8 @@ def read_tables(
 
 def _not_text(error: UnicodeDecodeError, encoding: str = "utf-8") -> str:
     name = "UTF-8" if encoding == "utf-8" else encoding  # the error has Python's name of many: charmap
-    hint = "; of a Windows program, take data.reader tabular with encoding: cp1252" if name == "UTF-8" else ""
-    return f"not {name} text ({error.reason} at byte {error.start}){hint}"
+    hint = "; of a Windows program, give encoding: cp1252 (with data.reader tabular, lists or sequences)"
+    return f"not {name} text ({error.reason} at byte {error.start}){hint * (name == 'UTF-8')}"
 
 
 def recoded(path: File, block: Block, encoding: str) -> Block:

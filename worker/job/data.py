@@ -166,6 +166,8 @@ class ListsSection(_InteractionsSection):
                 return "hold_out", "takes the items to be found from train: remove it, or test"
             if not self.test and self.columns.time is None:
                 return "columns", "has no time, by which each user's latest items are held out: name it, or give test"
+            if self.history and "history" in (self.columns.user, self.columns.item):
+                return "history", "adds a list of this name to requests, which columns has already: rename the column"
             return super().problem()
         for field in ("hold_out", "delimiter"):
             if getattr(self, field) is not None:

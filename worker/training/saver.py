@@ -77,6 +77,9 @@ class Attributes:
             setattr(self._owner, name, state[name])
 
 
+_NAMES = ""  # beside the columns, none of which is called so
+
+
 class Numbering:
     """The ids of each column, where the files decide them.
 
@@ -94,11 +97,11 @@ class Numbering:
 
     def state_dict(self) -> Mapping[str, object]:
         """Return the first id of each column and a digest of its names, which a checkpoint keeps."""
-        return {**self._first, "names": self._names} if self._names else self._first
+        return {**self._first, _NAMES: self._names} if self._names else self._first
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Compare the ids with those of a checkpoint. JobError where the data has others."""
-        before = state.get("names") or {}
+        before = state.get(_NAMES) or {}
         assert isinstance(before, Mapping)
         for name, digest in self._names.items():
             if before.get(name, digest) != digest:

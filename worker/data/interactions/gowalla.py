@@ -80,7 +80,7 @@ class InteractionLists:
         self.train_set = Interactions.of(*pairs["train"], num_users, num_items, by_popularity=by_popularity)
         self.test_set = Interactions.of(*pairs["test"], num_users, num_items)
         if negatives:
-            self.train_set.check_negatives(self._where)
+            self.train_set.check_negatives(self._where, names)
         self._users = self.train_set.users()
         taken = self._users * num_items + self.train_set.items
         if again := int(np.isin(self.test_set.users() * num_items + self.test_set.items, taken).sum()):

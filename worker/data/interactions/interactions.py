@@ -146,12 +146,13 @@ class Interactions:
         order = np.argsort(~keep, axis=1, kind="stable")
         return np.take_along_axis(np.where(keep, items, PADDING), order, axis=1)
 
-    def check_negatives(self, where: str) -> None:
-        """JobError if a user took every item that can be drawn, so that no negative exists."""
+    def check_negatives(self, where: str, names: Names | None = None) -> None:
+        """JobError if a user took every item that can be drawn, so that no negative exists; `names` has its text."""
         items = len(np.unique(self.items)) if self.by_popularity else self.num_items
         full = np.flatnonzero(np.diff(self.starts) >= items)
         if len(full):
-            raise JobError(where=where, reason=f"user {full[0]} took all {items} items: no negatives to sample")
+            user = full[0] if names is None else repr(names.users[full[0]])
+            raise JobError(where=where, reason=f"user {user} took all {items} items: no negatives to sample")
 
     def sample_negatives(self, users: Ints, draws: Ints, key: int) -> Ints:
         """(B,) one item per user, of those that the user did not take, uniform or by popularity.

@@ -71,7 +71,7 @@ class ActionSequences:
         self._known = Interactions.of(*taken, num_users, self.num_items, by_popularity=by_popularity)
         self._all = Interactions.of(user, item, num_users, self.num_items)
         for taken_items in (self._known, self._all):
-            taken_items.check_negatives(self._where)
+            taken_items.check_negatives(self._where, names)
         self._trained = np.flatnonzero(counts - held_out >= 2)
         judged = np.flatnonzero(counts >= _EARLIEST)
         if users and users < len(judged):

@@ -14,7 +14,7 @@ import yaml
 from embershard.proto.errors import BadRows, JobError
 from embershard.worker.data.interactions.gowalla import InteractionLists
 from embershard.worker.data.interactions.sequences import ActionSequences
-from embershard.worker.data.interactions.tables import InteractionTables, hold_out_latest
+from embershard.worker.data.interactions.tables import InteractionTables, Names, hold_out_latest
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.training.saver import Numbering
 
@@ -145,6 +145,12 @@ def test_a_value_that_is_missing_is_refused_with_its_line(tmp_path, text, where,
             call()
 
 
+def test_text_of_another_encoding_is_refused_with_the_field_to_give(tmp_path):
+    (tmp_path / "plays.csv").write_bytes("who,what,at\nJürgen,x,1\n".encode("cp1252"))
+    with refused(JobError, "plays.csv:2", "give encoding: cp1252 (with data.reader tabular, lists or sequences)"):
+        tables(tmp_path / "plays.csv").read()
+
+
 @pytest.mark.parametrize("values", [[1.5, 2.0], [[1], [2]], [dt.date(2026, 1, 1)] * 2, [True, False], [b"a", b"b"]])
 def test_users_are_texts_or_integers(tmp_path, values):
     table = pa.table({"who": values, "what": ["a", "b"], "at": [1, 2]})
@@ -167,6 +173,7 @@ NO_TIME = {"user": "who", "item": "what"}
     [
         (LISTS | {"columns": NO_TIME}, "data.columns: has no time, by which each user's latest items are held out"),
         (LISTS | {"test": "plays.csv", "hold_out": 1}, "data.hold_out: takes the items to be found from train"),
+        (LISTS | {"columns": {**COLUMNS, "item": "history"}, "history": 2}, "data.history: adds a list of this name"),
         (LISTS | {"columns": NO_TIME | {"time": "what"}}, "data.columns: names one column twice"),
         ({"reader": "lists", "train": "plays.csv"}, "data.test: is one file of lists"),
         ({"reader": "lists", "train": "plays.csv", "test": "plays.csv", "hold_out": 1}, "data.hold_out: has a meaning"),
@@ -201,3 +208,20 @@ def test_a_checkpoint_of_other_users_is_refused(plays):
     with refused(JobError, "the values of 'who' are others than when the checkpoint was trained"):
         numbering(others).load_state_dict(before.state_dict())
     Numbering(SimpleNamespace()).load_state_dict(before.state_dict())
+
+
+@pytest.mark.parametrize("column", ["names", "first"])
+def test_a_checkpoint_is_loaded_whatever_the_columns_are_called(column):
+    names = Names(("a", "b"), ("x", "y"), column, "what")
+    pairs = np.array([0, 1]), np.array([0, 1])
+    numbering = Numbering(InteractionLists({"train": pairs, "test": pairs}, names=names))
+    numbering.load_state_dict(numbering.state_dict())
+
+
+def test_a_user_who_took_all_items_is_named_by_its_text():
+    names = Names(("ann", "bob"), ("x", "y"))
+    pairs = np.array([0, 1, 1]), np.array([0, 0, 1])
+    with refused(JobError, "user 'bob' took all 2 items"):
+        InteractionLists({"train": pairs, "test": pairs}, names=names, negatives=1)
+    with refused(JobError, "user 'bob' took all 2 items"):
+        ActionSequences(pairs, names=names)
