@@ -101,7 +101,7 @@ def _plain_sasrec(path: Path, seed: int, epochs: int) -> Mapping[str, float]:
 
 def simplex(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
     """SimpleX on Gowalla."""
-    words = (*_falling(epochs=27, fall=24), "--set", "data.history=50") if long else ()
+    words = (*_falling(epochs=18, fall=13), "--set", "data.history=50") if long else ()
     outcome = run_example("simplex", *words, folder=folder / f"simplex{'-long' * long}", resumes=long)
     if not long:
         bar.in_time(outcome)
