@@ -14,7 +14,15 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.files import File
 from embershard.worker.data.readers.tabular import NO_SAMPLES, RowSplit
-from embershard.worker.data.readers.tabular_files import TableFormat, TableSource, Wanted, located, open_tables
+from embershard.worker.data.readers.tabular_files import (
+    TableFormat,
+    TableSource,
+    Wanted,
+    files_of,
+    format_of_first,
+    located,
+    open_tables,
+)
 from embershard.worker.data.values import BadFeature, BadValue, as_array, decoded, texts_of
 
 Pairs = tuple[Ids, Ids]  # (N,) users and (N,) items
@@ -60,9 +68,11 @@ class InteractionTables:
             parts[part].add(table)
             return NO_SAMPLES
 
-        for part, source in self._sources(add).items():
-            for _ in source.blocks(0, 1, None):
-                pass
+        kind = self.how.format or format_of_first(next(iter(self.files.values()))[0])
+        for part, named in self.files.items():
+            for file in files_of(kind, named):  # one by one: a reader of several takes compressed ones last
+                for _ in self._sources(add, {part: [file]})[part].blocks(0, 1, None):
+                    pass
             if not parts[part].users:
                 raise JobError(where=str(self.files[part][0]), reason="no interaction: the table has no row")
         users, user_names = _numbered([rows.users for rows in parts.values()])
@@ -73,11 +83,13 @@ class InteractionTables:
             pairs[part] = user[order], item[order]
         return pairs, Names(user_names, item_names, self.user, self.item, self.time)
 
-    def _sources(self, to_samples: Callable[[pa.Table, str], Samples]) -> Mapping[str, TableSource]:
+    def _sources(
+        self, to_samples: Callable[[pa.Table, str], Samples], files: Mapping[str, Sequence[File]] | None = None
+    ) -> Mapping[str, TableSource]:
         wanted: Wanted = {self.user: ("text", "data.columns.user"), self.item: ("text", "data.columns.item")}
         if self.time is not None:
             wanted = {**wanted, self.time: ("text", "data.columns.time")}
-        return open_tables(self.files, self.how, wanted, to_samples)
+        return open_tables(files or self.files, self.how, wanted, to_samples)
 
 
 class _Rows:

@@ -1,6 +1,7 @@
 """Interactions of tables: numbers for users and items, the order of time, what is held out, and what is refused."""
 
 import datetime as dt
+import gzip
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -64,6 +65,14 @@ def test_users_and_items_are_numbered_by_their_texts_and_rows_are_in_the_order_o
     ]  # fmt: skip
     pairs, names = tables(plays, time=None).read()
     assert named(pairs["train"], names) == [row[:2] for row in ROWS]
+
+
+def test_without_times_rows_are_in_the_order_of_the_files_compressed_ones_among_them(tmp_path):
+    for name, opened, row in (("a.csv.gz", gzip.open, "first,x"), ("b.csv", open, "second,x"), ("c.csv", open, "3,y")):
+        with opened(tmp_path / name, "wt") as file:
+            file.write(f"who,what\n{row}\n")
+    pairs, names = tables(tmp_path, time=None).read()
+    assert named(pairs["train"], names) == [("first", "x"), ("second", "x"), ("3", "y")]
 
 
 def test_the_latest_items_of_users_who_have_more_are_held_out(plays):
