@@ -171,7 +171,7 @@ def test_an_export_of_a_job_with_features_scores_rows_as_the_trainer_does(make_e
         ({"age": ["1", "b", "3"]}, "age", "'b'"),
         ({"user": "abc"}, "user", "'abc'"),
         ({"age": [1, 2]}, "age", 2),
-        ({"user": [1.5, 2, 3]}, "user", None),
+        ({"user": [1.5, 2, 3]}, "user", "1.5"),
         ({"user": ["a", 2, 3.5]}, "user", "3.5"),
         ({"item": ["a\nb", "", ""]}, "item", "'a\\nb'"),
     ):
