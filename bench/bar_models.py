@@ -118,7 +118,7 @@ def two_tower(bar: Bar, folder: Path, *, long: bool, seeds: int) -> None:
 
 
 def _falling(epochs: int, fall: int) -> tuple[str, ...]:
-    """Settings of a run whose learning rate is a tenth from epoch `fall` on: the authors' falls once, too."""
+    """Settings of a run whose learning rate is divided by ten at epoch `fall`, as in the authors' recipe."""
     schedule = (("name", "step"), ("every", fall * GOWALLA_STEPS), ("factor", 0.1))
     settings = (f"train.epochs={epochs}", *(f"train.lr_schedule.{field}={value}" for field, value in schedule))
     return tuple(word for setting in settings for word in ("--set", setting))

@@ -254,7 +254,7 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
 
 
 def time_remedy(text: str) -> str:
-    """What to do with a text of a time in a column of numbers; the empty text for any other."""
+    """Return the remedy for a time, as 2026-01-31 12:00, in a column of numbers, to append to an error; else ""."""
     if not _TIME.match(text):
         return ""
     return "; a text of a time is no number: write seconds since 1970-01-01, or the hour, say"

@@ -126,7 +126,7 @@ class _InteractionsSection(DataSection):
 
 
 class ListsSection(_InteractionsSection):
-    """Items that each user took, evaluated by ranking all items.
+    """Read the items that each user took; a model is evaluated by ranking all items for each user.
 
     The files are lists, a line per user (Gowalla and its like), or with `columns` tables with a row per interaction.
     """
@@ -216,7 +216,7 @@ class ListsSection(_InteractionsSection):
 
 
 class SequencesSection(_InteractionsSection):
-    """What each user took, in the order of time; a model ranks each user's last item among `candidates` others.
+    """Read the actions of users in the order of time; a model ranks each user's last item among `candidates` others.
 
     The file has one line `user item` per action, ordered by time, or with `columns` it is a table.
     """

@@ -135,7 +135,8 @@ class ExportedModel:
     def ids(self, column: str, values: object) -> Ids:
         """Ids (N,) of the values of a column, or (N, width) of a column of lists, as `score` reads them.
 
-        Values that training did not have share an id, which has first values; in a history they are left out.
+        Names that the table of interactions did not have share an id, which has first values; in a history they are
+        left out.
         BadRows names a value that the column cannot have; CannotServe where the model's columns are no plain ids.
         """
         if not isinstance(self._inputs, RowInputs):

@@ -314,7 +314,7 @@ def _total(status: ShardStatus, name: str) -> int:
 
 
 def problem_of(status: ShardStatus) -> str:
-    """What is wrong with a shard that answers; empty where nothing is."""
+    """Return why a shard that answers cannot work, as a sentence: no room for its log, or a failed update; else ""."""
     return waits_for_room(status.waits_for_room) if status.waits_for_room else status.failed_update
 
 
