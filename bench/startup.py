@@ -30,7 +30,8 @@ BAR_SECONDS = 0.9  # of a warm shard
 BAR_WORKER = 1.3  # times torch's own imports
 SHARD = ["-m", "embershard.cli", "ps", "--listen", "127.0.0.1:0"]
 READY = "; print('ready', flush=True)"
-NO_COVERAGE = "import sys; sys.modules['coverage'] = None; "  # numba imports it where it is; who installs us has none
+# numba imports these where it finds them: tools of this project need them, an installation has none
+HIDDEN = "import sys; sys.modules.update(dict.fromkeys(['coverage', 'yaml'])); "
 JOB = """
 model: {name: dlrm, bottom: [64, 32], hidden: [128, 64]}
 data: {reader: clicks, eval_samples: 2_000}
@@ -44,7 +45,7 @@ FIRST_LINES = {
     "shard": [*SHARD, "--shard", "0", "--of", "1"],
     "grpc": ["-c", "import grpc.aio, numpy" + READY],
     # as users start it: the garbage collector rests while modules are imported
-    "worker": ["-c", NO_COVERAGE + "from embershard.cli import main; main()", "worker", "no-such-job.yaml"],
+    "worker": ["-c", HIDDEN + "from embershard.cli import main; main()", "worker", "no-such-job.yaml"],
     "torch": ["-c", "import torch" + READY],
 }
 RATIOS = {"shard": "grpc", "worker": "torch"}
