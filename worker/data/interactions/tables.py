@@ -70,8 +70,10 @@ class InteractionTables:
 
         kind = self.how.format or format_of_first(next(iter(self.files.values()))[0])
         for part, named in self.files.items():
-            for file in files_of(kind, named):  # one by one: a reader of several takes compressed ones last
-                for _ in self._sources(add, {part: [file]})[part].blocks(0, 1, None):
+            files = files_of(kind, named)
+            # files of text one by one: a reader of several takes compressed ones last
+            for own in [files] if kind == "parquet" else [[file] for file in files]:
+                for _ in self._sources(add, {part: own})[part].blocks(0, 1, None):
                     pass
             if not parts[part].users:
                 raise JobError(where=str(self.files[part][0]), reason="no interaction: the table has no row")
@@ -116,7 +118,9 @@ class _Rows:
 def _texts(what: str, column: str, table: pa.Table) -> pa.DictionaryArray:
     """Texts of users or items, without white space around them, as requests to a served model are read."""
     array = decoded(column, as_array(table.column(column)))
-    if not (pa.types.is_integer(array.type) or pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
+    kind = array.type
+    is_integer = pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale == 0)  # as Snowflake has them
+    if not (is_integer or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         reason = f"column {column!r} is {array.type}, and {what}s are texts or integers: save it as one of these"
         raise BadFeature(f"data.columns.{what}", reason)
     texts = pc.utf8_trim_whitespace(texts_of(column, array))
