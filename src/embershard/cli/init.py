@@ -389,6 +389,7 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
     rows = len(next(iter(look.columns.values())))
     named = ", ".join(f"{what}: {_name(name or times[0])}" for what, name in columns.items())
     settings = {field: value for field, value in look.settings.items() if field in ("encoding", "delimiter")}
+    remarks = [line for what in ("user", "item") for line in _check_names(data, what, str(columns[what]), look)]
     lines = [
         f"# Written by `embershard init {data.name}` from its first {rows:,} rows.",
         "model: {name: two_tower}              # or simplex, with negatives: 8 and history: 30 below",
@@ -396,6 +397,7 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
         "  reader: lists",
         f"  train: {json.dumps(os.path.relpath(data.absolute(), folder))}",
         f"  columns: {{{named}}}",
+        *remarks,
         *(f"  {field}: {json.dumps(value)}" for field, value in settings.items()),
         "  hold_out: 1                         # each user's latest item is the test; or name a file: test: test.csv",
         "embedding:",
@@ -409,6 +411,18 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
         "shards: 2",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _check_names(data: Path, what: str, name: str, look: Look) -> list[str]:
+    """Remarks on a column of users or items. CannotInit where these are floats, which no request has."""
+    values = look.columns[name]
+    texts = [str(text) for text in cast(list[str], look.settings.get("missing", []))] if None in values else []
+    words = sorted({value for value in values if isinstance(value, str) and value.strip().lower() in _MISSING})
+    if (floats := [value for value in values if isinstance(value, float)]) and not any(texts):
+        reason = f"the {what}s in column {name!r} are floats, as {floats[0]}: save integers (of pandas Int64)"
+        raise CannotInit(path=str(data), reason=reason)
+    words += [text for text in texts if text and floats]
+    return [f"  # {json.dumps(word)} is read as {what} of that name: leave its rows out" for word in words[:1]]
 
 
 def _parts_by_time(times: Sequence[Any]) -> bool:
