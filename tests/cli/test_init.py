@@ -612,3 +612,18 @@ def test_users_that_are_floats_are_refused():
     Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
     with pytest.raises(CannotInit, match=r"the users in column 'user' are floats, as 0\.0: save integers"):
         run("plays.csv", "--user", "user", "--item", "item")
+
+
+def test_parquet_files_with_texts_that_are_not_utf_8_are_refused():
+    _, ends, data = pa.array([b"a", b"J\xfcrgen"]).buffers()
+    pq.write_table(pa.table({"label": [0, 1], "user": pa.StringArray.from_buffers(2, ends, data)}), "a.parquet")
+    with pytest.raises(CannotInit, match="column 'user' has texts that are not UTF-8"):
+        run("a.parquet")
+
+
+def test_lists_of_dictionaries_in_several_row_groups_are_lists():
+    kind = pa.list_(pa.dictionary(pa.int32(), pa.string()))
+    tags = pa.array([[f"t{place % 7}", "x"] for place in range(300)]).cast(kind)
+    pq.write_table(pa.table({"label": [0, 1] * 150, "tags": tags}), "a.parquet", row_group_size=100)
+    run("a.parquet")
+    assert load_job(Path("job.yaml")).data.features["tags"].type == "list"

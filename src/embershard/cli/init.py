@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, cast
 from uuid import UUID
@@ -197,11 +198,15 @@ def _parquet(path: Path, rows: int) -> Look:
         with pq.ParquetFile(path) as file:
             if len(set(names := file.schema_arrow.names)) < len(names):
                 raise CannotInit(path=str(path), reason="two columns have one name")
-            batch = next(file.iter_batches(rows), None)
+            batches: list[pa.RecordBatch] = []
+            for group in range(file.num_row_groups):  # one by one: of several, Arrow reads no lists of dictionaries
+                if (left := rows - sum(map(len, batches))) > 0:
+                    batches += islice(file.iter_batches(left, row_groups=[group]), 1)
     except (pa.ArrowException, OSError) as error:
         raise CannotInit(path=str(path), reason=f"no Parquet file: {error}") from None
-    if batch is None:
+    if not batches:
         return Look({}, {})
+    batch = pa.Table.from_batches(batches)
     types = {
         field.name: pa.float64() if field.type.scale else pa.int64()
         for field in batch.schema
@@ -212,7 +217,14 @@ def _parquet(path: Path, rows: int) -> Look:
             types[field.name] = pa.timestamp("us", field.type.tz)
     columns = {name: batch.column(name) for name in batch.schema.names}
     casts = {name: c.cast(types[name], safe=False) if name in types else c for name, c in columns.items()}
-    return Look({name: _of_python(column).to_pylist() for name, column in casts.items()}, {})
+    found = {}
+    for name, column in casts.items():
+        try:
+            found[name] = _of_python(column).to_pylist()
+        except UnicodeDecodeError:
+            reason = f"column {name!r} has texts that are not UTF-8: write them so"
+            raise CannotInit(path=str(path), reason=reason) from None
+    return Look(found, {})
 
 
 def _of_python(array: Any) -> Any:
