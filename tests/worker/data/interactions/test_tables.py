@@ -2,6 +2,7 @@
 
 import datetime as dt
 import gzip
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -131,6 +132,14 @@ def test_a_table_of_its_own_may_have_users_and_items_that_train_has_not(tmp_path
     assert len(pairs["train"][0]) == len(ROWS)
 
 
+def test_a_table_to_be_found_may_have_another_format(tmp_path, plays):
+    pq.write_table(table_of([("bob", "w", 2)]), tmp_path / "test.parquet")
+    both = InteractionTables(files={"train": [plays], "test": [tmp_path / "test.parquet"]}, **COLUMNS)
+    both.look()
+    pairs, names = both.read()
+    assert named(pairs["test"], names) == [("bob", "w")]
+
+
 def test_sequences_of_a_table_are_those_of_the_file_with_numbers(tmp_path):
     rows = [(f"u{i * 7 % 5}", f"i{i * 5 % 9}", f"2026-01-01 00:00:{i:02}") for i in range(40)]
     pq.write_table(table_of(rows[::-1]), tmp_path / "plays.parquet")
@@ -176,11 +185,20 @@ def test_text_of_another_encoding_is_refused_with_the_field_to_give(tmp_path):
         tables(tmp_path / "plays.csv").read()
 
 
+@pytest.mark.parametrize("user", [1.5, True, [1]])
+@pytest.mark.parametrize("column", ["who", "at"])
+def test_a_value_of_a_wrong_type_in_json_is_refused_where_nobody_looked_before(tmp_path, column, user):
+    row = {"who": 1, "what": "x", "at": 1, column: [1] if column == "at" else user}
+    (tmp_path / "plays.jsonl").write_text(json.dumps(row) + "\n")
+    with refused(JobError, "plays.jsonl:1", f"'{column}'", "is "):
+        tables(tmp_path / "plays.jsonl").read()
+
+
 @pytest.mark.parametrize("values", [[1.5, 2.0], [[1], [2]], [dt.date(2026, 1, 1)] * 2, [True, False], [b"a", b"b"]])
 def test_users_are_texts_or_integers(tmp_path, values):
     table = pa.table({"who": values, "what": ["a", "b"], "at": [1, 2]})
     pq.write_table(table, tmp_path / "plays.parquet")
-    with refused(JobError, "plays.parquet", "column 'who' is ", "users are texts or integers"):
+    with refused(JobError, "plays.parquet", "column 'who': is ", "users are texts or integers"):
         tables(tmp_path / "plays.parquet").look()
 
 
