@@ -179,7 +179,7 @@ def test_a_new_table_of_interactions_is_found_among_what_was_not_trained_on():
     for one, other in zip(own.users("test", 0, 1, 9), found.users("test", 0, 1, 9), strict=True):
         assert all(map(np.array_equal, dataclasses.astuple(one), dataclasses.astuple(other)))
     Path("new.csv").write_text("who,what,at\nbob,z,3\neve,q,1\nmax,q,1\n")
-    with pytest.raises(JobError, match=r"column 'who' has 'eve', which the job's files have not \(2 such values\)"):
+    with pytest.raises(JobError, match=r"column 'who' has values that the job's files lack \(2\), such as 'eve'"):
         open_file(job, Path(), Path("new.csv"))
 
 

@@ -114,7 +114,7 @@ def _unknown_name(own: Dataset, other: Dataset) -> str:
     known, given = (getattr(getattr(dataset, "inputs", None), "categorical", ()) for dataset in (own, other))
     for column, others in zip(known, given, strict=True):
         if new := sorted(set(others.values) - set(column.values)):
-            reason = f"column {column.name!r} has {new[0]!r}, which the job's files have not ({len(new)} such values)"
+            reason = f"column {column.name!r} has values that the job's files lack ({len(new):,}), such as {new[0]!r}"
             return f"{reason}: the model knows nothing of them, so leave their rows out"
     return ""
 
