@@ -596,3 +596,34 @@ def test_interactions_need_a_user_an_item_and_one_time(words, reason):
         done = CliRunner().invoke(cli.app, ["init", "plays.parquet", *wrong])
         assert (done.exit_code, "have --user and --item" in done.output) == (2, True)
     run("plays.parquet", "--user", "user_id", "--item", "item", "--time", "seen_at")
+
+
+@pytest.mark.parametrize(("user", "word"), [("u{}", "null"), ("{}", "NaN")])
+def test_a_word_for_a_missing_user_is_remarked_on(user, word):
+    users = [user.format(number % 30) for number in range(300)]
+    lines = [f"{name if place % 50 else word},i{place % 7},{1_700_000_000 + place}" for place, name in enumerate(users)]
+    Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
+    run("plays.csv", "--user", "user", "--item", "item")
+    assert f'# "{word}" is read as user of that name: leave its rows out' in Path("job.yaml").read_text()
+
+
+def test_users_that_are_floats_are_refused():
+    lines = [f"{place % 30}.0,i{place % 7},{1_700_000_000 + place}" for place in range(300)]
+    Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
+    with pytest.raises(CannotInit, match=r"the users in column 'user' are floats, as 0\.0: save integers"):
+        run("plays.csv", "--user", "user", "--item", "item")
+
+
+def test_parquet_files_with_texts_that_are_not_utf_8_are_refused():
+    _, ends, data = pa.array([b"a", b"J\xfcrgen"]).buffers()
+    pq.write_table(pa.table({"label": [0, 1], "user": pa.StringArray.from_buffers(2, ends, data)}), "a.parquet")
+    with pytest.raises(CannotInit, match="column 'user' has texts that are not UTF-8"):
+        run("a.parquet")
+
+
+def test_lists_of_dictionaries_in_several_row_groups_are_lists():
+    kind = pa.list_(pa.dictionary(pa.int32(), pa.string()))
+    tags = pa.array([[f"t{place % 7}", "x"] for place in range(300)]).cast(kind)
+    pq.write_table(pa.table({"label": [0, 1] * 150, "tags": tags}), "a.parquet", row_group_size=100)
+    run("a.parquet")
+    assert load_job(Path("job.yaml")).data.features["tags"].type == "list"

@@ -34,7 +34,7 @@ from embershard.worker.data.files import (
     read_range,
     reading,
 )
-from embershard.worker.data.values import BadValue, time_remedy
+from embershard.worker.data.values import BadFeature, BadValue, time_remedy
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
@@ -419,6 +419,8 @@ class TextSource:
                 yield self.to_rows(self.parser(path, block, self.layout), self.layout)
             except BadValue as error:
                 raise JobError(where=f"{path}:{line_of(block, error.row)}", reason=str(error)) from None
+            except BadFeature as error:  # of a column of lines of JSON, whose first ones tell its type
+                raise JobError(where=f"{path}:{line_of(block, 0)}", reason=str(error)) from None
 
 
 @cache  # the same in each epoch, and in each part of one that is dealt out; a few numbers each

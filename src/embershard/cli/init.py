@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, cast
 from uuid import UUID
@@ -197,11 +198,15 @@ def _parquet(path: Path, rows: int) -> Look:
         with pq.ParquetFile(path) as file:
             if len(set(names := file.schema_arrow.names)) < len(names):
                 raise CannotInit(path=str(path), reason="two columns have one name")
-            batch = next(file.iter_batches(rows), None)
+            batches: list[pa.RecordBatch] = []
+            for group in range(file.num_row_groups):  # one by one: of several, Arrow reads no lists of dictionaries
+                if (left := rows - sum(map(len, batches))) > 0:
+                    batches += islice(file.iter_batches(left, row_groups=[group]), 1)
     except (pa.ArrowException, OSError) as error:
         raise CannotInit(path=str(path), reason=f"no Parquet file: {error}") from None
-    if batch is None:
+    if not batches:
         return Look({}, {})
+    batch = pa.Table.from_batches(batches)
     types = {
         field.name: pa.float64() if field.type.scale else pa.int64()
         for field in batch.schema
@@ -212,7 +217,14 @@ def _parquet(path: Path, rows: int) -> Look:
             types[field.name] = pa.timestamp("us", field.type.tz)
     columns = {name: batch.column(name) for name in batch.schema.names}
     casts = {name: c.cast(types[name], safe=False) if name in types else c for name, c in columns.items()}
-    return Look({name: _of_python(column).to_pylist() for name, column in casts.items()}, {})
+    found = {}
+    for name, column in casts.items():
+        try:
+            found[name] = _of_python(column).to_pylist()
+        except UnicodeDecodeError:
+            reason = f"column {name!r} has texts that are not UTF-8: write them so"
+            raise CannotInit(path=str(path), reason=reason) from None
+    return Look(found, {})
 
 
 def _of_python(array: Any) -> Any:
@@ -389,6 +401,7 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
     rows = len(next(iter(look.columns.values())))
     named = ", ".join(f"{what}: {_name(name or times[0])}" for what, name in columns.items())
     settings = {field: value for field, value in look.settings.items() if field in ("encoding", "delimiter")}
+    remarks = [line for what in ("user", "item") for line in _check_names(data, what, str(columns[what]), look)]
     lines = [
         f"# Written by `embershard init {data.name}` from its first {rows:,} rows.",
         "model: {name: two_tower}              # or simplex, with negatives: 8 and history: 30 below",
@@ -396,6 +409,7 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
         "  reader: lists",
         f"  train: {json.dumps(os.path.relpath(data.absolute(), folder))}",
         f"  columns: {{{named}}}",
+        *remarks,
         *(f"  {field}: {json.dumps(value)}" for field, value in settings.items()),
         "  hold_out: 1                         # each user's latest item is the test; or name a file: test: test.csv",
         "embedding:",
@@ -409,6 +423,18 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
         "shards: 2",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _check_names(data: Path, what: str, name: str, look: Look) -> list[str]:
+    """Remarks on a column of users or items. CannotInit where these are floats, which no request has."""
+    values = look.columns[name]
+    texts = [str(text) for text in cast(list[str], look.settings.get("missing", []))] if None in values else []
+    words = sorted({value for value in values if isinstance(value, str) and value.strip().lower() in _MISSING})
+    if (floats := [value for value in values if isinstance(value, float)]) and not any(texts):
+        reason = f"the {what}s in column {name!r} are floats, as {floats[0]}: save integers (of pandas Int64)"
+        raise CannotInit(path=str(data), reason=reason)
+    words += [text for text in texts if text and floats]
+    return [f"  # {json.dumps(word)} is read as {what} of that name: leave its rows out" for word in words[:1]]
 
 
 def _parts_by_time(times: Sequence[Any]) -> bool:

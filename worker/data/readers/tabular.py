@@ -29,7 +29,16 @@ from embershard.worker.data.readers.tabular_files import (
 )
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Kind
-from embershard.worker.data.values import BadValue, as_array, decoded, hashes_of, is_list, numbers_of, texts_of
+from embershard.worker.data.values import (
+    BadValue,
+    as_array,
+    check_utf8,
+    decoded,
+    hashes_of,
+    is_list,
+    numbers_of,
+    texts_of,
+)
 
 NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
 
@@ -371,6 +380,7 @@ def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
         for zone in (None, "UTC"):  # all with a zone, as 2026-01-31T12:00:00Z, or none
             with suppress(pa.ArrowException):
                 return numbers_of(column, array.cast(pa.timestamp("us", zone)))
+        check_utf8(column, as_array(array))
         for row, value in enumerate(array.to_pylist()):
             try:
                 pa.array([value]).cast(pa.timestamp("us"))
