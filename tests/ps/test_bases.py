@@ -29,6 +29,7 @@ from embershard.ps.journal.segments import SegmentName
 from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
+from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
@@ -401,6 +402,31 @@ def test_a_base_that_cannot_be_written_leaves_the_log_as_it_is_and_is_tried_agai
     assert one.works == []  # not at once
     one.shard.advance(10.0**9)
     one.works.pop()()
+    assert one.bases.lsn == one.shard.core.lsn
+
+
+@pytest.mark.parametrize("lacks", ["a thread", "blocks of rows"])
+def test_a_base_without_memory_leaves_nothing_behind_and_is_tried_again(lacks, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread") if lacks == "a thread" else MemoryError
+
+    one = LoggedShard(SimulatedDisk()).begun()
+    one.push(10)
+    one.write()
+    with monkeypatch.context() as patch:
+        if lacks == "a thread":
+            patch.setattr(one.bases, "_start", refuse)
+        else:
+            patch.setattr(CopyOnWriteRows, "read", refuse)
+        one.begin_base()
+        for work in one.works:
+            work()
+    assert not one.bases.writing
+    assert bases_of(one.disk) == []
+    (frozen,) = one.shard.core.tables.all()
+    assert frozen._frozen == ()
+    one.works.clear()
+    one.take_base()
     assert one.bases.lsn == one.shard.core.lsn
 
 
