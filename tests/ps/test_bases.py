@@ -25,6 +25,7 @@ from embershard.ps.bases.base import BASE, check_bases, read_bases
 from embershard.ps.bases.bases import COST_SHARE, MOST_INCREMENTS, ROW_COST
 from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import MANIFEST, read_manifest, write_manifest
+from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.segments import SegmentName
 from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
@@ -617,6 +618,17 @@ def test_a_table_that_still_loads_is_in_a_base_with_its_loader():
     _, again = recovered(one.disk)
     assert again.shard.core.tables.flags() == one.shard.core.tables.flags()
     assert again.shard.status().tables[1].loading
+
+
+def test_half_a_base_does_not_keep_the_room_that_its_log_waits_for(monkeypatch):
+    one = with_base()
+    begun = FOLDER / f"base-{50:020}-{1:016x}"
+    one.disk.make_folder(begun)
+    one.disk.open(begun / "0-0.safetensors", write=True, create=True).reserve(8 * SEGMENT_BYTES)
+    one.disk.capacity = 2**40
+    one.disk.capacity -= one.disk.free_bytes(FOLDER)
+    monkeypatch.setattr(RecoveryProgress, "wait_for_room", lambda *_: pytest.fail("it waits"))
+    assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
 
 
 def test_what_an_ended_process_began_is_removed():
