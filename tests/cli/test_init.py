@@ -478,11 +478,57 @@ def test_a_label_of_two_texts_is_declared(texts, positive):
     assert set(batch.labels.tolist()) == {0.0, 1.0}
 
 
+LABELS = {  # name: (what it writes into a file, its values, label_values)
+    "parquet": ("a.parquet", (-1, 1), ("-1", "1")),
+    "csv": ("a.csv", ("-1", "1"), ("-1", "1")),
+    "signs": ("a.csv", ("-1", "+1"), ("-1", "+1")),
+    "others": ("a.parquet", (1, 2), ("1", "2")),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_a_label_of_two_integers_is_declared(case):
+    name, values, declared = LABELS[case]
+    rows = [{"user": f"u{n % 7}", "click": values[n % 2], "x": n / 3} for n in range(200)]
+    if name == "a.csv":
+        Path(name).write_text(as_text(rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), name)
+    if case == "others":
+        with pytest.raises(CannotInit, match="no column of zeros and ones"):
+            run(name)
+    run(name, *(["--label", "click"] if case == "others" else []))
+    job = load_job(Path("job.yaml"))
+    assert (job.data.label, job.data.label_values) == (("click",), declared)
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert set(batch.labels.tolist()) == {0.0, 1.0}
+
+
+def test_a_column_of_minus_one_and_one_is_no_label_beside_one_of_zeros_and_ones():
+    columns = {"clicked": [0, 1] * 20, "side": [-1, 1, 1, -1] * 10, "user": [f"u{n}" for n in range(40)]}
+    job = features_of(columns)
+    assert (job["data"]["label"], "label_values" in job["data"]) == ("clicked", False)
+    assert features_of(columns, "side")["data"]["label_values"] == ["-1", "1"]
+
+
 def test_of_two_columns_of_two_texts_none_is_taken_for_the_label():
     columns = {"a": ["x", "y"] * 20, "b": ["p", "q"] * 20, "user": [f"u{n}" for n in range(40)]}
     with pytest.raises(CannotInit):
         features_of(columns)
     assert features_of(columns, "b")["data"]["label_values"] == ["p", "q"]
+
+
+def test_ids_with_one_letter_that_look_like_numbers_stay_texts():
+    codes = ["12e3", "450", "7E1"]
+    rows = [{"label": n % 2, "code": codes[n % 3], "price": f"{n}e-05", "size": f"{n}.5e3"} for n in range(200)]
+    Path("a.csv").write_text(as_text(rows))
+    run("a.csv")
+    job = load_job(Path("job.yaml"))
+    assert {name: feature.type for name, feature in job.features.items()} == {
+        "code": None, "price": "number", "size": "number",
+    }  # fmt: skip
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert len(set(batch.ids[:, 0].tolist())) == 3
 
 
 def test_empty_lines_of_json_are_skipped_and_a_bad_one_is_named_with_its_line():

@@ -307,7 +307,7 @@ def _is_number(text: str, among: tuple[float, ...] = (), decimal: str = ".") -> 
 class TextSource:
     """Files of one layout; `parser` makes a table of their lines, and `to_rows` samples of a table.
 
-    BadValue of `to_rows` becomes a JobError with the line.
+    BadValue of `to_rows` becomes a JobError with the line, BadFeature one with the first line of the block.
 
     Plain local files are cut into ranges of bytes, read in any order. Compressed ones, and those at a URL, are read
     from their start, so each worker reads all of it, parses its share of each block and leaves the mixing to the

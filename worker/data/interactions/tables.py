@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +15,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.files import File
-from embershard.worker.data.readers.tabular import NO_SAMPLES, RowSplit
+from embershard.worker.data.readers.tabular import NO_SAMPLES, as_dates, as_times, of_one_kind, plain_times
 from embershard.worker.data.readers.tabular_files import (
     TableFormat,
     TableSource,
@@ -100,9 +102,8 @@ class _Rows:
         self._tables = tables
         self.users: list[pa.DictionaryArray] = []
         self.items: list[pa.DictionaryArray] = []
-        self.times: list[Floats] = []
-        by_time = None if tables.time is None else RowSplit(by="time", parts=("train",), column=tables.time)
-        self._times_of = None if by_time is None else by_time.times_of_one_kind()
+        self.times: list[Ids | Floats] = []
+        self._times_of = None if tables.time is None else of_one_kind(tables.time, partial(_times, tables.time))
 
     def add(self, table: pa.Table) -> None:
         """Add a block. BadValue for a user, item or time that is missing, or of another type; of a list BadFeature."""
@@ -114,13 +115,47 @@ class _Rows:
             self.times.append(self._times_of(table))
 
 
+def _times(column: str, table: pa.Table) -> Ids | Floats:
+    """(N,) times that sort as those of the column: integers, and dates in nanoseconds, as int64 where it holds them.
+
+    BadValue where one is missing, or is no time.
+    """
+    times = as_array(plain_times(column, table.column(column)))
+    missing = np.flatnonzero(np.asarray(pc.is_null(times, nan_is_null=True)))
+    if len(missing):
+        raise BadValue(int(missing[0]), column, "the time is missing: leave the row out, or write one")
+    if pa.types.is_string(times.type):
+        with suppress(pa.ArrowException):
+            return _integers(times)
+        with suppress(pa.ArrowException):
+            times.cast(pa.float64())
+            return as_times(column, times)
+        dates = as_dates(times, "ns")
+        times = times if dates is None else as_array(dates)
+    with suppress(pa.ArrowException):
+        if pa.types.is_integer(times.type):
+            return _integers(times)
+        if pa.types.is_temporal(times.type):
+            return _integers(times.cast(pa.timestamp("ns")))
+    is_date = pa.types.is_string(times.type) or pa.types.is_temporal(times.type)
+    return as_times(column, times) * (1000 if is_date else 1)  # of dates in years that nanoseconds do not reach
+
+
+def _integers(array: pa.Array) -> Ids:
+    found: Ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return found
+
+
 def _texts(what: str, column: str, table: pa.Table) -> pa.DictionaryArray:
     """Texts of users or items, without white space around them, as requests to a served model are read."""
     array = decoded(column, as_array(table.column(column)))
-    kind = array.type
+    kind, remedy = array.type, "save it as one of these"
     is_integer = pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale == 0)  # as Snowflake has them
     if not (is_integer or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise BadValue(0, column, f"is {kind}, and {what}s are texts or integers: save it as one of these")
+        if pa.types.is_floating(kind):
+            remedy = "save integers (pandas makes floats of those in a column with missing cells: leave these rows "
+            remedy += "out, and cast the column to Int64)"
+        raise BadValue(0, column, f"is {kind}, and {what}s are texts or integers: {remedy}")
     texts = pc.utf8_trim_whitespace(texts_of(column, array))
     missing = np.flatnonzero(np.asarray(pc.equal(texts, "")))
     if len(missing):

@@ -168,7 +168,7 @@ def test_pairs_to_be_found_have_the_history_with_which_the_model_is_evaluated(pl
     [
         ("a,x,1\n,x,2\n", "plays.csv:3", "the user is missing: leave the row out"),
         ("a,x,1\na, ,2\n", "plays.csv:3", "the item is missing"),
-        ("a,x,1\na,y,\n", "plays.csv:3", "has no time"),
+        ("a,x,1\na,y,\n", "plays.csv:3", "the time is missing: leave the row out"),
         ("a,x,2026-01-01\na,y,soon\n", "plays.csv:3", "'soon' is no time"),
     ],
 )
@@ -177,6 +177,41 @@ def test_a_value_that_is_missing_is_refused_with_its_line(tmp_path, text, where,
     for call in (tables(tmp_path / "plays.csv").look, tables(tmp_path / "plays.csv").read):
         with refused(JobError, where, reason):
             call()
+
+
+NS = 1_767_225_600_000_000_000  # 2026-01-01
+TIMES = {  # name: times of a nanosecond apart
+    "integers": lambda n: NS + n,
+    "texts of integers": lambda n: str(NS + n),
+    "timestamps": lambda n: pa.scalar(NS + n, pa.timestamp("ns", "UTC")),
+    "texts of dates": lambda n: f"2026-01-01T00:00:00.{n:09}Z",
+}
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_times_a_nanosecond_apart_are_in_their_order(tmp_path, kind):
+    for part, numbers in enumerate(([3, 0], [2, 1])):
+        times = pa.array([TIMES[kind](n) for n in numbers])
+        table = pa.table({"who": [f"u{n}" for n in numbers], "what": ["x", "y"], "at": times})
+        pq.write_table(table, tmp_path / f"{part}.parquet")
+    pairs, names = tables(tmp_path).read()
+    assert [user for user, _ in named(pairs["train"], names)] == ["u0", "u1", "u2", "u3"]
+
+
+FAR = {  # of which nanoseconds cannot tell, beside times of today
+    "texts": ["9999-12-31 00:00:00", "0001-01-01 00:00:00"],
+    "timestamps": pa.array([253_402_214_400, -62_135_596_800], pa.timestamp("s")),
+    "floats": [3e18, -3e18],
+}
+
+
+@pytest.mark.parametrize("kind", FAR)
+def test_times_far_from_today_are_in_their_order(tmp_path, kind):
+    now = {"texts": ["2026-01-01 00:00:00"], "timestamps": pa.array([NS], pa.timestamp("ns")), "floats": [NS]}[kind]
+    pq.write_table(pa.table({"who": ["now"], "what": ["x"], "at": now}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"who": ["last", "first"], "what": ["x", "x"], "at": FAR[kind]}), tmp_path / "b.parquet")
+    pairs, names = tables(tmp_path).read()
+    assert [user for user, _ in named(pairs["train"], names)] == ["first", "now", "last"]
 
 
 def test_text_of_another_encoding_is_refused_with_the_field_to_give(tmp_path):
@@ -200,6 +235,22 @@ def test_users_are_texts_or_integers(tmp_path, values):
     pq.write_table(table, tmp_path / "plays.parquet")
     with refused(JobError, "plays.parquet", "column 'who': is ", "users are texts or integers"):
         tables(tmp_path / "plays.parquet").look()
+
+
+def test_floats_as_pandas_makes_of_integers_with_missing_cells_are_refused_with_the_cast(tmp_path):
+    pq.write_table(pa.table({"who": [7.0, None], "what": ["a", "b"], "at": [1, 2]}), tmp_path / "plays.parquet")
+    with refused(JobError, "plays.parquet", "column 'who': is double", "leave these rows out", "to Int64"):
+        tables(tmp_path / "plays.parquet").look()
+
+
+@pytest.mark.parametrize(("file", "line"), [("a.jsonl", 4001), ("b.jsonl", 1)])
+def test_a_float_behind_integers_is_named_with_its_file_and_line(tmp_path, file, line):
+    rows = "".join(f'{{"who": {n}, "what": {n}, "at": {n}}}\n' for n in range(4000))  # more than are looked at first
+    (tmp_path / "a.jsonl").write_text(rows)
+    with (tmp_path / file).open("a") as end:
+        end.write('{"who": 7.0, "what": 1, "at": 1}\n')
+    with refused(JobError, f"{file}:{line}: ", "column 'who'", "to Int64"):
+        tables(tmp_path).read()
 
 
 JOB = {
