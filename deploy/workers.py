@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ LAST_LINES = 12  # of a worker that died, shown with the report
 STOP_TIMEOUT = timedelta(seconds=10)
 LEAVE_SIGNAL = signal.SIGUSR1  # to a worker that is to leave while the others train on
 _POLL_SECONDS = 0.05
+_LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: more than a line of a log takes
 _LATE_SECONDS = 30.0  # after the end of a job: its other workers end with it, but for what they still write
 
 
@@ -318,8 +320,17 @@ class LocalWorkers:
             how=_how(code),
             code=code,
             log=str(self._logs / f"worker-{rank}.log"),
-            lines=self._tail(rank) or "(nothing)",
+            lines=self._tail(rank) or self._no_lines(),
         )
+
+    def _no_lines(self) -> str:
+        """What is shown in place of a log without a line."""
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(self._logs).free < _LEAST_BYTES:
+                return (
+                    "(nothing: no space is left on the disk of this log; make room there, or choose another --output)"
+                )
+        return "(nothing)"
 
     def _tail(self, rank: int) -> str:
         with (self._logs / f"worker-{rank}.log").open("rb") as file:

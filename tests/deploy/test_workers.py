@@ -1,8 +1,10 @@
 """Workers as child processes, of which some end: what the parent makes of it. They are plain scripts here."""
 
 import contextlib
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -105,6 +107,16 @@ def test_other_training_ends_with_the_worker_that_is_to_blame(start, lines, elas
     with start(*lines, elastic=elastic) as running, raises(WorkerFailed, **error):
         running.wait()
     assert all(not Path(f"/proc/{pid}").exists() for pid in running.pids)
+
+
+def test_a_worker_whose_log_had_no_room_is_reported_with_its_full_disk(start, monkeypatch):
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr(workers.shutil, "disk_usage", lambda folder: full)
+    with (
+        start("sys.exit(1)") as running,
+        raises(WorkerFailed, lines=re.compile("no space is left on the disk of this log")),
+    ):
+        running.wait()
 
 
 def test_a_worker_that_was_started_again_too_late_does_not_keep_the_job(start, monkeypatch):

@@ -253,8 +253,8 @@ class Membership:
                 _log.warning("worker %d: %s", self.worker, waits)
             if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
                 deadline = Deadline(self._timeout, clock)  # the shards answer: it is for workers that they wait
-            elif deadline.seconds <= 0 or over.seconds <= 0:
-                break
+            elif deadline.seconds <= 0 or over.seconds <= 0:  # the silent shard first: it is why the wait ends
+                return dict(sorted(outcomes.items(), key=lambda one: not isinstance(one[1], ShardUnavailable)))
             first = False
         return outcomes
 

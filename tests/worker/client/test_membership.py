@@ -15,6 +15,7 @@ from torch import nn
 import embershard as es
 from embershard.proto import messages
 from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, ModeMismatch, ShardUnavailable, WorkerLost
+from embershard.proto.routing import make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client import membership as membership_module
@@ -431,6 +432,21 @@ def test_rows_of_a_cache_do_not_outlive_a_lost_lease(make_pair):
         lost.flush()  # it knows now
     assert lost.stats.lost_leases == 1
     assert seen == [0.0] * 4 + [-1.0] * 4
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_wait_for_others_that_a_silent_shard_ends_names_that_shard(make_pair, silent):
+    def no_answer(request):
+        if isinstance(request, messages.Pull):
+            raise ShardUnavailable(shard=str(silent), address="local", reason="no answer", seconds=0.1)
+
+    job, one, _ = make_pair(staleness=0)
+    one.table(SPEC)
+    job.wires[silent].before = no_answer
+    job.wires[1 - silent].before = lambda request: time.sleep(0.01)
+    one.membership._timeout = one.client.timeout = timedelta(seconds=0.05)
+    with pytest.raises(ShardUnavailable):
+        one.client.pull([(SPEC.name, make_route(np.arange(20), SPEC.space_key, one.placement))], clock=1)
 
 
 @pytest.fixture
