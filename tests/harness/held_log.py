@@ -16,7 +16,7 @@ class HeldLog:
         return len(self._held)
 
     def status(self):
-        return "log", 0, 0, 0.0
+        return "log", 0, 0, 0.0, ""
 
     def check_room(self, num_bytes) -> None:
         pass

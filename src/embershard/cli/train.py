@@ -183,9 +183,9 @@ def train(
     command += [word for module in imports or () for word in ("--import", module)]
     command += ["--start-workers", str(least)] if least < settings.workers else []
     given_tls = tls_of(tls, tls_server_name)
+    cluster = on.open(settings, ps, folder, tls=given_tls, metrics=metrics)
     if given_tls is not None and settings.has_shards:
         check_certificates(given_tls)
-    cluster = on.open(settings, ps, folder, tls=given_tls, metrics=metrics)
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     context.call_on_close(partial(_remove_empty, made))
     make_folder(folder)
