@@ -386,6 +386,14 @@ def waits_for_room(reason: str) -> str:
     )
 
 
+def log_stalled(reason: str) -> str:
+    """Say that changes of a shard's rows wait, since it cannot write its log for this reason of its system."""
+    return (
+        f"the shard answers pulls, but its event log cannot be written: {reason}; changes wait for room: free disk "
+        "space, or raise the quota"
+    )
+
+
 class ShuttingDown(EmbershardError):
     """The shard got SIGTERM: it finishes accepted requests and refuses new ones."""
 

@@ -243,6 +243,9 @@ class EventLog(Protocol):
         """The state has changed, and the log may not have it: end the process, so that the next one recovers."""
         ...
 
-    def status(self) -> tuple[str, int, int, float]:
-        """The mode; bytes of the log, and of those not written yet; seconds that a recovery would take."""
+    def status(self) -> tuple[str, int, int, float, str]:
+        """The mode; bytes of the log, and of those not written yet; seconds that a recovery would take.
+
+        Last, why it cannot be written; empty where it can.
+        """
         ...

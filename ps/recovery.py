@@ -96,10 +96,14 @@ class ShardLog:
         """End the process: the state has changed, and the log may not have it."""
         self._on_fatal(error)
 
-    def status(self) -> tuple[str, int, int, float]:
-        """The mode; bytes of the records that a recovery replays, and of those not written; seconds that it takes."""
-        tail = self.bases.tail_bytes
-        return self._mode, tail, self.journal.waiting_bytes, self._rate.seconds(tail, self.bases.base_bytes)
+    def status(self) -> tuple[str, int, int, float, str]:
+        """The mode; bytes of the records that a recovery replays, and of those not written; seconds that it takes.
+
+        Last, why it cannot be written; empty where it can.
+        """
+        tail, journal = self.bases.tail_bytes, self.journal
+        seconds = self._rate.seconds(tail, self.bases.base_bytes)
+        return self._mode, tail, journal.waiting_bytes, seconds, journal.stalled()
 
 
 def recover(

@@ -288,7 +288,8 @@ class Shard:
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
         core, clock = self.core, self.core.clock
-        mode, log_bytes, waiting, recovery = ("memory", 0, 0, 0.0) if self._log is None else self._log.status()
+        log = ("memory", 0, 0, 0.0, "") if self._log is None else self._log.status()
+        mode, log_bytes, waiting, recovery, stalled = log
         return ShardStatus(
             shard=self.greeting.shard,
             num_shards=self.greeting.num_shards,
@@ -321,6 +322,7 @@ class Shard:
             log_waiting_bytes=waiting,
             term=self.greeting.term,
             recovery_seconds=recovery,
+            waits_for_room=stalled,
             last_snapshot=self._snapshots.last_success,
         )
 

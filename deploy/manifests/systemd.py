@@ -15,6 +15,7 @@ from embershard.proto.security.tls import AUTHORITIES, CERTIFICATE, KEY, REVOKED
 _HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*", re.ASCII)
 _NUMBERS = re.compile(r"[0-9.]+", re.ASCII)  # which is an IP address, or nothing
 _COMMAND = re.compile(r"/.*|[0-9A-Za-z][^/]*")
+_HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # from a service: ProtectHome and PrivateTmp, below
 
 # What `systemd-analyze security` asks for and a shard can do without. Not MemoryDenyWriteExecute and ProcSubset: Numba
 # loads compiled code, and a shard reads /proc for the memory of the machine.
@@ -79,6 +80,10 @@ def systemd_units(
     if keys is None and access is None:
         reason = "each service has a user of its own, whose token nobody else can read: say who may use the shards"
         raise BadDeployment(what=f"host {host}", reason=f"{reason} (--access), or name their certificates (--tls)")
+    for folder in _folders(deployment.snapshots):
+        if hidden := next((place for place in _HIDDEN if f"{folder}/".startswith(f"{place}/")), None):
+            reason = f"a service cannot see the {hidden} of this machine: name a folder elsewhere, or a URL"
+            raise BadDeployment(what=f"snapshots {folder}", reason=reason)
     address = f"[{host}]" if ":" in host else host
     shards = range(first, deployment.shards if count is None else first + count)
     target = f"embershard-{deployment.name}.target"
@@ -139,7 +144,7 @@ def _service(
         "TimeoutStartSec=infinity",
         f"ExecStart={' '.join(words)}",
         *credentials,
-        *(f"ReadWritePaths={_quoted(folder)}" for folder in _folders(deployment.snapshots)),
+        *_write_to(_folders(deployment.snapshots)),
         f"Environment=PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=%C/{own}",
         f"StateDirectory={own}",
         # not one for all shards, whose users differ: systemd would give all of it to the one that it starts last
@@ -173,6 +178,16 @@ def _is_loopback(host: str) -> bool:
 def _folders(urls: tuple[str, ...]) -> list[str]:
     """Those of URLs that are folders of this machine."""
     return [path for url in urls if (path := url.removeprefix("file://")).startswith("/")]
+
+
+def _write_to(folders: list[str]) -> list[str]:
+    """The lines that let a service write to folders, as far as their permissions do."""
+    if not folders:
+        return []
+    remark = (
+        "# its own user, and those of the other shards, have to be able to write to all that any of them makes there"
+    )
+    return [remark, *(f"ReadWritePaths={_quoted(folder)}" for folder in folders)]
 
 
 def _escaped(word: str) -> str:

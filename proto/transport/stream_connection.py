@@ -31,6 +31,7 @@ from embershard.proto.security.tokens import pack_token
 from embershard.proto.shared_memory import Process, SharedHeap, shared_heap
 from embershard.proto.timing import span
 from embershard.proto.transport.io_thread import peer_credentials
+from embershard.proto.transport.keepalive import end_unanswered, keep_alive
 from embershard.proto.transport.shared_socket import Poller, SharedSocket, SocketProtocol
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
@@ -97,6 +98,8 @@ class StreamConnection(SocketProtocol):
                 self._heap = self._heap_for(sock)
         else:
             self.uses_tls = self._owner.tls is not None
+            keep_alive(sock)
+            end_unanswered(sock)
         if self._link is not None:
             self._link.join(self._transport)
         if sock.family != socket.AF_UNIX or self._owner.token.at_unix_sockets:

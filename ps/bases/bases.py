@@ -151,7 +151,11 @@ class Bases:
         room = self._sizes[0] // 2 - sum(self._sizes[1:]) if 0 < len(self._sizes) <= MOST_INCREMENTS else 0
         where = self._folder, self._journal, path
         self._writer = BaseWriter(*where, frozen, control, self._on_fatal, self._ended, parent, room, self._clock)
-        self._thread = self._start(self._writer.run)
+        try:
+            self._thread = self._start(self._writer.run)
+        except RuntimeError as error:
+            self._writer.give_up()
+            _log.error("no base of the event log was written: no memory for a thread: %s", error)
 
     def close(self, timeout: float) -> None:
         """Take none any more; one that is not written is given up."""
@@ -235,23 +239,32 @@ class BaseWriter:
             pass
         except OSError as error:
             _log.error("no base of the event log was written, and its folder keeps growing: %s", error)
+        except MemoryError:
+            _log.error("no base of the event log was written, and its folder keeps growing: no memory to write it")
         except (SyncFailed, LogLocked) as error:
             self._on_fatal(error)
         except Exception:
             _log.exception("a defect while a base of the event log was written")
         finally:
-            for table, rows, _ in self._tables:
-                table.thaw(rows)
-            self._tell(base, self._before)
+            self._end(base)
+
+    def give_up(self) -> None:
+        """Take no base: there is no thread that could write it."""
+        self._end(None)
+
+    def _end(self, base: ShardBase | None) -> None:
+        for table, rows, _ in self._tables:
+            table.thaw(rows)
+        self._tell(base, self._before)
 
     def write(self) -> ShardBase:
-        """Write its files; they are on the disk then. OSError, with nothing left."""
+        """Write its files; they are on the disk then. OSError or MemoryError, with nothing left."""
         disk, log = self._folder.disk, self._folder.manifest
         is_small = sum(table.increment_bytes for table in self._tables) <= self._room
         parent = self._parent if self._room and is_small else ""
         try:
             return write_base(disk, self._path, log, self._control, self._tables, parent, self._go_on)
-        except (OSError, _BaseCancelled):
+        except Exception:  # also for want of memory
             with suppress(OSError):  # what counts is the error above; on a full disk others want the room
                 remove_base(disk, self._path)
             raise

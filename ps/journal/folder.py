@@ -194,10 +194,11 @@ class LogFolder:
                     "restarted before everything was on disk",
                     self.folder, end.position.lsn, end.lost_records,
                 )  # fmt: skip
-            if self.manifest.segment:  # first: it may have no record
+            self.disk.sync_folder(self.folder)  # a loss of power must not bring a manifest back that names what goes
+            self._remove_other_bases()  # before it waits for room, which half a base may have taken
+            if self.manifest.segment:  # before the cut: it may have no record
                 self.when_room(partial(self.update_manifest, segment=0), progress)
             kept = self._cut(end.position)  # which frees what the last process had reserved
-            self._remove_other_bases()
             self.when_room(partial(self._check_room, segment_bytes), progress)
             self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here

@@ -83,14 +83,17 @@ class Journal:
     def check_room(self, num_bytes: int) -> None:
         """Before an event is applied: LogStalled where it could not be logged, ShardBusy where too much waits."""
         waiting = self.waiting_bytes
-        error = self._stalled
-        if error is None and self.segments.room_bytes < waiting + num_bytes:
-            error = self.segments.no_room
-        if error is not None:
-            reason = error.strerror or str(error)
+        if reason := self.stalled(num_bytes):
             raise LogStalled(path=str(self.segments.folder), reason=reason, retry_after_ms=RETRY_MS)
         if waiting and waiting + num_bytes > self._max_waiting_bytes:
             raise ShardBusy(queued_bytes=waiting, retry_after_ms=RETRY_MS // 10)
+
+    def stalled(self, num_bytes: int = 0) -> str:
+        """Why an event of so many bytes could not be logged; empty where it can."""
+        error = self._stalled
+        if error is None and self.segments.room_bytes < self.waiting_bytes + num_bytes:
+            error = self.segments.no_room
+        return "" if error is None else error.strerror or str(error)
 
     def append(self, record: LogRecord) -> int:
         """Give an event that was applied its place in the log; its LSN. Its body must not change until it is safe."""

@@ -45,6 +45,7 @@ from embershard.proto.messages import (
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.security.tokens import RECORD_BYTES, unpack_token
 from embershard.proto.shared_memory import SharedMemory, is_possible
+from embershard.proto.transport.keepalive import keep_alive
 from embershard.proto.wire import (
     HELLO_BYTES,
     IN_FRAME,
@@ -164,8 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
         if sock.family != socket.AF_UNIX:
             self._tls = self._server.tls  # a Unix socket's peers are of this machine, and the system says who they are
-            # between calls a peer may be silent, so that the system has to notice one whose machine is gone
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            keep_alive(sock)  # between calls a peer may be silent
         else:
             self._may_give = is_possible()
         self._server.connections.add(self)

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -21,8 +22,17 @@ from embershard.cli.dash import NoPanel
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
-from embershard.proto.errors import CannotWrite, OutputClosed, ShardUnavailable, TracingNotInstalled, UnknownTable
+from embershard.proto.errors import (
+    BadCertificate,
+    CannotWrite,
+    JobError,
+    OutputClosed,
+    ShardUnavailable,
+    TracingNotInstalled,
+    UnknownTable,
+)
 from embershard.proto.monitoring import memory
+from embershard.worker.checkpoint import checkpoint
 from embershard.worker.client import shard_connection
 from embershard.worker.client.client import Client
 from harness.eventually import eventually
@@ -136,6 +146,57 @@ def test_a_job_whose_panel_cannot_be_served_says_so_before_it_reads_its_data(run
     monkeypatch.setattr(train, "load_job", None)
     assert isinstance(run("train", "job.yaml", "--dash", "--output", "out").exception, NoPanel)
     assert not (tmp_path / "out").exists()
+
+
+def test_certificates_that_are_missing_are_named_before_anything_starts(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(local_job.LocalJob, "train", None)
+    error = run("train", "job.yaml", "--tls", "nothing", "--output", "out").exception
+    assert isinstance(error, BadCertificate)
+    assert error.fields["path"] == "nothing/tls.crt"
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_a_job_that_does_not_begin_leaves_no_folder_of_its_own(run, monkeypatch, tmp_path):
+    (tmp_path / "mine").mkdir()
+    data = "data={reader: ctr_csv, train: gone.csv}"
+    for words in ((), ("--output", "a/b"), ("--output", "mine")):
+        assert isinstance(run("train", "job.yaml", "--set", data, *words).exception, JobError)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml", "mine"]
+
+    def refuse(*_, **__):
+        raise JobError(where="data", reason="no rows")
+
+    monkeypatch.setattr(train, "_preprocessing", refuse)
+    assert isinstance(run("train", "job.yaml").exception, JobError)
+    assert not (tmp_path / "runs").exists()
+
+
+INTERRUPTED = [
+    ((), None, "the workers and shards have ended. No checkpoint was written; to keep some, name checkpoint.folder"),
+    ((), 40, "from {0}/out/best/x (step 40): embershard train job.yaml --resume out/best"),
+    (("--set", "checkpoint.folder=kept"), None, "No checkpoint was written\n"),
+    (("--set", "checkpoint.folder=kept"), 40, "from {0}/kept/x (step 40): embershard train job.yaml --resume latest"),
+    (("--set", "strategy=local"), None, "the workers have ended. No checkpoint"),
+    (("--ps", "127.0.0.1:1"), None, "the workers have ended; the shards at 127.0.0.1:1 run on. No checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("words", "step", "said"), INTERRUPTED)
+def test_an_interrupt_says_what_has_ended_what_is_kept_and_how_to_go_on(run, monkeypatch, tmp_path, words, step, said):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def found(place):
+        manifest = SimpleNamespace(step=step, time=time.time())
+        return None if step is None else SimpleNamespace(url=f"{os.path.abspath(place)}/x", manifest=manifest)
+
+    monkeypatch.setattr(local_job.LocalJob, "train", interrupt)
+    monkeypatch.setattr(checkpoint, "checkpoint_at", found)
+    monkeypatch.setattr(sys, "argv", ["embershard", "train", "job.yaml", "--resume", "before"])
+    done = run("train", "job.yaml", "--output", "out", *words)
+    assert done.exit_code == 130
+    (line,) = (line for line in done.output.splitlines(keepends=True) if line.startswith("interrupted: "))
+    assert said.format(tmp_path) in line
 
 
 @pytest.mark.parametrize(("free", "named"), [(0, CannotWrite), (2**30, WorkerFailed)])

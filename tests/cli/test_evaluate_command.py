@@ -1,9 +1,11 @@
 """`embershard evaluate` and `export` of checkpoints: the figures of their run, and those of a new file."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -164,6 +166,21 @@ def test_readers_of_other_files_take_one_of_their_own(data, text, samples):
     else:
         found = open_file(job, Path(), Path("other"))
         assert (found.splits, found.num_samples("test")) == (("test",), samples)
+
+
+def test_a_new_table_of_interactions_is_found_among_what_was_not_trained_on():
+    rows = ["bob,x,1", "bob,y,2", "bob,z,3", "ann,x,1", "ann,z,2"]
+    Path("plays.csv").write_text("\n".join(["who,what,at", *rows, ""]))
+    Path("new.csv").write_text("who,what,at\nbob,z,3\nann,z,2\n")
+    columns = {"user": "who", "item": "what", "time": "at"}
+    data = {"reader": "lists", "train": "plays.csv", "columns": columns, "negatives": 1, "history": 2}
+    job = make_job(model={"name": "simplex"}, embedding={"dim": 4}, data=data)
+    own, found = job.data.open(Path(), 0), open_file(job, Path(), Path("new.csv"))
+    for one, other in zip(own.users("test", 0, 1, 9), found.users("test", 0, 1, 9), strict=True):
+        assert all(map(np.array_equal, dataclasses.astuple(one), dataclasses.astuple(other)))
+    Path("new.csv").write_text("who,what,at\nbob,z,3\neve,q,1\nmax,q,1\n")
+    with pytest.raises(JobError, match=r"column 'who' has values that the job's files lack \(2\), such as 'eve'"):
+        open_file(job, Path(), Path("new.csv"))
 
 
 @pytest.mark.parametrize("split", [None, {"by": "random", "valid": 0.2, "test": 0.2}])

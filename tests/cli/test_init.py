@@ -478,11 +478,57 @@ def test_a_label_of_two_texts_is_declared(texts, positive):
     assert set(batch.labels.tolist()) == {0.0, 1.0}
 
 
+LABELS = {  # name: (what it writes into a file, its values, label_values)
+    "parquet": ("a.parquet", (-1, 1), ("-1", "1")),
+    "csv": ("a.csv", ("-1", "1"), ("-1", "1")),
+    "signs": ("a.csv", ("-1", "+1"), ("-1", "+1")),
+    "others": ("a.parquet", (1, 2), ("1", "2")),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_a_label_of_two_integers_is_declared(case):
+    name, values, declared = LABELS[case]
+    rows = [{"user": f"u{n % 7}", "click": values[n % 2], "x": n / 3} for n in range(200)]
+    if name == "a.csv":
+        Path(name).write_text(as_text(rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), name)
+    if case == "others":
+        with pytest.raises(CannotInit, match="no column of zeros and ones"):
+            run(name)
+    run(name, *(["--label", "click"] if case == "others" else []))
+    job = load_job(Path("job.yaml"))
+    assert (job.data.label, job.data.label_values) == (("click",), declared)
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert set(batch.labels.tolist()) == {0.0, 1.0}
+
+
+def test_a_column_of_minus_one_and_one_is_no_label_beside_one_of_zeros_and_ones():
+    columns = {"clicked": [0, 1] * 20, "side": [-1, 1, 1, -1] * 10, "user": [f"u{n}" for n in range(40)]}
+    job = features_of(columns)
+    assert (job["data"]["label"], "label_values" in job["data"]) == ("clicked", False)
+    assert features_of(columns, "side")["data"]["label_values"] == ["-1", "1"]
+
+
 def test_of_two_columns_of_two_texts_none_is_taken_for_the_label():
     columns = {"a": ["x", "y"] * 20, "b": ["p", "q"] * 20, "user": [f"u{n}" for n in range(40)]}
     with pytest.raises(CannotInit):
         features_of(columns)
     assert features_of(columns, "b")["data"]["label_values"] == ["p", "q"]
+
+
+def test_ids_with_one_letter_that_look_like_numbers_stay_texts():
+    codes = ["12e3", "450", "7E1"]
+    rows = [{"label": n % 2, "code": codes[n % 3], "price": f"{n}e-05", "size": f"{n}.5e3"} for n in range(200)]
+    Path("a.csv").write_text(as_text(rows))
+    run("a.csv")
+    job = load_job(Path("job.yaml"))
+    assert {name: feature.type for name, feature in job.features.items()} == {
+        "code": None, "price": "number", "size": "number",
+    }  # fmt: skip
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert len(set(batch.ids[:, 0].tolist())) == 3
 
 
 def test_empty_lines_of_json_are_skipped_and_a_bad_one_is_named_with_its_line():
@@ -596,3 +642,34 @@ def test_interactions_need_a_user_an_item_and_one_time(words, reason):
         done = CliRunner().invoke(cli.app, ["init", "plays.parquet", *wrong])
         assert (done.exit_code, "have --user and --item" in done.output) == (2, True)
     run("plays.parquet", "--user", "user_id", "--item", "item", "--time", "seen_at")
+
+
+@pytest.mark.parametrize(("user", "word"), [("u{}", "null"), ("{}", "NaN")])
+def test_a_word_for_a_missing_user_is_remarked_on(user, word):
+    users = [user.format(number % 30) for number in range(300)]
+    lines = [f"{name if place % 50 else word},i{place % 7},{1_700_000_000 + place}" for place, name in enumerate(users)]
+    Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
+    run("plays.csv", "--user", "user", "--item", "item")
+    assert f'# "{word}" is read as user of that name: leave its rows out' in Path("job.yaml").read_text()
+
+
+def test_users_that_are_floats_are_refused():
+    lines = [f"{place % 30}.0,i{place % 7},{1_700_000_000 + place}" for place in range(300)]
+    Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
+    with pytest.raises(CannotInit, match=r"the users in column 'user' are floats, as 0\.0: save integers"):
+        run("plays.csv", "--user", "user", "--item", "item")
+
+
+def test_parquet_files_with_texts_that_are_not_utf_8_are_refused():
+    _, ends, data = pa.array([b"a", b"J\xfcrgen"]).buffers()
+    pq.write_table(pa.table({"label": [0, 1], "user": pa.StringArray.from_buffers(2, ends, data)}), "a.parquet")
+    with pytest.raises(CannotInit, match="column 'user' has texts that are not UTF-8"):
+        run("a.parquet")
+
+
+def test_lists_of_dictionaries_in_several_row_groups_are_lists():
+    kind = pa.list_(pa.dictionary(pa.int32(), pa.string()))
+    tags = pa.array([[f"t{place % 7}", "x"] for place in range(300)]).cast(kind)
+    pq.write_table(pa.table({"label": [0, 1] * 150, "tags": tags}), "a.parquet", row_group_size=100)
+    run("a.parquet")
+    assert load_job(Path("job.yaml")).data.features["tags"].type == "list"

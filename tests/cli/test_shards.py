@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from contextlib import closing
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from embershard.cli import evaluate, export, local_job, shards
 from embershard.deploy import workers
 from embershard.deploy.engine import LOCAL, meeting
 from embershard.deploy.supervisor import LocalShards
-from embershard.proto.errors import BadAddress, BadToken, ShardRestarted
+from embershard.proto.errors import BadAddress, BadToken, ShardFailed, ShardRestarted
 from embershard.proto.monitoring.exporter import parse_address
 from embershard.proto.security.tokens import new_token
 from embershard.worker.checkpoint import checkpoint as checkpoints
@@ -156,6 +157,19 @@ def test_a_shard_that_every_restore_ends_is_not_restored_for_ever(stream_shard, 
     with pytest.raises(ShardRestarted):
         local_job._meet_shards(stream_shard, checkpoint, replace=False, timeout=timedelta(seconds=1))
     assert len(restores) == 3
+
+
+def test_a_restore_ends_at_once_where_a_shard_is_gone_for_good(stream_shard, monkeypatch):
+    def restore(client, *_, **__):
+        for _ in range(100):
+            client.status()
+            time.sleep(0.01)
+
+    failure = ShardFailed(what="shard 0 ended", log="", code=-9, served=True)
+    local = SimpleNamespace(addresses=[stream_shard], failure=failure, wait=lambda timeout: failure)
+    monkeypatch.setattr(checkpoints, "restore_shards", restore)
+    with pytest.raises(ShardFailed):
+        local_job._restore_onto(local, SimpleNamespace(manifest=SimpleNamespace(snapshot=True)), False, None)
 
 
 def test_a_job_says_that_it_ends_the_one_that_is_on_its_shards(stream_shard, capsys):

@@ -1,11 +1,13 @@
 """What ends a command from outside."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
+from embershard.cli import restore, snapshot
 from embershard.cli.signals import ended_by_signals
 from embershard.deploy.supervisor import LocalShards
 
@@ -46,3 +48,23 @@ def test_a_signal_ends_up_also_while_its_shards_start(number, monkeypatch):
     assert CliRunner().invoke(cli.app, ["up"]).exit_code == 128 + number
     assert closed
     assert not went_on
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("module", [snapshot, restore], ids=["snapshot", "restore"])
+def test_a_signal_unwinds_a_snapshot_and_a_restore(module, number, monkeypatch):
+    cancelled = []
+
+    def work(*_, **__):
+        assert signal.getsignal(number) != signal.SIG_DFL  # which would end the tests
+        try:
+            signal.raise_signal(number)
+        finally:
+            cancelled.append(True)
+
+    client = SimpleNamespace(connect=lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(module, "Client", client)
+    monkeypatch.setattr(module, f"{'take' if module is snapshot else 'restore'}_snapshot", work)
+    words = [module.__name__.rpartition(".")[2], "folder", "--ps", "127.0.0.1:1"]
+    assert CliRunner().invoke(cli.app, words).exit_code == 128 + number
+    assert cancelled

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from embershard.cli import status as command
 from embershard.proto.messages import replace
+from embershard.proto.transport.transport import Unreachable
 
 EMPTY = replace(STATUS, tables=())
 
@@ -81,6 +82,18 @@ GIB = 2**30
 )
 def test_what_shards_say_is_shown(statuses, words):
     assert words in shown(*statuses)
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"), [("no answer", "within 2 s"), ("Connection refused", "(Connection refused)")]
+)
+def test_a_shard_that_does_not_answer_is_shown_with_the_reason(reason, why):
+    def result():
+        raise Unreachable(reason)
+
+    transport = SimpleNamespace(address="h:1", submit=lambda *_: SimpleNamespace(result=result))
+    (seen,) = command._ask([transport])
+    assert seen.problem.startswith(f"no answer {why}; check that it runs and is not stopped")
 
 
 def test_tables_of_many_shards_are_gone_through_once_and_not_for_each_table():

@@ -11,7 +11,7 @@ import pytest
 from embershard.dash.events import Severity
 from embershard.dash.run_log import FollowedLog
 from embershard.dash.sampler import Sampler
-from embershard.dash.shards import ShardWatch
+from embershard.dash.shards import ShardWatch, health_of, problem_of
 from embershard.dash.workers import WorkersWatch
 from embershard.proto.errors import NotAllowed
 from embershard.proto.messages import Declare, GetStatus, Pull, ShardStatus, TableIds, replace
@@ -230,6 +230,12 @@ def test_a_shard_that_waits_for_room_on_its_disk_after_a_recovery_says_so_once(m
     assert "No space left on device; it waits for room" in event.text
     assert [sample.shards[0].problem == "" for sample in samples] == [True, False, False]
     one.close()
+
+
+def test_a_shard_that_serves_and_cannot_write_its_log_says_so():
+    stalled = status(waits_for_room="No space left on device")
+    assert health_of(stalled, lost=False) == "log stalled"
+    assert "log cannot be written: No space left on device" in problem_of(stalled)
 
 
 def test_who_comes_and_goes_is_an_event_and_an_eviction_a_warning():

@@ -107,7 +107,7 @@ def test_an_interrupt_ends_everything(start, number, code, words):
     process = start(FOREVER, *words)
     everyone = family_in_training(process, 3 if words else 4)
     process.send_signal(number)
-    said(process, code)
+    assert "interrupted: the workers and shards have ended. No checkpoint was written" in said(process, code)
     assert all_end(everyone)
 
 

@@ -25,10 +25,12 @@ from embershard.ps.bases.base import BASE, check_bases, read_bases
 from embershard.ps.bases.bases import COST_SHARE, MOST_INCREMENTS, ROW_COST
 from embershard.ps.journal.folder import LogFolder
 from embershard.ps.journal.manifest import MANIFEST, read_manifest, write_manifest
+from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.segments import SegmentName
 from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
+from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
@@ -404,6 +406,31 @@ def test_a_base_that_cannot_be_written_leaves_the_log_as_it_is_and_is_tried_agai
     assert one.bases.lsn == one.shard.core.lsn
 
 
+@pytest.mark.parametrize("lacks", ["a thread", "blocks of rows"])
+def test_a_base_without_memory_leaves_nothing_behind_and_is_tried_again(lacks, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread") if lacks == "a thread" else MemoryError
+
+    one = LoggedShard(SimulatedDisk()).begun()
+    one.push(10)
+    one.write()
+    with monkeypatch.context() as patch:
+        if lacks == "a thread":
+            patch.setattr(one.bases, "_start", refuse)
+        else:
+            patch.setattr(CopyOnWriteRows, "read", refuse)
+        one.begin_base()
+        for work in one.works:
+            work()
+    assert not one.bases.writing
+    assert bases_of(one.disk) == []
+    (frozen,) = one.shard.core.tables.all()
+    assert frozen._frozen == ()
+    one.works.clear()
+    one.take_base()
+    assert one.bases.lsn == one.shard.core.lsn
+
+
 @pytest.mark.parametrize("mode", ["log", "fsync"])
 def test_a_manifest_that_may_be_on_the_disk_or_not_keeps_both_bases(mode):
     """The folder's sync fails after the rename: either manifest may be there after a loss of power."""
@@ -591,6 +618,17 @@ def test_a_table_that_still_loads_is_in_a_base_with_its_loader():
     _, again = recovered(one.disk)
     assert again.shard.core.tables.flags() == one.shard.core.tables.flags()
     assert again.shard.status().tables[1].loading
+
+
+def test_half_a_base_does_not_keep_the_room_that_its_log_waits_for(monkeypatch):
+    one = with_base()
+    begun = FOLDER / f"base-{50:020}-{1:016x}"
+    one.disk.make_folder(begun)
+    one.disk.open(begun / "0-0.safetensors", write=True, create=True).reserve(8 * SEGMENT_BYTES)
+    one.disk.capacity = 2**40
+    one.disk.capacity -= one.disk.free_bytes(FOLDER)
+    monkeypatch.setattr(RecoveryProgress, "wait_for_room", lambda *_: pytest.fail("it waits"))
+    assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
 
 
 def test_what_an_ended_process_began_is_removed():

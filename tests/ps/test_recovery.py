@@ -239,9 +239,11 @@ def test_a_full_disk_refuses_changes_with_its_cause_while_pulls_and_leases_go_on
         log.journal.write_group()
     with raises(errors.LogStalled, reason="No space left on device"):
         shard.handle(push(gradients([1]), seq=2))
+    assert shard.status().waits_for_room == "No space left on device"
     np.testing.assert_array_equal(rows(shard, 1), [[-1.0] * 3])
     disk.before = lambda operation, path: None
     write(log)
+    assert not shard.status().waits_for_room
     assert not shard.handle(push(gradients([1]), seq=2)).duplicate
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 SNAPSHOT = "shards"
 LATEST, BEST = "latest", "best"
+_SHOWN = 5  # names of a folder, in an error
 ENDING = ".safetensors"  # of the files of states
 _VERSION = 1
 
@@ -190,9 +191,27 @@ def find_checkpoint(where: str, job: Job) -> Checkpoint:
     found = best_checkpoint(where) if best else checkpoint_at(where)
     if found is None:
         what = "checkpoint that is marked as the best" if best else "whole checkpoint"
-        raise BadCheckpoint(path=where, reason=f"there is no {what} in it")
+        raise BadCheckpoint(path=Storage(where).url, reason=f"there is no {what} in it{_what_is_there(where, job)}")
     found.check_job(job)
     return found
+
+
+def _what_is_there(url: str, job: Job) -> str:
+    """What a place has that holds no checkpoint, and where the job has some, to append to an error."""
+    storage, folder = Storage(url), job.checkpoint.folder
+    names = sorted(storage.sizes(""))
+    shown = f"; it has {_listed(names)}" if names else "; it is empty"
+    if storage.is_missing:
+        shown = ", as there is no such folder"
+    elif unfinished := sorted({name for name in names if NAME.fullmatch(name)} - {*checkpoint_names(storage)}):
+        shown += f" ({unfinished[0]} has no {MANIFEST}: it was never finished)"
+    if folder is None or (others := Storage(folder)).url == storage.url or not (own := checkpoint_names(others)):
+        return shown
+    return f"{shown}. checkpoint.folder {others.url} has {_listed(own)}: name one of these, or use --resume {LATEST}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= _SHOWN else [*names[:_SHOWN], f"{len(names) - _SHOWN} more"])
 
 
 def restore_shards(client: Client, checkpoint: Checkpoint, *, replace: bool = False) -> None:

@@ -255,13 +255,14 @@ class WritingCheckpoint:
 
     def __init__(self, finish: Callable[[], str]) -> None:
         self._finish = finish
-        self._url = ""
+        self._url, self._awaited = "", False
         self._failure: EmbershardError | None = None
         self._thread = threading.Thread(target=self._run, name="embershard checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> str:
         """Until it is written; where it is. CheckpointNotWritten where a file is not taken; nothing of it is left."""
+        self._awaited = True
         self._thread.join()  # it ends by the deadlines of the snapshot
         if self._failure is not None:
             raise self._failure
@@ -272,7 +273,11 @@ class WritingCheckpoint:
             self._url = self._finish()
         except EmbershardError as error:
             self._failure = error
-            _log.warning("%s", error)
+            if not self._awaited:  # who waits, now or later, gets the error itself, with its remedy
+                short = str(error)
+                if isinstance(error, CheckpointNotWritten):
+                    short = "checkpoint {path} was not written: {reason}".format_map(error.fields)
+                _log.warning("%s", short)
 
 
 def _step_of(name: str) -> int:

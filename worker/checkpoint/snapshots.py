@@ -24,6 +24,7 @@ from embershard.proto.errors import (
     EmbershardError,
     SnapshotDamaged,
     SnapshotExists,
+    SnapshotRunning,
     SnapshotScattered,
     SnapshotTimeout,
     SnapshotTooLate,
@@ -126,7 +127,8 @@ def begin_snapshot(
     increments, or if they would together take more than half of the bytes of a full snapshot, the snapshot is a
     full one. A shard that does not know which rows changed, for example after a restart, writes all of its rows.
 
-    If no row is written for `wait_timeout`, SnapshotTimeout. Other errors: SnapshotExists, SnapshotNotWritten,
+    If the shards still write another snapshot, it is waited for; SnapshotRunning if that has not moved for a call's
+    timeout. If no row is written for `wait_timeout`, SnapshotTimeout. Other errors: SnapshotExists, SnapshotNotWritten,
     SnapshotTooLate, RowsLost.
     """
     client.flush()
@@ -137,8 +139,8 @@ def begin_snapshot(
     if MANIFEST in storage.sizes(name):
         raise SnapshotExists(path=storage.at(name))
     parent = _parent_for(storage, name, parent_url) if incremental else None
-    margin = _MARGIN
-    for left in reversed(range(_TRIES)):
+    margin, left, seen = _MARGIN, _TRIES, -1
+    while True:
         clock = _next_common_clock(client, margin) if at_clock is None else at_clock
         running = RunningSnapshot(
             client,
@@ -160,10 +162,14 @@ def begin_snapshot(
             running.start()
             return running
         except SnapshotTooLate:
+            left -= 1
             if at_clock is not None or not left:
                 raise
             margin *= 2
-    raise AssertionError("the last try returns or raises")
+        except SnapshotRunning as other:  # for longer than a call waits: a large one takes minutes
+            if (rows := int(str(other.fields["rows"]))) == seen:
+                raise
+            seen = rows
 
 
 class RunningSnapshot:

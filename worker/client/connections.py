@@ -20,6 +20,7 @@ from embershard.proto.errors import (
     ClockAhead,
     EmbershardError,
     LoadLost,
+    LogStalled,
     MemoryLost,
     MessageTooLarge,
     NotAllowed,
@@ -170,11 +171,12 @@ class ShardConnections:
         `into`: memory for the rows of pulls, see Transport.submit. With `counted` its time is part of `stats`.
         Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the timeout; one
         that put a request back for other workers' sake, so near to it that no answer could come in time, is not. The
-        timeout begins anew whenever a shard says that it recovers its rows, for `recovery_timeout` from the first
-        time on, unless `awaits_recovery` is False.
+        timeout begins anew whenever a shard says that it recovers its rows, or that it cannot write its event log, for
+        `recovery_timeout` from the first time on, unless `awaits_recovery` is False.
         """
         whole = left = self.timeout if timeout is None else timeout
         start, deadline = time.perf_counter(), Deadline(left, self.clock)
+        stalled = Deadline(self.recovery_timeout, self.clock)  # for shards that cannot write their logs
         held = 0.0  # seconds, for other workers
         outcomes: dict[int, Outcome] = {}
         waiting = requests
@@ -190,7 +192,7 @@ class ShardConnections:
                             self._poller.end()
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
-                    recovers = awaits_recovery and self._is_recovering(waiting, outcomes)
+                    recovers = awaits_recovery and self._comes_back(waiting, outcomes, stalled)
                     pause = max(pause, _wanted_pause(waiting, outcomes, self.clock))
                     if any(isinstance(outcomes.get(shard), _AnswersAgain) for shard in waiting):
                         pause = 0.0
@@ -258,13 +260,16 @@ class ShardConnections:
                 del waiting[shard]
         return waiting
 
-    def _is_recovering(self, waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome]) -> bool:
-        """Whether a shard that is asked again recovers its rows, and may go on with it."""
+    def _comes_back(self, waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome], stalled: Deadline) -> bool:
+        """Whether a shard that is asked again recovers its rows, or has no room for its log, and may go on with it."""
         earliest = self.clock.now() - self.recovery_timeout.total_seconds()
-        return any(
-            isinstance(outcomes.get(shard), ShardRecovering) and self._connections[shard].recovering_since > earliest
-            for shard in waiting
-        )
+        for shard in waiting:
+            outcome, connection = outcomes.get(shard), self._connections[shard]
+            if isinstance(outcome, ShardRecovering) and connection.recovering_since > earliest:
+                return True
+            if isinstance(outcome, LogStalled) and stalled.seconds > 0:
+                return True
+        return False
 
     def _unanswered(self, shard: int, last: Outcome | None, deadline: Deadline) -> Outcome:
         """The outcome of a request that no try was left for."""
@@ -310,6 +315,11 @@ class ShardConnections:
                 return labelled(error, connection.name)
             # an earlier process of this worker has loaded it, or this one: neither does so again
             return labelled(LoadLost(table=error.fields["table"], worker=self._worker), connection.name)
+        except LogStalled as error:
+            if not connection.has_stalled:
+                connection.has_stalled = True
+                _log.warning("waiting for %s", labelled(error, connection.name))
+            return labelled(error, connection.name)
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
             return (self._verify_rows(shard, deadline) if verifies else None) or labelled(error, connection.name)

@@ -34,7 +34,7 @@ from embershard.worker.data.files import (
     read_range,
     reading,
 )
-from embershard.worker.data.values import BadValue, time_remedy
+from embershard.worker.data.values import BadFeature, BadValue, time_remedy
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
@@ -307,7 +307,7 @@ def _is_number(text: str, among: tuple[float, ...] = (), decimal: str = ".") -> 
 class TextSource:
     """Files of one layout; `parser` makes a table of their lines, and `to_rows` samples of a table.
 
-    BadValue of `to_rows` becomes a JobError with the line.
+    BadValue of `to_rows` becomes a JobError with the line, BadFeature one with the first line of the block.
 
     Plain local files are cut into ranges of bytes, read in any order. Compressed ones, and those at a URL, are read
     from their start, so each worker reads all of it, parses its share of each block and leaves the mixing to the
@@ -419,6 +419,8 @@ class TextSource:
                 yield self.to_rows(self.parser(path, block, self.layout), self.layout)
             except BadValue as error:
                 raise JobError(where=f"{path}:{line_of(block, error.row)}", reason=str(error)) from None
+            except BadFeature as error:  # of a column of lines of JSON, whose first ones tell its type
+                raise JobError(where=f"{path}:{line_of(block, 0)}", reason=str(error)) from None
 
 
 @cache  # the same in each epoch, and in each part of one that is dealt out; a few numbers each

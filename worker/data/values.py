@@ -188,12 +188,28 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
     except pa.ArrowException:
         raise BadFeature(column, f"is {kind}, and a category is a text or an integer: {_as_category(kind)}") from None
     data = texts.buffers()[2]
-    if data is not None and (np.frombuffer(data, np.uint8) == 10).any():
+    found = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    if found.max(initial=0) > 127:  # no ASCII
+        check_utf8(column, texts, row)
+    if (found == 10).any():
         broken = np.flatnonzero(np.asarray(pc.match_substring(texts, "\n")))
         if len(broken):
             value = texts[int(broken[0])].as_py()[:40]
             raise BadValue(row(int(broken[0])), column, f"{value!r} has a line break, which no category may have")
     return texts
+
+
+def check_utf8(column: str, texts: pa.Array, row: Callable[[int], int] = int) -> None:
+    """BadValue for a text that is not UTF-8, which Parquet files may have: Arrow does not look when it reads them."""
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        for place, value in enumerate(texts.cast(pa.large_binary()).to_pylist()):
+            try:
+                (value or b"").decode()
+            except UnicodeDecodeError:
+                raise BadValue(row(place), column, f"{value[:40]!r} is not UTF-8: write it as such text") from None
+        raise
 
 
 def _is_missing(array: pa.Array) -> bool:
@@ -241,6 +257,7 @@ def numbers_of(column: str, array: pa.Array, row: Callable[[int], int] = int) ->
             array = pc.if_else(pc.equal(array, ""), None, array)
         x: Floats = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     except pa.ArrowException:
+        check_utf8(column, array, row)
         for place, value in enumerate(array.to_pylist()):
             if value is not None and not _is_number(value):
                 shown = f"{str(value)[:40]!r} is not a number{time_remedy(str(value))}"

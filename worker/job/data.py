@@ -199,8 +199,9 @@ class ListsSection(_InteractionsSection):
                 train, test, negatives=self.negatives, history=self.history, by_popularity=popular, seed=seed
             )
         pairs, names = self._tables(folder, self.delimiter, train=self.train, test=self.test).read()
-        if not self.test:
-            pairs = hold_out_latest(pairs["train"], self.hold_out or 1)
+        if not self.test or self.hold_out:  # both where `evaluate --on` gives a test of its own
+            held_out = hold_out_latest(pairs["train"], self.hold_out or 1)
+            pairs = {**held_out, **pairs, "train": held_out["train"]}
             if not len(pairs["test"][0]):
                 reason = f"no user has more than {self.hold_out or 1} items, of which the latest could be held out"
                 raise JobError(where=self.train[0], reason=reason)

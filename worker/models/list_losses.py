@@ -105,36 +105,36 @@ def candidates(ids: Tensor) -> Tensor:
 class FrequencyEstimator:
     """Estimate how often an item is in a batch from the steps between its appearances (Yi et al., algorithm 2).
 
+    A popular item is several times in one batch, so that the number of times in a batch that has it is estimated, too.
     A stream needs no counts in advance; items share `slots` cells by their id's remainder.
     """
 
     def __init__(self, slots: int = 1 << 20, *, decay: float = 0.05, first_interval: float = 1000.0) -> None:
         self._last = torch.zeros(slots, dtype=torch.int64)
         self._interval = torch.full((slots,), first_interval)
+        self._times = torch.ones(slots)
         self._decay = decay
         self._step = 0
 
     def update(self, items: Tensor) -> Tensor:
-        """Counts one batch of items (B,) int64 and returns the log of each one's chance of being in a batch, (B,)."""
+        """Count one batch of items (B,) int64; the log of each one's expected number in a batch, (B,)."""
         self._step += 1
-        slots = items % len(self._last)
-        seen = self._last[slots]
-        interval = torch.where(
-            seen > 0,
-            torch.lerp(self._interval[slots], (self._step - seen).float(), self._decay),
-            self._interval[slots],
-        )
-        self._interval[slots] = interval.clamp(min=1.0)
+        slots, place, times = (items % len(self._last)).unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+        seen, counts = self._last[slots], times.float()
+        since = torch.where(seen > 0, (self._step - seen).float(), self._interval[slots])
+        self._interval[slots] = torch.lerp(self._interval[slots], since, self._decay).clamp(min=1.0)
+        self._times[slots] = torch.where(seen > 0, torch.lerp(self._times[slots], counts, self._decay), counts)
         self._last[slots] = self._step
-        return -interval.clamp(min=1.0).log()
+        return (self._times[slots] / self._interval[slots]).log()[place]
 
     def state_dict(self) -> Mapping[str, object]:
         """Return the estimates and the step."""
-        return {"last": self._last, "interval": self._interval, "step": self._step}
+        return {"last": self._last, "interval": self._interval, "times": self._times, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self._last, self._interval, self._step = state["last"], state["interval"], state["step"]
+        self._times = state.get("times", torch.ones_like(self._interval))  # older checkpoints have none
 
 
 def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         self.session.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those of rows included."""
+        """Drop all gradients, those of rows included; also with `set_to_none=False`, so that no zeros are pushed."""
         self.session.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

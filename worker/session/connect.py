@@ -42,8 +42,8 @@ def connect(
     """Connect to the shards at `addresses` ("host:port,host:port" or a list), in any order, or at "file:DIR".
 
     Returns a Session. Waits up to `timeout` until all shards answer; every later call ends by `timeout` too. A call
-    to a shard that recovers its rows from its event log waits up to `recovery_timeout`. BadAddress for a malformed
-    address.
+    to a shard that recovers its rows from its event log, or has no room to write it, waits up to `recovery_timeout`.
+    BadAddress for a malformed address.
 
     With several `workers`, or a `staleness`, this worker (number `worker`) joins the clock of the job. Give all workers
     the same values of these arguments (membership.Terms describes them); ModeMismatch if `staleness`,

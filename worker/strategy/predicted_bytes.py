@@ -38,14 +38,16 @@ from embershard.proto.wire import frame_bytes
 from embershard.worker.client.byte_counts import ByteCount, ByteCounts, BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import split_into_messages
+from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.error_feedback import SentAverages
-from embershard.worker.compression.low_rank import predict_low_rank
+from embershard.worker.compression.low_rank import DenseLayout, predict_low_rank
 from embershard.worker.compression.settings import WARMUP_DENSITIES, Directions, warmup_density
 from embershard.worker.compression.table_compressor import packed_ids
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 # optimizers that leave an element alone whose gradient is 0
 _ELEMENT_BY_ELEMENT = ("sgd", "adagrad")
+_ELEMENTS = ("topk", "randomk", "dgc")  # of a push, that are chosen one by one
 # numbers as they are after some hundred steps: their size in a head is that of their digits
 _TYPICAL, _EPOCH = 1000, time.time_ns()
 _CODING_BYTES = len(head_bytes(Rows((), coding_seconds=1.0))) - len(head_bytes(Rows(())))
@@ -57,9 +59,9 @@ def predict_volumes(moved: ByteCounts, client: Client) -> dict[BytePart, float]:
 
     Of the codecs that the client uses now, dgc from its first push on. What is neither push nor pull is left out:
     nobody knows it beforehand. So are tables that used other codecs before: it is not known which rows went by which.
+    And so are changes of dense weights by momentum (`_changes`).
     """
     directions, find = client.compressor.directions(), client.compressor.find
-    warmup_steps = client.compressor.settings.warmup_steps
     expected: dict[BytePart, float] = {}
     for part, counted in moved.items():
         if part.kind == "other" or not counted.messages or part.table in client.compressor.switched:
@@ -75,11 +77,15 @@ def predict_volumes(moved: ByteCounts, client: Client) -> dict[BytePart, float]:
             expected[part] = _factor_bytes(codec, counted, client, part.table)
         else:
             spec = client.spec(part.table)
-            if codec.select == "delta":
-                changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
-                codec = CodecName(select="topk", number=changed)  # its form: positions and float32 values
             sent = client.compressor.sent(part.table) if part.direction == "push" else SentAverages()
-            stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
+            calls = -(-counted.messages // client.num_shards)
+            if codec.select == "delta":
+                layout = client.compressor.layout(part.table)
+                stages = _changes(directions[part.table].push, spec, layout, client.compressor, calls)
+            else:
+                stages = _stages(codec, calls, client.compressor.settings.warmup_steps)
+            if not stages:
+                continue
             rows = counted.raw / (_FLOAT_BYTES * spec.dim) / counted.messages
             fewer, share = math.floor(rows), rows % 1  # a message has whole rows
             expected[part] = counted.messages * sum(
@@ -138,12 +144,26 @@ def _packed_share(samples: Iterable[Ids], pack: Callable[[Ids], Bytes | None]) -
     return packed / raw if raw else 1.0
 
 
-def _changed_share(push: CodecName, spec: TableSpec, workers: int) -> float:
-    """The share of a table's elements that change from one pull to the next, all of which are pushed to."""
+def _changes(
+    push: CodecName, spec: TableSpec, layout: DenseLayout, compressor: Compressor, pulls: int
+) -> list[tuple[CodecName, float]]:
+    """The forms of so many pulls of what changes from one to the next, each with its share of them.
+
+    None where it depends on the gradients: momentum moves an element for some steps after it was sent.
+    """
     params = spec.optimizer.params()
     alone = spec.optimizer.name in _ELEMENT_BY_ELEMENT and not params.get("momentum") and not params.get("weight_decay")
-    selects = push.select in ("topk", "randomk", "dgc")
-    return min(1.0, push.number * workers) if alone and selects else 1.0
+    if push.select in _ELEMENTS and not alone:
+        return []
+    filled = layout.filled(spec.dim)
+    most = float(filled.mean()) / spec.dim if len(filled) else 1.0  # padding never changes
+    selects = push.select in (*_ELEMENTS, "rows")
+    changed = [
+        (min(most, stage.number * compressor.workers) if selects else most, weight)
+        for stage, weight in _stages(push, pulls, compressor.settings.warmup_steps)
+    ]
+    whole = CodecName()  # where hardly less would be sent
+    return [(whole if part > 0.9 else CodecName(select="topk", number=part), weight) for part, weight in changed]
 
 
 def _stages(codec: CodecName, pushes: int, warmup_steps: int) -> list[tuple[CodecName, float]]:

@@ -11,7 +11,7 @@ from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.user_defined import CheckedDataset
-from embershard.worker.job.data import UserReaderSection
+from embershard.worker.job.data import ListsSection, UserReaderSection
 from embershard.worker.job.job import Job
 from embershard.worker.job.tabular import TabularSection
 from embershard.worker.models.user_defined import forward_of
@@ -86,6 +86,8 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
     changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
     if isinstance(data, TabularSection):
         changes = {"test": (str(path),), "split": None}  # which would make test of the rows of train
+    if isinstance(data, ListsSection) and not data.test:
+        changes["hold_out"] = data.hold_out or 1  # what was not trained on is not left out of a ranking
     if "valid" in fields:
         changes["valid"] = () if isinstance(getattr(data, "valid", None), tuple) else None
     for name in ("halve_valid_by", "split"):
@@ -103,8 +105,18 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
         dataset.splits = ("test",)
     if own is not None and not _numbered_alike(own, dataset):
         reason = "its users and items are not numbered as those that the model was trained on, which are the job's own"
-        raise JobError(where=str(path), reason=reason)
+        raise JobError(where=str(path), reason=_unknown_name(own, dataset) or reason)
     return dataset
+
+
+def _unknown_name(own: Dataset, other: Dataset) -> str:
+    """Say which user or item of a table is none of the job's own; the empty text where all are, or have no names."""
+    known, given = (getattr(getattr(dataset, "inputs", None), "categorical", ()) for dataset in (own, other))
+    for column, others in zip(known, given, strict=True):
+        if new := sorted(set(others.values) - set(column.values)):
+            reason = f"column {column.name!r} has values that the job's files lack ({len(new):,}), such as {new[0]!r}"
+            return f"{reason}: the model knows nothing of them, so leave their rows out"
+    return ""
 
 
 def _numbered_alike(own: Dataset, other: Dataset) -> bool:

@@ -70,7 +70,9 @@ class FeatureInputs:
         try:
             return self._preprocessor(arrays)
         except BadValue as error:
-            value = shown(arrays[error.column][error.row].as_py()) if error.column in arrays else None
+            value = None
+            with contextlib.suppress(UnicodeDecodeError):  # of an Arrow table with texts that are not UTF-8
+                value = shown(arrays[error.column][error.row].as_py()) if error.column in arrays else None
             raise BadRows(feature=error.column, value=value, reason=f"row {error.row}: {error}") from None
         except BadFeature as error:
             raise self._bad_type(error.name, error.reason, arrays) from None

@@ -22,6 +22,7 @@ from embershard.proto.errors import BadExport, BadIds, BadRows, CannotServe
 from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.inputs.rows import PADDING, CategoricalInput, RowInputs
 from embershard.worker.job.job import Job
+from embershard.worker.models.layers import FeatureEmbedding
 from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
 from embershard.worker.models.user_defined import forward_of, in_whole_rows, seeded
 from embershard.worker.trained.folder import (
@@ -245,7 +246,10 @@ class ExportedModel:
         def score(ids: Tensor, dense: Tensor | None) -> Floats:
             # one row at least, which padding reads
             unique, index = torch.cat([ids.new_zeros(1), ids.reshape(-1).clamp(min=0)]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            given: dict[str, object] = {name: _rows_of(table, unique) for name, table in tables.items()}
+            read = self._ids_by_table(ids)
+            given: dict[str, object] = {
+                name: _rows_of(table, unique, read.get(name.removesuffix(".rows"))) for name, table in tables.items()
+            }
             given["index"] = torch.where(ids == PADDING, PADDING, index[1:].view(ids.shape)).numpy()
             if "dense" in names and dense is not None:
                 given["dense"] = dense.numpy()
@@ -253,11 +257,23 @@ class ExportedModel:
 
         return score
 
+    def _ids_by_table(self, ids: Tensor) -> dict[str, Tensor]:
+        """Name of a module -> the ids that it reads, of tables of features: a hashed one has rows for all others, too,
+        and would make their first values for nothing."""
+        embeddings = [(name, m) for name, m in self._model.named_modules() if isinstance(m, FeatureEmbedding)]
+        return {
+            f"{name}.{one.tables[table]}".removeprefix("."): read
+            for name, one in embeddings
+            for table, read in one.inputs(ids).items()
+        }
 
-def _rows_of(table: ServedEmbedding | nn.Embedding | nn.EmbeddingBag, ids: Tensor) -> Floats:
-    """Rows (U, dim) of ids (U,); zeros for those that the table does not have, which are another one's."""
+
+def _rows_of(table: ServedEmbedding | nn.Embedding | nn.EmbeddingBag, ids: Tensor, read: Tensor | None) -> Floats:
+    """Rows (U, dim) of ids (U,); zeros for those that the table does not have, or that are not `read` from it."""
     rows = torch.zeros(len(ids), table.embedding_dim, dtype=torch.float32, device="cpu")
     inside = (ids >= 0) & (ids < table.num_embeddings)
+    if read is not None:
+        inside &= torch.isin(ids, read)
     own = ids[inside]
     rows[inside] = table.rows(own) if isinstance(table, ServedEmbedding) else table.weight.detach()[own]
     return cast(Floats, rows.numpy())

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, cast
 from uuid import UUID
@@ -50,7 +51,7 @@ _FIRST_TIME = 10_000_000  # a smaller number in a column such as watch_time is a
 _A_TIME = "# NAME: left out, a time"
 # the last two are of pandas
 _ROW_NUMBERS = ("id", "index", "row", "row_id", "uuid", "(column 1)", "unnamed: 0", "__index_level_0__")
-_YES = {"yes", "true", "y", "t", "positive", "pos", "clicked", "bought", "won"}  # texts of labels that stand for 1
+_YES = {"yes", "true", "y", "t", "positive", "pos", "clicked", "bought", "won", "+1"}  # of labels: stand for 1
 _NO = {"no", "false", "n", "f", "negative", "neg"}
 
 
@@ -197,11 +198,15 @@ def _parquet(path: Path, rows: int) -> Look:
         with pq.ParquetFile(path) as file:
             if len(set(names := file.schema_arrow.names)) < len(names):
                 raise CannotInit(path=str(path), reason="two columns have one name")
-            batch = next(file.iter_batches(rows), None)
+            batches: list[pa.RecordBatch] = []
+            for group in range(file.num_row_groups):  # one by one: of several, Arrow reads no lists of dictionaries
+                if (left := rows - sum(map(len, batches))) > 0:
+                    batches += islice(file.iter_batches(left, row_groups=[group]), 1)
     except (pa.ArrowException, OSError) as error:
         raise CannotInit(path=str(path), reason=f"no Parquet file: {error}") from None
-    if batch is None:
+    if not batches:
         return Look({}, {})
+    batch = pa.Table.from_batches(batches)
     types = {
         field.name: pa.float64() if field.type.scale else pa.int64()
         for field in batch.schema
@@ -212,7 +217,14 @@ def _parquet(path: Path, rows: int) -> Look:
             types[field.name] = pa.timestamp("us", field.type.tz)
     columns = {name: batch.column(name) for name in batch.schema.names}
     casts = {name: c.cast(types[name], safe=False) if name in types else c for name, c in columns.items()}
-    return Look({name: _of_python(column).to_pylist() for name, column in casts.items()}, {})
+    found = {}
+    for name, column in casts.items():
+        try:
+            found[name] = _of_python(column).to_pylist()
+        except UnicodeDecodeError:
+            reason = f"column {name!r} has texts that are not UTF-8: write them so"
+            raise CannotInit(path=str(path), reason=reason) from None
+    return Look(found, {})
 
 
 def _of_python(array: Any) -> Any:
@@ -304,13 +316,17 @@ def _typed(cells: Sequence[str], comma: bool) -> list[object]:
         whole = not missing and all(re.fullmatch(r"[-+]?(0|[1-9]\d{0,17})", cell) for cell in present)
         is_number = missing or any("." in cell or "e" in cell.lower() for cell in present)
         kind = int if whole else float if is_number else str
+        # numbers have a sign or a point there, as 1e-05 or 1.0E10, and ids such as 12e3 have neither
+        is_id = any(re.fullmatch(r"\d+[eE]\d+", cell) for cell in present) and not any("." in cell for cell in present)
+        if is_id or {*present} == {"+1", "-1"}:  # the latter are of a label, which names its texts
+            kind = str
     return [kind(cell) if cell else None for cell in plain]
 
 
 def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     """Return the job file for a table. CannotInit where no column can be the label, or none is left for features."""
-    label = _label(data, look, label)
-    rows, texts = len(look.columns[label]), _label_values(look.columns[label])
+    label, is_named = _label(data, look, label), label is not None
+    rows, texts = len(look.columns[label]), _label_values(look.columns[label], named=is_named)
     shared = _shared_tables({name: values for name, values in look.columns.items() if name != label})
     features: list[str] = []
     skipped, times = [], []
@@ -389,6 +405,7 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
     rows = len(next(iter(look.columns.values())))
     named = ", ".join(f"{what}: {_name(name or times[0])}" for what, name in columns.items())
     settings = {field: value for field, value in look.settings.items() if field in ("encoding", "delimiter")}
+    remarks = [line for what in ("user", "item") for line in _check_names(data, what, str(columns[what]), look)]
     lines = [
         f"# Written by `embershard init {data.name}` from its first {rows:,} rows.",
         "model: {name: two_tower}              # or simplex, with negatives: 8 and history: 30 below",
@@ -396,6 +413,7 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
         "  reader: lists",
         f"  train: {json.dumps(os.path.relpath(data.absolute(), folder))}",
         f"  columns: {{{named}}}",
+        *remarks,
         *(f"  {field}: {json.dumps(value)}" for field, value in settings.items()),
         "  hold_out: 1                         # each user's latest item is the test; or name a file: test: test.csv",
         "embedding:",
@@ -409,6 +427,18 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
         "shards: 2",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _check_names(data: Path, what: str, name: str, look: Look) -> list[str]:
+    """Remarks on a column of users or items. CannotInit where these are floats, which no request has."""
+    values = look.columns[name]
+    texts = [str(text) for text in cast(list[str], look.settings.get("missing", []))] if None in values else []
+    words = sorted({value for value in values if isinstance(value, str) and value.strip().lower() in _MISSING})
+    if (floats := [value for value in values if isinstance(value, float)]) and not any(texts):
+        reason = f"the {what}s in column {name!r} are floats, as {floats[0]}: save integers (of pandas Int64)"
+        raise CannotInit(path=str(data), reason=reason)
+    words += [text for text in texts if text and floats]
+    return [f"  # {json.dumps(word)} is read as {what} of that name: leave its rows out" for word in words[:1]]
 
 
 def _parts_by_time(times: Sequence[Any]) -> bool:
@@ -437,11 +467,11 @@ def _label(data: Path, look: Look, label: str | None) -> str:
         reason = f"{len(binary)} columns of zeros and ones: {', '.join(binary)}; name the label by --label"
         raise CannotInit(path=str(data), reason=reason)
     if not named and not binary and len(two) != 1:
-        reason = "no column of zeros and ones" + (f", and {len(two)} of two texts: {', '.join(two)}" if two else "")
+        others = f", and {len(two)} of two texts, or of -1 and 1: {', '.join(two)}" if two else ""
         raise CannotInit(
             path=str(data),
-            reason=f"{reason}; name the label by --label, or, of interactions, which have none, "
-            f"their columns by --user and --item (there are: {known})",
+            reason=f"no column of zeros and ones{others}; name the label by --label, or, of interactions, which "
+            f"have none, their columns by --user and --item (there are: {known})",
         )
     return (named or binary or two)[0]
 
@@ -465,9 +495,17 @@ def _leak(name: str, values: Sequence[object], labels: Sequence[object]) -> str:
     return ""
 
 
-def _label_values(values: Sequence[object]) -> list[str]:
-    """The texts of a label that stand for 0 and for 1; none where its values are numbers, or more than two."""
+def _label_values(values: Sequence[object], *, named: bool = False) -> list[str]:
+    """The texts of a label that stand for 0 and for 1, of two texts or of -1 and 1; none of other labels.
+
+    Of a label that the user has `named`, they may be any two integers but 0 and 1.
+    """
     texts = {value for value in values if isinstance(value, str)}
+    if not texts:
+        numbers = sorted({value for value in values if type(value) is int})
+        is_whole = all(value is None or type(value) is int for value in values)
+        found = is_whole and len(numbers) == 2 and numbers != [0, 1] and (named or numbers == [-1, 1])
+        return [str(number) for number in numbers] if found else []
     if len(texts) != 2 or any(value is not None and not isinstance(value, str) for value in values):
         return []
     first, second = sorted(texts)

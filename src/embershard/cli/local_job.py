@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoin
 _START_TIMEOUT = timedelta(seconds=60)  # for shards to answer
 _RETURN_TIMEOUT = timedelta(minutes=5)  # for shards that were not started here to come back
 _RESTORES = 3  # of one checkpoint, however long each takes: the restore itself may be what ends a shard
+_LOOK = timedelta(seconds=0.2)  # between looks whether the restore of shards goes on
 _REMOVAL_SECONDS = 15
 _LOGS = "shard-logs"
 
@@ -267,7 +268,7 @@ def _first_line(error: BaseException) -> str:
 def _restore_onto(local: LocalShards, checkpoint: Checkpoint, replace: bool, tls: TLS | None) -> None:
     """Restore shards that were just started; ShardFailed where one of them ends meanwhile."""
     try:
-        _meet_shards(",".join(local.addresses), checkpoint, replace, tls=tls)
+        _meet_shards(",".join(local.addresses), checkpoint, replace, tls=tls, local=local)
     except EmbershardError as error:
         if local.failure is not None:
             raise local.failure from error
@@ -282,6 +283,7 @@ def _meet_shards(
     tls: TLS | None = None,
     *,
     is_first: bool = False,
+    local: LocalShards | None = None,
 ) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
 
@@ -289,7 +291,8 @@ def _meet_shards(
 
     Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them. Where one
     loses its rows meanwhile, all are restored once more, up to _RESTORES times in all.
-    ShardUnavailable where one does not answer by the timeout. TablesInTheWay where the shards hold tables of another
+    ShardUnavailable where one does not answer by the timeout; ClientClosed where `local`, which they are if they were
+    started here, says before that one is gone for good. TablesInTheWay where the shards hold tables of another
     name, dim or optimizer, unless `replace` is true. RowsLost where one shard lost its rows, and no checkpoint gives
     them back.
     """
@@ -297,7 +300,7 @@ def _meet_shards(
 
     for repeats in range(_RESTORES):
         try:
-            with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client:
+            with contextlib.closing(Client.connect(ps, timeout=timeout, tls=tls)) as client, _ended_with(local, client):
                 if is_first and not repeats:
                     _warn_of_others(client)
                 if checkpoint is not None and checkpoint.manifest.snapshot:
@@ -312,6 +315,25 @@ def _meet_shards(
             if checkpoint is None or repeats == _RESTORES - 1:
                 raise
             say(f"the shard at {error.fields['address']} was restarted meanwhile: the checkpoint is restored again")
+
+
+@contextlib.contextmanager
+def _ended_with(shards: LocalShards | None, client: Client) -> Iterator[None]:
+    """Close a client once one of its shards is gone for good: its calls would wait for that one until their timeout."""
+    done = threading.Event()
+
+    def watch(shards: LocalShards) -> None:
+        while not done.is_set():
+            if shards.wait(_LOOK) is not None:
+                client.close()
+                return
+
+    if shards is not None:
+        threading.Thread(target=watch, args=[shards], name="shards", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _warn_of_others(client: Client) -> None:

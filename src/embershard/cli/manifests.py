@@ -63,7 +63,8 @@ def systemd(
 ) -> None:
     """Print the systemd units for the shards of one machine: a service for each shard, and a target for all of them."""
     if first + (count or 1) > shards:
-        raise BadDeployment(what=f"--first {first} --count {count or 1}", reason=f"there are {shards} shards")
+        what = f"--first {first}" if count is None else f"--first {first} --count {count}"
+        raise BadDeployment(what=what, reason=f"there are {shards} shards, from 0 to {shards - 1}")
     deployment = Deployment(
         name=name, shards=shards, memory=memory, durability=durability, snapshots=tuple(snapshots or ())
     )

@@ -11,6 +11,7 @@ import typer
 
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
+from embershard.cli.signals import ended_by_signals
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, restore_snapshot
@@ -36,9 +37,12 @@ def restore(
 ) -> None:
     """Restore the rows and optimizer states of a snapshot onto running shards, of any number."""
     began = time.monotonic()
-    with contextlib.closing(
-        Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
-    ) as client:
+    with (
+        ended_by_signals(),  # so that the shards let go of what they have read
+        contextlib.closing(
+            Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
+        ) as client,
+    ):
         wait = timedelta(seconds=wait_timeout)
         manifest = restore_snapshot(client, folder, name, replace_tables=replace, wait_timeout=wait)
     typer.echo(

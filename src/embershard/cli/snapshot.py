@@ -11,6 +11,7 @@ import typer
 
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
+from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, take_snapshot
 from embershard.worker.client.client import Client
@@ -55,9 +56,12 @@ def snapshot(
     ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
     """Take a snapshot of all shards (rows and optimizer states) while they continue to serve."""
-    with contextlib.closing(
-        Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
-    ) as client:
+    with (
+        ended_by_signals(),  # so that nothing of it stays in the folder
+        contextlib.closing(
+            Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
+        ) as client,
+    ):
         wait = timedelta(seconds=wait_timeout)
         taken = take_snapshot(
             client, folder, name, at_clock=at_clock, keep=keep, incremental=incremental, wait_timeout=wait

@@ -134,7 +134,9 @@ def _ask(transports: Sequence[Transport]) -> list[Seen]:
         try:
             reply = answer.result()
         except Unreachable as error:
-            problem = f"no answer ({error.reason}); check that it runs, its port, and that this machine reaches it"
+            why = f"within {_TIMEOUT.seconds} s" if error.reason == "no answer" else f"({error.reason})"
+            remedy = "check that it runs and is not stopped, its port, and that this machine reaches it"
+            problem = f"no answer {why}; {remedy}"
             seen.append(Seen(transport.address, problem=problem))
         except EmbershardError as error:
             seen.append(Seen(transport.address, problem=str(error), answers=True))

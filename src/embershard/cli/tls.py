@@ -44,3 +44,10 @@ def tls_words(tls: TLS | None) -> list[str]:
     if tls is None:
         return []
     return ["--tls", str(tls.path.absolute()), *(["--tls-server-name", tls.server_name] if tls.server_name else [])]
+
+
+def check_certificates(tls: TLS) -> None:
+    """BadCertificate where those of a folder cannot be used: before anything starts that would say so later."""
+    from embershard.proto.security.credentials import Credentials  # loads cryptography
+
+    Credentials.load(tls.path)

@@ -12,6 +12,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +39,7 @@ from embershard.cli.scaling import check_scales, parse_workers
 from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import is_from_environment, shards_option
 from embershard.cli.signals import ParentPidOption, end_with_parent, ended_by_signals
-from embershard.cli.tls import ServerNameOption, TLSOption, tls_of, tls_words
+from embershard.cli.tls import ServerNameOption, TLSOption, check_certificates, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.panel import LocalPanel
 from embershard.deploy.workers import WorkerFailed
@@ -182,7 +183,11 @@ def train(
     command += [word for module in imports or () for word in ("--import", module)]
     command += ["--start-workers", str(least)] if least < settings.workers else []
     given_tls = tls_of(tls, tls_server_name)
+    if given_tls is not None and settings.has_shards:
+        check_certificates(given_tls)
     cluster = on.open(settings, ps, folder, tls=given_tls, metrics=metrics)
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    context.call_on_close(partial(_remove_empty, made))
     make_folder(folder)
     # two jobs would write one log, and each would remove checkpoints of the other
     kept = kept_from_others({"--output": folder, "checkpoint.folder": settings.checkpoint.folder})
@@ -196,6 +201,8 @@ def train(
     for line in compression_advice(settings):
         say(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
+    made.clear()  # what starts now may leave files in these folders
+    began = time.time()
     try:
         with ended_by_signals(), contextlib.ExitStack() as stack:
             stack.callback(cluster.close)
@@ -216,9 +223,39 @@ def train(
                 panel=stack.enter_context(LocalPanel(folder, say, tls_words(certificates))) if dash else None,
             )
             started.train(checkpoint)
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM or SIGHUP
+        say(_interrupted(settings, folder, ps, began), err=True)
+        raise
     except (EmbershardError, OSError) as error:
         _explain(error, folder, can_resume=ps is not None and settings.checkpoint.folder is not None)
         raise
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove the empty folders that this command has made for a job that did not begin, the innermost first."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _interrupted(job: Job, folder: Path, ps: str | None, began: float) -> str:
+    """What an interrupt has stopped, what is kept, and how to go on; the run `began` in seconds since 1970."""
+    stopped = "the workers have ended"
+    if job.has_shards:
+        stopped = "the workers and shards have ended" if ps is None else f"{stopped}; the shards at {ps} run on"
+    place = str(job.checkpoint.folder or folder / "best")
+    again = _resume_command(sys.argv[1:], "latest" if job.checkpoint.folder is not None else place)
+    if "://" in place:  # which may take minutes to answer
+        return f"interrupted: {stopped}. To continue from the latest checkpoint in {place}: {again}"
+    from embershard.worker.checkpoint.checkpoint import checkpoint_at
+
+    found = None
+    with contextlib.suppress(EmbershardError):
+        found = checkpoint_at(place)
+    if found is None or (job.checkpoint.folder is None and found.manifest.time < began):  # of a run before
+        remedy = "" if job.checkpoint.folder is not None else "; to keep some, name checkpoint.folder in the job"
+        return f"interrupted: {stopped}. No checkpoint was written{remedy}"
+    return f"interrupted: {stopped}. To continue from {found.url} (step {found.manifest.step}): {again}"
 
 
 def _own_certificates(folder: Path) -> TLS:
@@ -235,7 +272,8 @@ def _explain(error: Exception, folder: Path, *, can_resume: bool) -> None:
     """
     check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
     if can_resume and isinstance(error, WorkerFailed | ShardUnavailable):
-        say(f"to continue from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True)
+        again = _resume_command(sys.argv[1:], "latest")
+        say(f"to continue from the last checkpoint, on the same shards: {again}", err=True)
     if isinstance(error, WorkerFailed):
         check_stdout(error)
 
@@ -282,14 +320,14 @@ def check_stdout(cause: Exception) -> None:
             raise CannotWrite(path="the output", reason=reason, remedy=remedy) from cause
 
 
-def _resume_command(words: Sequence[str]) -> str:
-    """This command with `--resume latest`."""
+def _resume_command(words: Sequence[str], where: str) -> str:
+    """This command with `--resume`."""
     kept, previous = [], ""
     for word in words:
         if previous != "--resume" and word != "--resume" and not word.startswith("--resume="):
             kept.append(word)
         previous = word
-    return shlex.join(["embershard", *kept, "--resume", "latest"])
+    return shlex.join(["embershard", *kept, "--resume", where])
 
 
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:

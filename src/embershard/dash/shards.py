@@ -19,6 +19,7 @@ from embershard.proto.errors import (
     TLSNotOffered,
     TLSRequired,
     UntrustedCertificate,
+    log_stalled,
     waits_for_room,
 )
 from embershard.proto.messages import GetStatus, ShardStatus
@@ -315,7 +316,9 @@ def _total(status: ShardStatus, name: str) -> int:
 
 def problem_of(status: ShardStatus) -> str:
     """Return why a shard that answers cannot work, as a sentence: no room for its log, or a failed update; else ""."""
-    return waits_for_room(status.waits_for_room) if status.waits_for_room else status.failed_update
+    if not status.waits_for_room:
+        return status.failed_update
+    return (waits_for_room if status.recovering else log_stalled)(status.waits_for_room)
 
 
 def health_of(status: ShardStatus, *, lost: bool) -> str:
@@ -326,6 +329,8 @@ def health_of(status: ShardStatus, *, lost: bool) -> str:
         return "recovering"
     if status.draining:
         return "ending"
+    if status.waits_for_room:
+        return "log stalled"
     if status.failed_update:
         return "update failed"
     return "loading" if any(table.loading for table in status.tables) else "serving"

@@ -1,6 +1,7 @@
 """What `embershard manifests` prints: valid to the engines' own validators, and words that our own commands take."""
 
 import errno
+import re
 import shlex
 from pathlib import Path
 
@@ -326,6 +327,23 @@ def test_what_no_engine_could_start_is_an_error_that_says_why(words, job):
     extra = ("--job", job) if words[0] == "kubernetes" else ()
     with pytest.raises(BadDeployment):
         run(*words, *extra)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--first", "5"), "--first 5: there are 2 shards, from 0 to 1"),
+        (("--first", "1", "--count", "2"), "--first 1 --count 2: there are 2 shards, from 0 to 1"),
+        (("--snapshots", "/home/me/kept"), "snapshots /home/me/kept: a service cannot see the /home of this machine"),
+        (("--snapshots", "file:///tmp"), "snapshots /tmp: a service cannot see the /tmp of this machine"),
+    ],
+)
+def test_shards_that_are_not_there_and_folders_that_a_service_cannot_see_are_named(words, said):
+    with pytest.raises(BadDeployment, match=f"^{re.escape(said)}"):
+        run("systemd", "--name", "ads", "--shards", "2", "--access", "/a", *words)
+    assert "ReadWritePaths=/tmpfs" in run(
+        "systemd", "--name", "ads", "--shards", "2", "--access", "/a", "--snapshots", "/tmpfs"
+    )
 
 
 @pytest.mark.parametrize("settings", ["strategy: hybrid\n", "strategy: local\n", "dense: {mode: fsdp}\n"])

@@ -630,6 +630,18 @@ def test_a_connection_that_swallows_all_and_says_nothing_is_left(connect, late, 
     late.set()
 
 
+def test_the_system_ends_a_connection_whose_other_end_is_gone_within_a_call(stream_shard):
+    transport = StreamTransport(stream_shard)
+    with closing(transport):
+        transport.submit(HELLO, PATIENCE).result()
+        sock = transport._connection._socket
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, pause, probes = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert idle + pause * probes <= 30
+        assert 10_000 <= sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+
+
 def test_a_client_that_was_closed_says_so_at_once(stream_shard):
     client = Client.connect([stream_shard], timeout=PATIENCE)
     client.close()

@@ -132,10 +132,12 @@ def test_a_write_that_fails_stalls_the_log_and_is_tried_again_with_nothing_lost(
             written.journal.check_room(10)
         assert isinstance(raised.value, ShardBusy)
         assert (raised.value.retryable, raised.value.fields["reason"]) == (True, os.strerror(code))
+        assert written.journal.stalled() == os.strerror(code)
         assert written.acknowledged == 3
     disk.before = lambda operation, path: None
     assert written.journal.write_group()
     written.journal.check_room(10)
+    assert not written.journal.stalled()
     assert written.acknowledged == 8
     assert read_after(written) == written.appended
 

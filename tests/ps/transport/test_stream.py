@@ -158,7 +158,9 @@ def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect, serv
 
 def test_a_peer_whose_machine_is_gone_is_noticed_by_the_system(connect, served):
     (connection,) = served.stream.connections
-    assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    sock = connection._transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
 
 
 def test_many_slow_readers_share_one_bound(connect, served, monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,12 @@ from embershard.worker.checkpoint.checkpoint import (
     OtherJob,
     find_checkpoint,
 )
-from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointFolderInUse, CheckpointNotWritten
+from embershard.worker.checkpoint.folder import (
+    CheckpointFolder,
+    CheckpointFolderInUse,
+    CheckpointNotWritten,
+    WritingCheckpoint,
+)
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
@@ -38,6 +44,7 @@ from embershard.worker.training.evaluate import Best
 from embershard.worker.training.saver import RandomNumbers, Saver, TrainingData
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import NUM_IDS, Notes, click_data
+from harness.eventually import PATIENCE
 from harness.job import make_job
 from harness.raises import raises
 
@@ -328,6 +335,25 @@ def test_a_folder_without_its_manifest_is_no_checkpoint(path, tmp_path):
         CheckpointFolder(f"{path}-2/{MANIFEST}").check(resumed=False)
 
 
+def test_the_error_of_a_place_without_a_checkpoint_has_its_path_and_what_is_there(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "other/step-000000004", "other/shards"):
+        Path(name).mkdir(parents=True)
+    ours = job(tmp_path)
+    here = f"checkpoint.folder {tmp_path} has {path.name}: name one of these, or use --resume latest"
+    for where, reason in {
+        "nope": f"there is no whole checkpoint in it, as there is no such folder. {here}",
+        "empty": f"there is no whole checkpoint in it; it is empty. {here}",
+        "other": "there is no whole checkpoint in it; it has shards, step-000000004 (step-000000004 has no "
+        f"checkpoint.json: it was never finished). {here}",
+    }.items():
+        with raises(BadCheckpoint, path=str(tmp_path / where), reason=reason):
+            find_checkpoint(where, ours)
+    with raises(BadCheckpoint, reason="there is no checkpoint that is marked as the best in it; it has OWNER, "
+                f"empty, other, {path.name}"):  # fmt: skip
+        find_checkpoint("best", ours)
+
+
 def test_a_file_that_was_changed_is_named(path):
     file = path / "worker-0.safetensors"
     data = bytearray(file.read_bytes())
@@ -421,6 +447,26 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(tmp_path, monkeypatc
     with pytest.raises(CheckpointNotWritten, match=r"28: OSError: No space left .*the last whole checkpoint is .*14"):
         train(trained, None)
     assert names(tmp_path) == ["step-000000014"]
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_the_reason_of_a_failed_checkpoint_is_logged_where_nobody_waits_for_its_error_yet(caplog, awaited):
+    begun = threading.Event()
+
+    def finish():
+        begun.wait(PATIENCE)
+        raise CheckpointNotWritten(path="kept/step-000000003", reason="no space left", previous="none")
+
+    writing = WritingCheckpoint(finish)
+    if awaited:
+        threading.Timer(0.05, begun.set).start()
+    else:
+        begun.set()
+        writing._thread.join()
+    with raises(CheckpointNotWritten, reason="no space left"):
+        writing.wait()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if awaited else ["checkpoint kept/step-000000003 was not written: no space left"])
 
 
 @pytest.mark.parametrize("step", [14, 56], ids=["while training goes on", "at the end"])

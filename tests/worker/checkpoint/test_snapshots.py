@@ -23,7 +23,7 @@ from embershard.proto.snapshot.manifest import MANIFEST, pack_part
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import list_snapshots, open_snapshot, read_manifest
 from embershard.ps import snapshot as shard_side
-from embershard.worker.checkpoint.snapshots import begin_snapshot, restore_snapshot, take_snapshot
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.settings import Compression
@@ -316,6 +316,20 @@ def test_what_a_slow_shard_still_writes_goes_too(monkeypatch, deaf):
         if thread.name == "snapshot":
             thread.join(30)
     assert not Storage(url).sizes("two")
+
+
+def test_another_snapshot_is_waited_for_while_it_goes_on(tmp_path, monkeypatch):
+    def start(running):
+        if others:
+            raise errors.SnapshotRunning(name="another", rows=others.pop(0), total_rows=9)
+        begin(running)
+
+    client, begin, others = trained(), RunningSnapshot.start, list(range(9))
+    monkeypatch.setattr(RunningSnapshot, "start", start)
+    assert take_snapshot(client, str(tmp_path), "one").rows == 2000
+    others += [1, 2, 2]
+    with pytest.raises(errors.SnapshotRunning, match="'another'"):
+        take_snapshot(client, str(tmp_path), "two")
 
 
 def test_a_clock_that_does_not_close_is_given_up(tmp_path):

@@ -237,6 +237,28 @@ def test_a_shard_that_makes_its_rows_again_is_waited_for_beyond_the_timeout_of_a
     assert not client.connections[1].recovering_since
 
 
+def stalled(until):
+    """A hook: the shard cannot write its log until a moment."""
+
+    def hook(request):
+        if isinstance(request, Push) and time.monotonic() < until:
+            raise errors.LogStalled(path="/logs", reason="No space left on device", retry_after_ms=5)
+
+    return hook
+
+
+def test_a_shard_without_room_for_its_log_is_waited_for_beyond_the_timeout_of_a_call(make_wires, caplog):
+    wires = make_wires(2)
+    client = declared(wires, timeout=SHORT / 4)
+    wires.wires[1].before = stalled(time.monotonic() + SHORT.total_seconds())
+    push(client, *range(20))
+    assert caplog.text.count("No space left on device") == 1
+    client.connections.recovery_timeout = SHORT / 2
+    wires.wires[1].before = stalled(time.monotonic() + 1000)
+    with pytest.raises(errors.LogStalled):
+        push(client, *range(20))
+
+
 def test_a_client_that_starts_meanwhile_waits_for_it_too(make_wires):
     wires = make_wires(2)
     wires.wires[1].before = recovering(time.monotonic() + SHORT.total_seconds())

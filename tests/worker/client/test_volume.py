@@ -22,7 +22,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import ascending, even_ids, make_route
-from embershard.proto.spec import SGD, Adagrad, TableSpec
+from embershard.proto.spec import SGD, Adagrad, Adam, Constant, TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.client.byte_counts import ByteCount, ByteCounter, BytePart
 from embershard.worker.client.client import Client
@@ -199,6 +199,44 @@ def test_what_a_selection_sends_is_foreseen_too(moved_by, push):
     moved, expected = moved_by(push, "none")
     for part in (ROWS, DENSE):
         assert expected[part] == pytest.approx(moved[part].wire, rel=0.25)  # a threshold keeps its count within that
+
+
+@pytest.mark.parametrize("push", ["none", "fp16s", "topk:0.02", "rows:0.3"])
+@pytest.mark.parametrize(
+    "optimizer", [SGD(lr=1.0), SGD(lr=1.0, momentum=0.9), Adam(lr=0.1)], ids=["sgd", "momentum", "adam"]
+)
+def test_changes_of_dense_weights_are_foreseen_unless_momentum_makes_them(make_session, push, optimizer):
+    """The parameters of a small model fill a part of their blocks, and padding never changes."""
+    table = TableSpec(name="small", dim=1024, optimizer=optimizer, initializer=Constant())
+    places = [
+        ParameterSlice(0, (48, 64)),
+        ParameterSlice(3, (400,)),
+        ParameterSlice(4, (16, 20)),
+        ParameterSlice(5, (16,)),
+    ]
+    layout = DenseLayout(even_ids(20, table.space_key), [*places, ParameterSlice(6, (56, 250))])
+    client = make_session(2).client
+    client.declare(table, dense=True)
+    client.compressor.lay_out("small", layout)
+    client.compressor.choose("small", CodecName.parse(push), CodecName.parse("delta"))
+    route, rng = make_route(layout.ids, table.space_key, client.placement), np.random.default_rng(0)
+    filled = dict(zip(layout.ids.tolist(), layout.filled(1024), strict=True))
+    padding = np.arange(1024) >= np.array([filled[id_] for id_ in route.ids.tolist()])[:, None]
+    before = {}
+    for clock in range(40):
+        if clock == 4:  # the first pulls have all rows
+            before = client.stats.volume
+        (rows,) = client.pull([("small", route)])
+        gradients = rng.standard_normal(rows.shape, np.float32)
+        gradients[padding] = 0
+        client.push([("small", route, gradients)], clock=clock)
+    part = BytePart("pull", "dense", "small")
+    moved = client.stats.volume[part].minus(before[part])
+    expected = predict_volumes({part: moved}, client)
+    if push.startswith("topk") and optimizer != SGD(lr=1.0):
+        assert part not in expected
+    else:
+        assert expected[part] == pytest.approx(moved.wire, rel=0.1)
 
 
 @pytest.mark.parametrize("rows", [2_000, 100_000])

@@ -1,5 +1,6 @@
 """The models' formulas against slow plain references, and that every parameter learns."""
 
+import copy
 import itertools
 
 import pytest
@@ -173,6 +174,22 @@ def test_the_frequency_estimator_finds_each_items_rate():
             rare.append(log_q[1])
     assert common[-1].exp().item() == pytest.approx(1.0, rel=0.05)
     assert rare[-1].exp().item() == pytest.approx(1 / 20, rel=0.25)
+
+
+def test_the_frequency_estimator_counts_an_item_as_often_as_it_is_in_a_batch():
+    generator = torch.Generator().manual_seed(0)
+    share = 1.0 / torch.arange(1.0, 41.0)
+    share /= share.sum()
+    estimator, found = FrequencyEstimator(slots=64, first_interval=10.0), []
+    for _ in range(1000):
+        items = torch.multinomial(share, 64, replacement=True, generator=generator)
+        found.append(torch.full((40,), float("nan")).scatter(0, items, estimator.update(items)))
+    mean = torch.stack(found[200:]).nanmean(0)
+    torch.testing.assert_close(mean, (64 * share).log(), rtol=0, atol=0.2)
+    again, state = FrequencyEstimator(slots=64), copy.deepcopy(estimator.state_dict())
+    again.load_state_dict(state)
+    assert torch.equal(again.update(items), estimator.update(items))
+    again.load_state_dict({name: value for name, value in state.items() if name != "times"})  # as before it was there
 
 
 def test_cin_is_the_papers_sum_over_pairs():

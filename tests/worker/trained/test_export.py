@@ -391,6 +391,22 @@ def test_models_of_lists_sequences_and_labels_score_alike_in_onnx(tmp_path, name
         np.testing.assert_allclose(found, wanted[:count], rtol=1e-6, atol=1e-6)
 
 
+def test_a_table_of_features_is_read_for_its_own_ids_alone_in_onnx(tmp_path):
+    embedding = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.1}}
+    settings = make_job(model={"name": "deepfm", "hidden": [8]}, embedding=embedding)
+    model = settings.model.build(NO_SEQUENCE, settings.dim, None)
+    make_folder(tmp_path / "out")
+    write_tensors(tmp_path / "out/model.safetensors", dict(model.state_dict()))
+    facts = ExportFacts(job=job_data(settings), schema=NO_SEQUENCE, inputs=None, tables={})
+    write_facts(tmp_path / "out", facts)
+    served = es.load_exported(tmp_path / "out")
+    ids = torch.tensor([[8, 11, 1, es.PADDING, es.PADDING, 6, 5]])  # a user, an item, two lists of tags
+    read = {name: sorted(found.tolist()) for name, found in served._ids_by_table(ids).items()}
+    assert read.keys() == served.tables.keys()
+    own = {"user": [[8]], "item": [[11]], "tag": [1, 5, 6]}
+    assert all(found == own[name.rpartition(".")[2]] for name, found in read.items())
+
+
 OWN = """
 import torch
 from torch import nn

@@ -20,6 +20,7 @@ from embershard.worker.data.inputs.rows import RowInputs
 from embershard.worker.data.interactions.files import read_lists
 from embershard.worker.data.interactions.interactions import (
     Interactions,
+    Ints,
     check_numbering,
     draw_key,
     item_ids,
@@ -163,6 +164,7 @@ class InteractionLists:
         users, items = self.test_set.users(), self.test_set.items
         for part in batches(np.arange(len(items)), rank, world_size, batch_size):
             ids = np.stack([users[part], items[part] + self.train_set.num_users], axis=1)
+            ids = np.concatenate([ids, self._histories(users[part])], axis=1)
             yield Batch(torch.from_numpy(ids), None, torch.ones(len(part), device="cpu"), torch.from_numpy(users[part]))
 
     def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
@@ -173,11 +175,12 @@ class InteractionLists:
         for part in batches(some, rank, world_size, batch_size):
             users = part.astype(np.int64)
             seen, relevant = self.train_set.of_users(users), self.test_set.of_users(users)
-            ids = users
-            if self._history:
-                taken = self.train_set.histories(users, self._history, np.zeros_like(users))
-                ids = np.concatenate([users[:, None], item_ids(self.train_set, taken)], axis=1)
+            ids = np.concatenate([users[:, None], self._histories(users)], axis=1) if self._history else users
             yield Users(torch.from_numpy(ids), *seen, *relevant)
+
+    def _histories(self, users: Ints) -> Ints:
+        """(B, history) ids of items that users took in training."""
+        return item_ids(self.train_set, self.train_set.histories(users, self._history, np.zeros_like(users)))
 
     def _check(self, split: str) -> None:
         if split not in self.splits:

@@ -5,6 +5,7 @@ Read from a table, or from a line `user item` per action, as SASRec's authors pr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ from embershard.worker.data.interactions.tables import Names, Pairs
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 
 Ints = npt.NDArray[np.int64]
+_log = logging.getLogger(__name__)
 _EARLIEST = 3  # actions of a user who is evaluated: one to learn from, one for valid, one for test
 _NO_EPOCH = 2**32 - 1  # keys the draws for evaluation, which are the same in every epoch
 
@@ -77,6 +79,11 @@ class ActionSequences:
         if users and users < len(judged):
             judged = np.sort(np.random.default_rng((seed, 2)).choice(judged, users, replace=False))
         self._judged = judged
+        if not len(self._trained):
+            reason = "no user has two actions to learn from: the last two of users with 3 or more are held out"
+            raise JobError(where=where, reason=reason)
+        if not len(judged):
+            _log.warning("%s: no user has %d actions, so that nobody is evaluated", where, _EARLIEST)
 
     @classmethod
     def read(cls, path: Path, *, delimiter: str = " ", **settings: Any) -> Self:

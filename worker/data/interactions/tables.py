@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +15,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.files import File
-from embershard.worker.data.readers.tabular import NO_SAMPLES, RowSplit
+from embershard.worker.data.readers.tabular import NO_SAMPLES, as_dates, as_times, of_one_kind, plain_times
 from embershard.worker.data.readers.tabular_files import (
     TableFormat,
     TableSource,
@@ -23,7 +25,7 @@ from embershard.worker.data.readers.tabular_files import (
     located,
     open_tables,
 )
-from embershard.worker.data.values import BadFeature, BadValue, as_array, decoded, texts_of
+from embershard.worker.data.values import BadValue, as_array, decoded, texts_of
 
 Pairs = tuple[Ids, Ids]  # (N,) users and (N,) items
 
@@ -52,8 +54,8 @@ class InteractionTables:
     def look(self) -> None:
         """Read the first rows of every file, without torch. JobError names the file and row of what is wrong."""
         rows = _Rows(self)
-        for source in self._sources(lambda table, part: NO_SAMPLES).values():
-            for where, table in source.first_rows():
+        for part, named in self.files.items():
+            for where, table in self._source(part, named, lambda table, part: NO_SAMPLES).first_rows():
                 with located(where):
                     rows.add(table)
 
@@ -68,10 +70,12 @@ class InteractionTables:
             parts[part].add(table)
             return NO_SAMPLES
 
-        kind = self.how.format or format_of_first(next(iter(self.files.values()))[0])
         for part, named in self.files.items():
-            for file in files_of(kind, named):  # one by one: a reader of several takes compressed ones last
-                for _ in self._sources(add, {part: [file]})[part].blocks(0, 1, None):
+            kind = self.how.format or format_of_first(named[0])
+            files = files_of(kind, named)
+            # files of text one by one: a reader of several takes compressed ones last
+            for own in [files] if kind == "parquet" else [[file] for file in files]:
+                for _ in self._source(part, own, add).blocks(0, 1, None):
                     pass
             if not parts[part].users:
                 raise JobError(where=str(self.files[part][0]), reason="no interaction: the table has no row")
@@ -83,13 +87,12 @@ class InteractionTables:
             pairs[part] = user[order], item[order]
         return pairs, Names(user_names, item_names, self.user, self.item, self.time)
 
-    def _sources(
-        self, to_samples: Callable[[pa.Table, str], Samples], files: Mapping[str, Sequence[File]] | None = None
-    ) -> Mapping[str, TableSource]:
+    def _source(self, part: str, files: Sequence[File], to_samples: Callable[[pa.Table, str], Samples]) -> TableSource:
+        """Files of a split, whose format may be another one than that of the others."""
         wanted: Wanted = {self.user: ("text", "data.columns.user"), self.item: ("text", "data.columns.item")}
         if self.time is not None:
             wanted = {**wanted, self.time: ("text", "data.columns.time")}
-        return open_tables(files or self.files, self.how, wanted, to_samples)
+        return open_tables({part: files}, self.how, wanted, to_samples)[part]
 
 
 class _Rows:
@@ -99,12 +102,11 @@ class _Rows:
         self._tables = tables
         self.users: list[pa.DictionaryArray] = []
         self.items: list[pa.DictionaryArray] = []
-        self.times: list[Floats] = []
-        by_time = None if tables.time is None else RowSplit(by="time", parts=("train",), column=tables.time)
-        self._times_of = None if by_time is None else by_time.times_of_one_kind()
+        self.times: list[Ids | Floats] = []
+        self._times_of = None if tables.time is None else of_one_kind(tables.time, partial(_times, tables.time))
 
     def add(self, table: pa.Table) -> None:
-        """Add a block. BadValue or BadFeature for a user, item or time that is missing, or of another type."""
+        """Add a block. BadValue for a user, item or time that is missing, or of another type; of a list BadFeature."""
         if not table.num_rows:
             return
         for what, into in (("user", self.users), ("item", self.items)):
@@ -113,12 +115,47 @@ class _Rows:
             self.times.append(self._times_of(table))
 
 
+def _times(column: str, table: pa.Table) -> Ids | Floats:
+    """(N,) times that sort as those of the column: integers, and dates in nanoseconds, as int64 where it holds them.
+
+    BadValue where one is missing, or is no time.
+    """
+    times = as_array(plain_times(column, table.column(column)))
+    missing = np.flatnonzero(np.asarray(pc.is_null(times, nan_is_null=True)))
+    if len(missing):
+        raise BadValue(int(missing[0]), column, "the time is missing: leave the row out, or write one")
+    if pa.types.is_string(times.type):
+        with suppress(pa.ArrowException):
+            return _integers(times)
+        with suppress(pa.ArrowException):
+            times.cast(pa.float64())
+            return as_times(column, times)
+        dates = as_dates(times, "ns")
+        times = times if dates is None else as_array(dates)
+    with suppress(pa.ArrowException):
+        if pa.types.is_integer(times.type):
+            return _integers(times)
+        if pa.types.is_temporal(times.type):
+            return _integers(times.cast(pa.timestamp("ns")))
+    is_date = pa.types.is_string(times.type) or pa.types.is_temporal(times.type)
+    return as_times(column, times) * (1000 if is_date else 1)  # of dates in years that nanoseconds do not reach
+
+
+def _integers(array: pa.Array) -> Ids:
+    found: Ids = array.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return found
+
+
 def _texts(what: str, column: str, table: pa.Table) -> pa.DictionaryArray:
     """Texts of users or items, without white space around them, as requests to a served model are read."""
     array = decoded(column, as_array(table.column(column)))
-    if not (pa.types.is_integer(array.type) or pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
-        reason = f"column {column!r} is {array.type}, and {what}s are texts or integers: save it as one of these"
-        raise BadFeature(f"data.columns.{what}", reason)
+    kind, remedy = array.type, "save it as one of these"
+    is_integer = pa.types.is_integer(kind) or (pa.types.is_decimal(kind) and kind.scale == 0)  # as Snowflake has them
+    if not (is_integer or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if pa.types.is_floating(kind):
+            remedy = "save integers (pandas makes floats of those in a column with missing cells: leave these rows "
+            remedy += "out, and cast the column to Int64)"
+        raise BadValue(0, column, f"is {kind}, and {what}s are texts or integers: {remedy}")
     texts = pc.utf8_trim_whitespace(texts_of(column, array))
     missing = np.flatnonzero(np.asarray(pc.equal(texts, "")))
     if len(missing):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import pyarrow as pa
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import RowsDataset, Samples
@@ -14,6 +18,8 @@ from embershard.worker.data.text import Layout, TextSource, line_of, read_header
 
 class CtrCsv(RowsDataset):
     """CSV files in memory: `files` maps "train" and evaluation splits to paths, plain or gzipped.
+
+    Columns are found by the names in each file's header line.
 
     halve_valid_by=column splits the file of "valid" in two by a hash of that column's value, so that no user (say)
     is in both: "valid" is then one half, to stop early on, and "test" the other, to report on. `num_ids` bounds global
@@ -77,14 +83,30 @@ def _sources(
         raise JobError(where=str(next(iter(files.values()), "files")), reason="no train file is named")
     header = read_header(files["train"], delimiter)
     layout = columns.layout(f"{files['train']}:1", header, delimiter=delimiter, num_ids=num_ids)
-    for path in files.values():
-        own = read_header(path, delimiter)
-        if own != header:
-            raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(own)}")
     return layout, {
-        name: TextSource(paths=[path], layout=layout, to_rows=columns.rows, has_header=True)
+        name: TextSource(
+            paths=[path],
+            layout=_layout_of(path, layout),
+            to_rows=partial(_samples, columns, layout),
+            has_header=True,
+        )
         for name, path in files.items()
     }
+
+
+def _layout_of(path: Path, train: Layout) -> Layout:
+    """The layout of a file whose columns are those of the train file by name; others are skipped."""
+    own = read_header(path, train.delimiter)
+    for name, kind in train.columns.items():
+        if kind != "skip" and name not in own:
+            reason = f"no column {name!r}, which is read of the train file (there are: {', '.join(own)})"
+            raise JobError(where=f"{path}:1", reason=reason)
+    return replace(train, columns={name: train.columns.get(name, "skip") for name in own})
+
+
+def _samples(columns: Columns, layout: Layout, table: pa.Table, own: Layout) -> Samples:
+    """Samples with the train file's order of features, whatever that of the columns of their file is."""
+    return columns.rows(table, layout)
 
 
 def _halve(splits: dict[str, Samples], features: tuple[str, ...], by: str, where: str) -> None:

@@ -134,8 +134,18 @@ class RayTables:
         import ray.data
 
         with _reading(names[0]):
-            dataset: Dataset = getattr(ray.data, _READERS[self.kind])(list(names))
+            dataset: Dataset = getattr(ray.data, _READERS[self.kind])(list(names), **self._options)
         return dataset
+
+    @property
+    def _options(self) -> Mapping[str, object]:
+        """How to read the files: Arrow would take texts such as 007 or 12e3 for numbers, in which they lose digits."""
+        if self.kind != "csv":
+            return {}
+        import pyarrow.csv as pa_csv
+
+        texts = {name: pa.string() for name, (kind, _) in self.wanted.items() if kind == "text"}
+        return {"convert_options": pa_csv.ConvertOptions(column_types=texts)}
 
     def _tables(
         self, dataset: Dataset, rows: int, rank: int = 0, world_size: int = 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,18 @@ from embershard.worker.data.readers.tabular_files import (
 )
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Kind
-from embershard.worker.data.values import BadValue, as_array, decoded, hashes_of, is_list, numbers_of, texts_of
+from embershard.worker.data.values import (
+    BadValue,
+    as_array,
+    check_utf8,
+    decoded,
+    hashes_of,
+    is_list,
+    numbers_of,
+    texts_of,
+)
+
+Times = TypeVar("Times")
 
 NO_SAMPLES = Samples(np.empty((0, 0), np.int64), None, np.empty(0, np.float32))
 
@@ -89,21 +100,8 @@ class RowSplit:
 
     def times_of_one_kind(self) -> Callable[[pa.Table], Floats]:
         """Return `times` for one table after the other. BadValue where some have dates, and others plain numbers."""
-        first = ""
-
-        def times_of(table: pa.Table) -> Floats:
-            nonlocal first
-            assert self.column is not None
-            times = self.times(table)
-            if len(times):
-                kind = "dates" if has_dates(table.column(self.column)) else "numbers"
-                first = first or kind
-                if kind != first:
-                    reason = f"has {kind}, and {first} in the rows before, with which they have no order"
-                    raise BadValue(0, self.column, f"{reason}; write all its values alike")
-            return times
-
-        return times_of
+        assert self.column is not None
+        return of_one_kind(self.column, self.times)
 
     def cuts(self, times: npt.NDArray[np.floating]) -> list[float]:
         """The times where the parts behind train begin."""
@@ -359,24 +357,63 @@ def give_label_values(column: pa.ChunkedArray) -> str:
 
 def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
     """(N,) times as numbers: microseconds where they are dates, NaN where missing. BadValue where one is neither."""
+    array = plain_times(column, array)
+    if pa.types.is_string(array.type):
+        with suppress(pa.ArrowException):
+            return numbers_of(column, array.cast(pa.float64()))
+        dates = as_dates(array, "us")
+        if dates is not None:
+            return numbers_of(column, dates)
+        check_utf8(column, as_array(array))
+        first = None
+        for row, value in enumerate(array.to_pylist()):
+            if value is None:
+                continue
+            date = as_dates(pa.array([value]), "us")
+            if date is None:
+                raise BadValue(row, column, f"{value[:40]!r} is no time, as 2026-01-31 12:00:00 is")
+            first = first or date.type
+            if date.type != first:
+                zone = "no" if date.type.tz is None else "a"
+                reason = f"{value[:40]!r} has {zone} time zone, unlike the times before; write all its values alike"
+                raise BadValue(row, column, reason)
+    return numbers_of(column, array)
+
+
+def plain_times(column: str, array: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Times without a dictionary, texts of them as strings, of which the empty one is a missing time."""
     if pa.types.is_large_string(array.type) or pa.types.is_dictionary(array.type):  # as pandas and polars write texts
         array = decoded(column, as_array(array))
         array = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
-    if pa.types.is_string(array.type):
-        array = pc.if_else(pc.equal(array, ""), None, array)
+    return pc.if_else(pc.equal(array, ""), None, array) if pa.types.is_string(array.type) else array
+
+
+def as_dates(texts: pa.Array | pa.ChunkedArray, unit: Literal["us", "ns"]) -> pa.Array | pa.ChunkedArray | None:
+    """Timestamps of texts; None where one is no date, or not in the range of the unit."""
+    texts = pc.replace_substring_regex(texts, r"(\.\d{6})\d+" if unit == "us" else r"(\.\d{9})\d+", r"\1")
+    texts = pc.replace_substring_regex(texts, r" UTC$", "Z")
+    for zone in (None, "UTC"):  # all with a zone, as 2026-01-31T12:00:00Z, or none
         with suppress(pa.ArrowException):
-            return numbers_of(column, array.cast(pa.float64()))
-        array = pc.replace_substring_regex(array, r"(\.\d{6})\d+", r"\1")  # of nanoseconds
-        array = pc.replace_substring_regex(array, r" UTC$", "Z")
-        for zone in (None, "UTC"):  # all with a zone, as 2026-01-31T12:00:00Z, or none
-            with suppress(pa.ArrowException):
-                return numbers_of(column, array.cast(pa.timestamp("us", zone)))
-        for row, value in enumerate(array.to_pylist()):
-            try:
-                pa.array([value]).cast(pa.timestamp("us"))
-            except pa.ArrowException:
-                raise BadValue(row, column, f"{value[:40]!r} is no time, as 2026-01-31 12:00:00 is") from None
-    return numbers_of(column, array)
+            return texts.cast(pa.timestamp(unit, zone))
+    return None
+
+
+def of_one_kind(column: str, times_of: Callable[[pa.Table], Times]) -> Callable[[pa.Table], Times]:
+    """Return `times_of` for one table after the other. BadValue where some have dates, and others plain numbers."""
+    first = ""
+
+    def checked(table: pa.Table) -> Times:
+        nonlocal first
+        times = times_of(table)
+        if table.num_rows:
+            kind = "dates" if has_dates(table.column(column)) else "numbers"
+            first = first or kind
+            if kind != first:
+                reason = f"has {kind}, and {first} in the rows before, with which they have no order"
+                raise BadValue(0, column, f"{reason}; write all its values alike")
+        return times
+
+    return checked
 
 
 def has_dates(array: pa.ChunkedArray) -> bool:

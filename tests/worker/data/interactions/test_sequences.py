@@ -101,3 +101,13 @@ def test_a_line_that_is_no_action_is_named(path):
     path.write_text("1 2\n1 x\n")
     with pytest.raises(JobError, match=r"actions\.txt:2"):
         ActionSequences.read(path)
+
+
+def test_files_without_users_to_learn_from_are_refused_and_without_any_to_evaluate_remarked_on(tmp_path, caplog):
+    path = tmp_path / "actions.txt"
+    path.write_text("0 0\n1 1\n2 2\n2 3\n2 4\n")
+    with pytest.raises(JobError, match=r"actions.txt: no user has two actions to learn from"):
+        ActionSequences.read(path)
+    path.write_text("0 0\n0 1\n1 2\n1 3\n")
+    assert ActionSequences.read(path).num_samples("train") == 2
+    assert "no user has 3 actions, so that nobody is evaluated" in caplog.text

@@ -2,6 +2,7 @@
 
 import datetime as dt
 import gzip
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -87,7 +88,9 @@ def test_the_latest_items_of_users_who_have_more_are_held_out(plays):
 CODED = pa.dictionary(pa.int32(), pa.string())
 
 
-@pytest.mark.parametrize("kind", [pa.int64(), pa.int16(), pa.string(), pa.large_string(), CODED])
+@pytest.mark.parametrize(
+    "kind", [pa.int64(), pa.int16(), pa.uint64(), pa.decimal128(38, 0), pa.string(), pa.large_string(), CODED]
+)
 def test_ids_of_any_type_stand_for_the_same_users(tmp_path, kind):
     ids = pa.array([30, 4, 30, 100]).cast(pa.string() if pa.types.is_dictionary(kind) else kind)
     table = pa.table({"who": ids.cast(kind), "what": ["a", "b", "b", " b "], "at": [1, 2, 3, 4]})
@@ -96,6 +99,13 @@ def test_ids_of_any_type_stand_for_the_same_users(tmp_path, kind):
     pairs, names = tables(tmp_path).read()
     assert (names.users, names.items) == (("100", "30", "4"), ("a", "b"))
     assert named(pairs["train"], names) == [("30", "a"), ("4", "b"), ("30", "b"), ("100", "b")]
+
+
+def test_a_parquet_file_without_rows_is_a_part_of_a_table_as_any_other(tmp_path):
+    for name, rows in (("a", 0), ("b", 2), ("c", 0)):
+        pq.write_table(table_of().slice(0, rows), tmp_path / f"{name}.parquet")
+    pairs, names = tables(tmp_path).read()
+    assert named(pairs["train"], names) == [("Ann", "x"), ("bob", "x")]
 
 
 def test_a_request_has_the_ids_of_training_and_unknown_names_share_one_that_nothing_trains(plays):
@@ -122,6 +132,14 @@ def test_a_table_of_its_own_may_have_users_and_items_that_train_has_not(tmp_path
     assert len(pairs["train"][0]) == len(ROWS)
 
 
+def test_a_table_to_be_found_may_have_another_format(tmp_path, plays):
+    pq.write_table(table_of([("bob", "w", 2)]), tmp_path / "test.parquet")
+    both = InteractionTables(files={"train": [plays], "test": [tmp_path / "test.parquet"]}, **COLUMNS)
+    both.look()
+    pairs, names = both.read()
+    assert named(pairs["test"], names) == [("bob", "w")]
+
+
 def test_sequences_of_a_table_are_those_of_the_file_with_numbers(tmp_path):
     rows = [(f"u{i * 7 % 5}", f"i{i * 5 % 9}", f"2026-01-01 00:00:{i:02}") for i in range(40)]
     pq.write_table(table_of(rows[::-1]), tmp_path / "plays.parquet")
@@ -138,12 +156,19 @@ def test_sequences_of_a_table_are_those_of_the_file_with_numbers(tmp_path):
     assert ids.tolist() == [[2, 1, -1, -1, 7, 9]]
 
 
+def test_pairs_to_be_found_have_the_history_with_which_the_model_is_evaluated(plays):
+    pairs, names = tables(plays).read()
+    data = InteractionLists(hold_out_latest(pairs["train"], 1), names=names, history=2)
+    (batch,), (users,) = data.evaluate("test", 0, 1, 9), data.users("test", 0, 1, 9)
+    assert batch.ids[:, [0, 2, 3]].tolist() == users.ids.tolist()
+
+
 @pytest.mark.parametrize(
     ("text", "where", "reason"),
     [
         ("a,x,1\n,x,2\n", "plays.csv:3", "the user is missing: leave the row out"),
         ("a,x,1\na, ,2\n", "plays.csv:3", "the item is missing"),
-        ("a,x,1\na,y,\n", "plays.csv:3", "has no time"),
+        ("a,x,1\na,y,\n", "plays.csv:3", "the time is missing: leave the row out"),
         ("a,x,2026-01-01\na,y,soon\n", "plays.csv:3", "'soon' is no time"),
     ],
 )
@@ -154,18 +179,78 @@ def test_a_value_that_is_missing_is_refused_with_its_line(tmp_path, text, where,
             call()
 
 
+NS = 1_767_225_600_000_000_000  # 2026-01-01
+TIMES = {  # name: times of a nanosecond apart
+    "integers": lambda n: NS + n,
+    "texts of integers": lambda n: str(NS + n),
+    "timestamps": lambda n: pa.scalar(NS + n, pa.timestamp("ns", "UTC")),
+    "texts of dates": lambda n: f"2026-01-01T00:00:00.{n:09}Z",
+}
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_times_a_nanosecond_apart_are_in_their_order(tmp_path, kind):
+    for part, numbers in enumerate(([3, 0], [2, 1])):
+        times = pa.array([TIMES[kind](n) for n in numbers])
+        table = pa.table({"who": [f"u{n}" for n in numbers], "what": ["x", "y"], "at": times})
+        pq.write_table(table, tmp_path / f"{part}.parquet")
+    pairs, names = tables(tmp_path).read()
+    assert [user for user, _ in named(pairs["train"], names)] == ["u0", "u1", "u2", "u3"]
+
+
+FAR = {  # of which nanoseconds cannot tell, beside times of today
+    "texts": ["9999-12-31 00:00:00", "0001-01-01 00:00:00"],
+    "timestamps": pa.array([253_402_214_400, -62_135_596_800], pa.timestamp("s")),
+    "floats": [3e18, -3e18],
+}
+
+
+@pytest.mark.parametrize("kind", FAR)
+def test_times_far_from_today_are_in_their_order(tmp_path, kind):
+    now = {"texts": ["2026-01-01 00:00:00"], "timestamps": pa.array([NS], pa.timestamp("ns")), "floats": [NS]}[kind]
+    pq.write_table(pa.table({"who": ["now"], "what": ["x"], "at": now}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"who": ["last", "first"], "what": ["x", "x"], "at": FAR[kind]}), tmp_path / "b.parquet")
+    pairs, names = tables(tmp_path).read()
+    assert [user for user, _ in named(pairs["train"], names)] == ["first", "now", "last"]
+
+
 def test_text_of_another_encoding_is_refused_with_the_field_to_give(tmp_path):
     (tmp_path / "plays.csv").write_bytes("who,what,at\nJürgen,x,1\n".encode("cp1252"))
     with refused(JobError, "plays.csv:2", "give encoding: cp1252 (with data.reader tabular, lists or sequences)"):
         tables(tmp_path / "plays.csv").read()
 
 
+@pytest.mark.parametrize("user", [1.5, True, [1]])
+@pytest.mark.parametrize("column", ["who", "at"])
+def test_a_value_of_a_wrong_type_in_json_is_refused_where_nobody_looked_before(tmp_path, column, user):
+    row = {"who": 1, "what": "x", "at": 1, column: [1] if column == "at" else user}
+    (tmp_path / "plays.jsonl").write_text(json.dumps(row) + "\n")
+    with refused(JobError, "plays.jsonl:1", f"'{column}'", "is "):
+        tables(tmp_path / "plays.jsonl").read()
+
+
 @pytest.mark.parametrize("values", [[1.5, 2.0], [[1], [2]], [dt.date(2026, 1, 1)] * 2, [True, False], [b"a", b"b"]])
 def test_users_are_texts_or_integers(tmp_path, values):
     table = pa.table({"who": values, "what": ["a", "b"], "at": [1, 2]})
     pq.write_table(table, tmp_path / "plays.parquet")
-    with refused(JobError, "plays.parquet", "column 'who' is ", "users are texts or integers"):
+    with refused(JobError, "plays.parquet", "column 'who': is ", "users are texts or integers"):
         tables(tmp_path / "plays.parquet").look()
+
+
+def test_floats_as_pandas_makes_of_integers_with_missing_cells_are_refused_with_the_cast(tmp_path):
+    pq.write_table(pa.table({"who": [7.0, None], "what": ["a", "b"], "at": [1, 2]}), tmp_path / "plays.parquet")
+    with refused(JobError, "plays.parquet", "column 'who': is double", "leave these rows out", "to Int64"):
+        tables(tmp_path / "plays.parquet").look()
+
+
+@pytest.mark.parametrize(("file", "line"), [("a.jsonl", 4001), ("b.jsonl", 1)])
+def test_a_float_behind_integers_is_named_with_its_file_and_line(tmp_path, file, line):
+    rows = "".join(f'{{"who": {n}, "what": {n}, "at": {n}}}\n' for n in range(4000))  # more than are looked at first
+    (tmp_path / "a.jsonl").write_text(rows)
+    with (tmp_path / file).open("a") as end:
+        end.write('{"who": 7.0, "what": 1, "at": 1}\n')
+    with refused(JobError, f"{file}:{line}: ", "column 'who'", "to Int64"):
+        tables(tmp_path).read()
 
 
 JOB = {

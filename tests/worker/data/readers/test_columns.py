@@ -92,6 +92,16 @@ def test_a_line_break_is_named_with_its_row_where_others_share_the_dictionary(tm
     assert ids[:, 0].tolist() == es.hash_ids("user", ["a", "b", "a"]).tolist()
 
 
+@pytest.mark.parametrize("feature", [{}, {"type": "number"}, {"type": "list", "separator": "|"}])
+def test_a_text_that_is_not_utf_8_is_named_with_its_row(feature):
+    _, ends, data = pa.array([b"1", b"2", b"J\xfcrgen", b"4"]).buffers()
+    texts = pa.StringArray.from_buffers(4, ends, data)
+    for column in (texts[1:], pa.chunked_array([texts[1:2], texts[2:]])):
+        with pytest.raises(BadValue, match=r"column 'user': b'J\\xfcrgen' is not UTF-8") as found:
+            Preprocessor({"user": FeatureSpec(**feature), "age": FeatureSpec()})({"user": column, "age": ["a"] * 3})
+        assert found.value.row == 1
+
+
 def test_columns_of_other_lengths_are_refused():
     preprocessor = Preprocessor({"user": FeatureSpec(), "age": FeatureSpec(type="number")})
     with pytest.raises(ValueError, match="user 2, age 1"):

@@ -58,6 +58,21 @@ def test_times_as_other_programs_write_them_split_rows(tmp_path):
         assert section.fit(tmp_path, 0).fitted["samples"] == {"train": 3, "test": 1}
 
 
+@pytest.mark.parametrize(
+    ("times", "row", "reason"),
+    [
+        (["2026-01-01T00:00:00Z", "soon"], 2, "'soon' is no time"),
+        (["2026-01-01T00:00:00Z", "2026-01-02 00:00:00"], 2, "'2026-01-02 00:00:00' has no time zone"),
+        (["2026-01-01 00:00:00.123456789", "", "2026-01-02 00:00:00 UTC"], 3, "00 UTC' has a time zone, unlike"),
+    ],
+)
+def test_the_first_time_that_is_none_or_of_another_zone_is_named(tmp_path, times, row, reason):
+    columns = {"user": ["u"] * len(times), "time": times}
+    section = section_of(tmp_path, columns, "{user: {}}", split={"by": "time", "column": "time", "valid": 0.5})
+    with pytest.raises(JobError, match=rf"row {row}: column 'time': .*{reason}"):
+        section.look(tmp_path)
+
+
 @pytest.mark.parametrize("ending", ["parquet", "jsonl"])
 def test_a_row_with_lists_is_in_one_split_however_many_workers_read(tmp_path, ending):
     rows = 400

@@ -1,9 +1,12 @@
 """Which rows of a dataset each worker has, with a stand-in for Ray Data; tests/deploy/test_ray.py has a cluster."""
 
+import pickle
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pytest
 
 from embershard.proto.errors import JobError
@@ -59,6 +62,33 @@ def test_a_column_that_is_missing_is_named_before_training(tables):
     other = RayTables(names=("mine:rows",), kind="", part="train", wanted={"user": ("text", "x")}, to_samples=samples)
     with pytest.raises(JobError, match="no column 'user'"):
         other.check()
+
+
+class FileRows(Rows):
+    """What ray.data.read_csv gives of a file."""
+
+    def __init__(self, names, **options):
+        self._table = pa.csv.read_csv(names[0], **pickle.loads(pickle.dumps(options)))  # for a process of Ray's
+
+    def select_columns(self, names):
+        self._table = self._table.select(names)
+        return self
+
+
+def test_ids_of_csv_stay_texts_whatever_number_they_look_like(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("user,price\n007,1\n12e3,2\n")
+    data = SimpleNamespace(read_csv=FileRows)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=data))
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    wanted, found = {"user": ("text", "x"), "price": ("number", "x")}, []
+
+    def keep(table, part):
+        found.append(table.to_pydict())
+        return Samples(np.empty((2, 0), np.int64), None, np.zeros(2, np.float32))
+
+    tables = RayTables(names=(str(tmp_path / "a.csv"),), kind="csv", part="train", wanted=wanted, to_samples=keep)
+    list(tables.blocks(0, 1, None))
+    assert found == [{"user": ["007", "12e3"], "price": [1, 2]}]
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):

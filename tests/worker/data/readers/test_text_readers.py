@@ -1,4 +1,5 @@
 import gzip
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -139,11 +140,21 @@ def test_a_number_that_is_none_and_bytes_that_are_no_text_are_a_bad_line(tmp_pat
         CtrCsv({"train": path}, Columns(numeric=("n",)))
 
 
+def test_columns_of_each_file_are_found_by_their_names(tmp_path):
+    train = write(tmp_path / "train.csv", TEXT)
+    valid = write(tmp_path / "valid.csv", "note,item,label,user\nx,5,1,0\n,6,0,1\n,7,0,2\n")
+    for reader in (CtrCsv, partial(CtrCsvStream, num_ids=8)):
+        data = reader({"train": train, "valid": valid}, GLOBAL)
+        one, other = only(data), only(data, "valid")
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.labels.tolist() == other.labels.tolist()
+
+
 @pytest.mark.parametrize(
     ("files", "columns", "error"),
     [
         ({"train": TEXT}, Columns(label="click"), r"train\.csv:1: no column 'click' \(there are: label, user, item\)"),
-        ({"train": TEXT, "valid": "label,item,user\n1,2,3\n"}, Columns(), r"valid\.csv:1: its columns differ"),
+        ({"train": TEXT, "valid": "label,item\n1,2\n"}, Columns(), r"valid\.csv:1: no column 'user', which is read"),
         ({"train": "label,u,u\n1,2,3\n"}, Columns(), r"train\.csv:1: column 'u' occurs twice"),
         ({"train": "label,u\n"}, Columns(), r"train\.csv: no line of data"),
         ({"valid": TEXT}, Columns(), "no train file"),
