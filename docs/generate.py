@@ -219,8 +219,8 @@ def command_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Every command with its arguments and options, as `--help` shows them. `--ps` names shards in all of them; the",
-        "environment variable EMBERSHARD_PS stands in where it is not given, and options of the command override that.",
+        "Every command with its arguments and options, as `--help` shows them. `--ps` names the shards of a command.",
+        "Without it, the environment variable EMBERSHARD_PS names them, unless an option contradicts it (`--shards`).",
         "",
     ]
     for name in COMMANDS:

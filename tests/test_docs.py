@@ -195,3 +195,26 @@ def test_links_lead_to_files(page):
     for target, source in links(page):
         path = Path(target or source)
         assert (page.parent / path).exists() or path.parts[-2:-1] == ("reference",), f"{page}: {path}"
+
+
+def headings(page):
+    return re.findall(r"(?m)^#{1,3} (.*)$", re.sub(r"(?ms)^```.*?^```$", "", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_anchors_lead_to_headings(page):
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text())
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", text):
+        other = page.parent / target if target else page
+        if other.parent.name != "reference":
+            assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings(other)], other
+
+
+def test_the_code_names_pages_and_headings_that_are_there():
+    folders = ("deploy", "proto", "ps", "worker", "src/embershard")
+    code = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(code) > 200
+    for path in code:
+        for name, heading in re.findall(r'(docs/[\w/-]+\.md)(?:, "([^"]+)")?', path.read_text()):
+            assert (ROOT / name).exists(), f"{path}: {name}"
+            assert not heading or heading in headings(ROOT / name), f"{path}: {name}, {heading!r}"

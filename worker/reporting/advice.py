@@ -84,7 +84,7 @@ def _for_workers(job: Job) -> str:
         "look first for a worker that always lags (embershard status). "
         f"train.staleness: {max(4, 2 * bound)} lets workers run further ahead of the slowest one, off without a bound; "
         "rows then miss more pushes of the others, and runs differ in their bits "
-        '(docs/measurements.md, "Quality in every mode")'
+        '(docs/measurements.md, "Quality in six modes")'
     )
 
 
