@@ -31,15 +31,25 @@ class Started(Exception):
     """A shard or a run was about to be started."""
 
 
+MODULES = {"mine_codec": HALF_CODEC, "mine_optimizer": OPTIMIZER, "mine_broken": "raise ValueError('sad')"}
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """A folder of modules, which are compiled once."""
+    folder = tmp_path_factory.mktemp("modules")
+    for name, text in MODULES.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A job and some modules here; nothing can be started."""
+def folder(tmp_path, monkeypatch, modules):
+    """A job here, and some modules that can be imported; nothing can be started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    modules = {"mine_codec": HALF_CODEC, "mine_optimizer": OPTIMIZER, "mine_broken": "raise ValueError('sad')"}
-    for name, text in modules.items():
+    monkeypatch.setattr(sys, "path", [str(modules), *sys.path])
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-        (tmp_path / f"{name}.py").write_text(text)
     importlib.invalidate_caches()
     (tmp_path / "job.yaml").write_text(JOB)
 

@@ -49,9 +49,9 @@ from harness.job import make_job
 from harness.raises import raises
 
 STOPPING = {"epochs": 9, "lr_schedule": {"name": "plateau"}, "early_stop": {"patience": 2}}
-SWITCHED = {  # before and after step 28
-    "push": {"at": {0: "none", 20: "topk:0.2+int8", 40: "int8"}},
-    "dense": {"push": {"at": {0: "powersgd:1", 35: "dgc:0.1"}}, "pull": "delta"},
+SWITCHED = {  # before and after step 14
+    "push": {"at": {0: "none", 10: "topk:0.2+int8", 20: "int8"}},
+    "dense": {"push": {"at": {0: "powersgd:1", 17: "dgc:0.1"}}, "pull": "delta"},
     "momentum": 0.9,
 }
 
@@ -123,15 +123,16 @@ def every(evaluate, checkpoint):
     return {"evaluate": {"every": evaluate}, "checkpoint": {"every": checkpoint}}
 
 
+TWO = {"epochs": 2}
 RESUMED = {
-    "epochs": (28, {}),
-    "in the middle of an epoch": (30, {"train": {"steps": 50}, **every(20, 15)}),
+    "epochs": (14, {"train": TWO}),
+    "in the middle of an epoch": (18, {"train": {"steps": 30}, **every(20, 9)}),
     "early stop": (28, {"train": STOPPING, "model": {"name": "fm"}, "embedding": STANDING}),
-    "average": (14, {"train": {"epochs": 3, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}),
-    "dense weights in the worker": (28, {"strategy": "hybrid"}),
-    "no shards": (28, {"strategy": "local", "dense": {"optimizer": ADAM}}),
-    "local steps": (20, {"train": {"steps": 50, "staleness": "local(7)"}, **every(30, 20)}),
-    "cache": (30, {"train": {"steps": 50, "prefetch": None}, **every(50, 15), "embedding": CACHED}),
+    "average": (14, {"train": {**TWO, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}),
+    "dense weights in the worker": (14, {"train": TWO, "strategy": "hybrid"}),
+    "no shards": (14, {"train": TWO, "strategy": "local", "dense": {"optimizer": ADAM}}),
+    "local steps": (10, {"train": {"steps": 30, "staleness": "local(7)"}, **every(20, 10)}),
+    "cache": (15, {"train": {"steps": 30, "prefetch": None}, **every(30, 15), "embedding": CACHED}),
     "increments": (
         13,
         {
@@ -141,7 +142,10 @@ RESUMED = {
             "checkpoint": INCREMENTS,
         },
     ),
-    "codecs by a schedule": (28, {"compression": SWITCHED, "dense": {"optimizer": {"name": "sgd", "lr": 0.01}}}),
+    "codecs by a schedule": (
+        14,
+        {"train": TWO, "compression": SWITCHED, "dense": {"optimizer": {"name": "sgd", "lr": 0.01}}},
+    ),
 }
 
 
