@@ -312,12 +312,17 @@ def test_files_that_were_named_and_never_written_do_not_break_the_chain_of_segme
     assert read(disk)[0] == again.appended
 
 
-@pytest.mark.parametrize("seed", range(150))
+def seeds(first, count):
+    """So many of them, of which the first run always."""
+    return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= first)) for seed in range(count)]
+
+
+@pytest.mark.parametrize("seed", seeds(75, 150))
 def test_a_loss_of_power_in_mode_fsync_takes_nothing_that_was_acknowledged(seed):
     survive_power_losses("fsync", seed)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(25, 50))
 def test_a_loss_of_power_in_mode_log_leaves_a_prefix_or_an_error(seed):
     survive_power_losses("log", seed)
 

@@ -75,7 +75,7 @@ def rows_of(session, shard):
     ("staleness", "local_steps", "prefetch"),
     [(0, None, False), (0, 1, False), (0, None, True), (1, None, False), (1, 1, False)],
 )
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 9], ids=["each place", "a ninth"])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 17], ids=["each place", "a seventeenth"])
 def test_workers_of_one_clock_go_on_after_a_ctrl_c_inside_a_step(make_wires, staleness, local_steps, prefetch, every):
     terms = Terms(workers=2, staleness=staleness, wait_timeout=timedelta(seconds=2))
     place, counts = 1, Counter()

@@ -302,7 +302,7 @@ def test_whatever_a_loop_does_the_bits_are_the_same(wire, act, max_norm):
     compare_loops(wire, [act, ordinary] * 4, max_norm, seed=0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 12))])
 def test_random_loops_with_random_delays_have_the_same_bits(wire, seed):
     dice = random.Random(seed)
     acts = [dice.choice([ordinary, *ACTS.values()]) for _ in range(8)]

@@ -25,7 +25,7 @@ from embershard.worker.training.evaluate import Evaluator
 from embershard.worker.training.trainer import OtherRows, Trainer
 from harness.clicks import NUM_IDS, Notes, click_data, click_job
 
-WORKERS, SAMPLES, HELD_OUT, EPOCHS = 3, 900, 200, 3
+WORKERS, SAMPLES, HELD_OUT, EPOCHS = 3, 600, 200, 3
 
 
 class Killed(Exception):

@@ -52,7 +52,7 @@ MODELS = {
 def test_the_same_seed_gives_the_same_run_with_prefetch_or_without(make_session, name):
     def figures(shards, **train):
         session = make_session(shards)
-        found = run(session, click_job(name, model=MODELS[name], train=train))[0]
+        found = run(session, click_job(name, model=MODELS[name], train=train), dataset(1000))[0]
         assert session.missed_reads == 0
         return found.figures, found.steps
 
