@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,27 @@ def train(*sets):
     return notes
 
 
+@pytest.fixture(scope="module")
+def runs():
+    """By their settings: what `train` gave, and a copy of the checkpoints."""
+    return {}
+
+
+@pytest.fixture
+def trained(runs, tmp_path_factory):
+    """As `train`, with the checkpoints of an earlier test's run where that had these settings: all have one data."""
+
+    def make(*sets):
+        if sets in runs:
+            shutil.copytree(runs[sets][1], "checkpoints")
+        else:
+            notes = train(*sets)
+            runs[sets] = notes, shutil.copytree("checkpoints", tmp_path_factory.mktemp("run") / "checkpoints")
+        return runs[sets][0]
+
+    return make
+
+
 def embershard(*words, sets=()):
     words = [*words, *(word for one in sets for word in ("--set", one))]
     result = CliRunner().invoke(app, words, standalone_mode=False)
@@ -80,8 +102,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("sets", CASES.values(), ids=CASES)
-def test_a_checkpoint_has_the_figures_that_its_run_has_reported(sets):
-    notes = train(*sets)
+def test_a_checkpoint_has_the_figures_that_its_run_has_reported(trained, sets):
+    notes = trained(*sets)
     best = evaluate("checkpoints", sets=sets)
     assert best["valid"] == notes.result.figures["valid"] == notes.evaluations[0].figures["valid"]
     assert (Path(best["checkpoint"]).name, best["step"]) == (BEST, 6)
@@ -96,8 +118,8 @@ def test_a_checkpoint_has_the_figures_that_its_run_has_reported(sets):
 
 
 @pytest.mark.parametrize("sets", CASES.values(), ids=CASES)
-def test_an_export_holds_the_weights_that_were_evaluated(sets):
-    notes = train(*sets)
+def test_an_export_holds_the_weights_that_were_evaluated(trained, sets):
+    notes = trained(*sets)
     for words, number, step in (((), 0, 6), (("--latest",), -1, 18)):
         output = embershard("export", "job.yaml", "checkpoints", "out", *words, sets=sets)
         assert output.startswith(f"from {Path('checkpoints').absolute()}/step-{step:09d}, of step {step}\n")
@@ -113,9 +135,9 @@ def test_an_export_holds_the_weights_that_were_evaluated(sets):
 
 
 @pytest.mark.parametrize("halved", [(), ("data.halve_valid_by=user",)])
-def test_a_new_file_is_scored_alone_by_the_jobs_reader(halved):
+def test_a_new_file_is_scored_alone_by_the_jobs_reader(trained, halved):
     sets = ("strategy=local", *halved)
-    train(*sets)
+    trained(*sets)
     own = evaluate("checkpoints", sets=sets)
     new, valid = (evaluate("checkpoints", "--on", name, sets=sets) for name in ("new.csv", "valid.csv"))
     assert new["new.csv"]["samples"] == valid["valid.csv"]["samples"] == 300
@@ -135,8 +157,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "error"), WRONG.values(), ids=WRONG)
-def test_a_file_that_cannot_be_scored_is_named(text, error):
-    train("strategy=local", "train.epochs=1")
+def test_a_file_that_cannot_be_scored_is_named(trained, text, error):
+    trained("strategy=local", "train.epochs=1")
     if text is not None:
         Path("wrong.csv").write_text(text)
     with pytest.raises(error, match=r"wrong\.csv"):
