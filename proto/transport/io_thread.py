@@ -1,4 +1,4 @@
-"""The I/O thread of this process, and sockets: how they find a shard on this machine, and notice that one is gone."""
+"""The I/O thread of this process, and how it finds a shard that runs on the same machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import struct
 import sys
 import threading
-from contextlib import suppress
 
 import uvloop
 
@@ -16,10 +15,6 @@ from embershard.proto.transport.shared_socket import Poller
 from embershard.proto.wire import local_socket
 
 _END_SECONDS = 5.0  # for what the thread does now
-# The system's own defaults for TCP are hours: to ask the other end first after two of them, and to send again for a
-# quarter of one.
-_IDLE_SECONDS, _PAUSE_SECONDS, _PROBES = 10, 5, 3  # also sooner than firewalls forget a connection
-_UNANSWERED_SECONDS = 25  # less than half of a call's timeout: a call still has time for another connection
 
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
@@ -131,23 +126,3 @@ def connect_local(name: str) -> socket.socket | None:
         pass
     sock.close()
     return None
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Have the system ask the other end's system whether it is there while nothing is sent."""
-    with suppress(OSError):  # the connection has ended
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("KEEPIDLE", _IDLE_SECONDS), ("KEEPINTVL", _PAUSE_SECONDS), ("KEEPCNT", _PROBES)):
-            _set_tcp(sock, name, value)
-
-
-def end_unanswered(sock: socket.socket) -> None:
-    """Have the system end the connection once the other end's system has long not taken what was sent."""
-    with suppress(OSError):
-        _set_tcp(sock, "USER_TIMEOUT", 1000 * _UNANSWERED_SECONDS)
-
-
-def _set_tcp(sock: socket.socket, name: str, value: int) -> None:
-    option = getattr(socket, f"TCP_{name}", None)  # which only some systems have
-    if option is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -30,9 +30,9 @@ from embershard.proto.protobuf import read
 from embershard.proto.security.tokens import pack_token
 from embershard.proto.shared_memory import Process, SharedHeap, shared_heap
 from embershard.proto.timing import span
-from embershard.proto.transport.io_thread import end_unanswered, keep_alive, peer_credentials
+from embershard.proto.transport.io_thread import peer_credentials
 from embershard.proto.transport.shared_socket import Poller, SharedSocket, SocketProtocol
-from embershard.proto.transport.transport import TransportClosed, Unreachable
+from embershard.proto.transport.transport import TransportClosed, Unreachable, end_unanswered, keep_alive
 from embershard.proto.wire import (
     HELLO_BYTES,
     IN_FRAME,

@@ -194,11 +194,10 @@ class LogFolder:
                     "restarted before everything was on disk",
                     self.folder, end.position.lsn, end.lost_records,
                 )  # fmt: skip
-            self.disk.sync_folder(self.folder)  # a loss of power must not bring a manifest back that names what goes
-            self._remove_other_bases()  # before it waits for room, which half a base may have taken
-            if self.manifest.segment:  # before the cut: it may have no record
+            if self.manifest.segment:  # first: it may have no record
                 self.when_room(partial(self.update_manifest, segment=0), progress)
             kept = self._cut(end.position)  # which frees what the last process had reserved
+            self._remove_other_bases()
             self.when_room(partial(self._check_room, segment_bytes), progress)
             self._inherited = set(kept)
             if mode == "fsync":  # what the last process wrote may be in the kernel only, and is built on from here
@@ -239,10 +238,22 @@ class LogFolder:
                 if self._is_new or error.errno not in _NO_ROOM:
                     raise
                 reason = error.strerror or str(error)
+                if waited == 0 and self._free_room():
+                    continue
                 if waited % _LINE_SECONDS == 0:  # again and again: a supervisor waits as long as there are lines
                     _log.warning("%s: the event log cannot go on: %s; the shard waits for room", self.folder, reason)
             progress.wait_for_room(reason, 1.0)
             waited += 1
+
+    def _free_room(self) -> bool:
+        """Remove bases of ended processes, of which one may have filled the disk; whether there were any."""
+        kept = {base.name for base in self.manifest.bases}
+        if not any(_BASE.fullmatch(name) and name not in kept for name in self.reader.files):
+            return False
+        self.disk.sync_folder(self.folder)  # a loss of power must not bring a manifest back that names what goes
+        self._remove_other_bases()
+        self.reader.files = []  # once: what is full without them has to be waited for
+        return True
 
     def new_base(self, lsn: int) -> Path:
         """A folder for the image of the shard after an event: none has had its name."""

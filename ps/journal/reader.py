@@ -100,7 +100,8 @@ class LogReader:
         self._manifest = manifest
         self.last_group: LogPosition | None = None  # its first record, once all records were read
         self._position = LogPosition(manifest.first_lsn, None, 0)
-        names = sorted(filter(None, map(SegmentName.parse, disk.list(folder))))
+        self.files = disk.list(folder)
+        names = sorted(filter(None, map(SegmentName.parse, self.files)))
         self.segments = [self._stored(name) for name in names]  # by LSN
         self._by_first_lsn = defaultdict(list)
         for segment in self.segments:

@@ -45,7 +45,7 @@ from embershard.proto.messages import (
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.security.tokens import RECORD_BYTES, unpack_token
 from embershard.proto.shared_memory import SharedMemory, is_possible
-from embershard.proto.transport.io_thread import keep_alive
+from embershard.proto.transport.transport import keep_alive
 from embershard.proto.wire import (
     HELLO_BYTES,
     IN_FRAME,

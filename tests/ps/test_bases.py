@@ -631,6 +631,22 @@ def test_half_a_base_does_not_keep_the_room_that_its_log_waits_for(monkeypatch):
     assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
 
 
+def test_a_disk_that_is_full_without_half_a_base_is_waited_for(monkeypatch):
+    one, waits = with_base(), []
+    begun = FOLDER / f"base-{50:020}-{1:016x}"
+    one.disk.make_folder(begun)
+    one.disk.capacity = 2**40
+    one.disk.capacity -= one.disk.free_bytes(FOLDER)
+
+    def wait(*_):
+        waits.append(1)
+        one.disk.capacity = None
+
+    monkeypatch.setattr(RecoveryProgress, "wait_for_room", wait)
+    recovered(one.disk)
+    assert waits == [1]
+
+
 def test_what_an_ended_process_began_is_removed():
     one = with_base()
     begun = FOLDER / f"base-{50:020}-{1:016x}"
