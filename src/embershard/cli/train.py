@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -201,6 +202,8 @@ def train(
     for line in compression_advice(settings):
         say(f"advice: {line}")
     command += _preprocessing(settings, job.parent, folder, checkpoint)
+    # before what an interrupt may end, whose line needs it: half an import cannot be repeated
+    importlib.import_module("embershard.worker.checkpoint.checkpoint")
     made.clear()  # what starts now may leave files in these folders
     began = time.time()
     try:
@@ -250,7 +253,7 @@ def _interrupted(job: Job, folder: Path, ps: str | None, began: float) -> str:
     from embershard.worker.checkpoint.checkpoint import checkpoint_at
 
     found = None
-    with contextlib.suppress(EmbershardError):
+    with contextlib.suppress(Exception):  # of the storage; of an import that the interrupt has ended half-way
         found = checkpoint_at(place)
     if found is None or (job.checkpoint.folder is None and found.manifest.time < began):  # of a run before
         remedy = "" if job.checkpoint.folder is not None else "; to keep some, name checkpoint.folder in the job"
