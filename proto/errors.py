@@ -390,7 +390,7 @@ def log_stalled(reason: str) -> str:
     """Say that changes of a shard's rows wait, since it cannot write its log for this reason of its system."""
     return (
         f"the shard answers pulls, but its event log cannot be written: {reason}; changes wait for room: free disk "
-        "space, or raise the quota"
+        "space, or raise the quota or --log-bytes"
     )
 
 

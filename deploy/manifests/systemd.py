@@ -184,9 +184,7 @@ def _write_to(folders: list[str]) -> list[str]:
     """The lines that let a service write to folders, as far as their permissions do."""
     if not folders:
         return []
-    remark = (
-        "# its own user, and those of the other shards, have to be able to write to all that any of them makes there"
-    )
+    remark = "# the users of all shards need write access to these folders, and to all that is below them"
     return [remark, *(f"ReadWritePaths={_quoted(folder)}" for folder in folders)]
 
 

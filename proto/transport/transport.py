@@ -82,7 +82,11 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def end_unanswered(sock: socket.socket) -> None:
-    """Have the system end the connection once the other end's system has long not taken what was sent."""
+    """Have the system end the connection once the other end's system has not taken what was sent for 25 s.
+
+    That is also so where the other process is stopped, or reads nothing: what was sent is then sent again, once it is
+    there.
+    """
     with suppress(OSError):
         _set(sock, "USER_TIMEOUT", 1000 * _UNANSWERED_SECONDS)
 

@@ -250,9 +250,10 @@ class LogFolder:
         kept = {base.name for base in self.manifest.bases}
         if not any(_BASE.fullmatch(name) and name not in kept for name in self.reader.files):
             return False
-        self.disk.sync_folder(self.folder)  # a loss of power must not bring a manifest back that names what goes
-        self._remove_other_bases()
         self.reader.files = []  # once: what is full without them has to be waited for
+        with suppress(OSError):  # of a full disk, too
+            self.disk.sync_folder(self.folder)  # a loss of power must not bring a manifest back that names what goes
+            self._remove_other_bases()
         return True
 
     def new_base(self, lsn: int) -> Path:

@@ -68,6 +68,7 @@ class Journal:
         self._sync_at = 0.0  # when it has to be
         self._synced_bytes = 0  # of _written_bytes
         self._stalled: OSError | None = None
+        self._refused_bytes = 0  # of the largest event that could not be logged since one was
         self._is_closed = False
 
     @property
@@ -83,13 +84,17 @@ class Journal:
     def check_room(self, num_bytes: int) -> None:
         """Before an event is applied: LogStalled where it could not be logged, ShardBusy where too much waits."""
         waiting = self.waiting_bytes
-        if reason := self.stalled(num_bytes):
+        if reason := self._reason(num_bytes):
+            self._refused_bytes = max(self._refused_bytes, num_bytes)
             raise LogStalled(path=str(self.segments.folder), reason=reason, retry_after_ms=RETRY_MS)
         if waiting and waiting + num_bytes > self._max_waiting_bytes:
             raise ShardBusy(queued_bytes=waiting, retry_after_ms=RETRY_MS // 10)
 
-    def stalled(self, num_bytes: int = 0) -> str:
-        """Why an event of so many bytes could not be logged; empty where it can."""
+    def stalled(self) -> str:
+        """Why events cannot be logged, as large as the one that was refused; empty where they can."""
+        return self._reason(self._refused_bytes)
+
+    def _reason(self, num_bytes: int) -> str:
         error = self._stalled
         if error is None and self.segments.room_bytes < self.waiting_bytes + num_bytes:
             error = self.segments.no_room

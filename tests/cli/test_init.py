@@ -478,6 +478,13 @@ def test_a_label_of_two_texts_is_declared(texts, positive):
     assert set(batch.labels.tolist()) == {0.0, 1.0}
 
 
+def test_a_label_of_two_texts_is_found_beside_a_column_of_minus_one_and_one():
+    rows = [{"user": f"u{n % 7}", "bought": "yn"[n % 2], "side": 2 * (n // 2 % 2) - 1} for n in range(200)]
+    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
+    run("a.parquet")
+    assert load_job(Path("job.yaml")).data.label == ("bought",)
+
+
 LABELS = {  # name: (what it writes into a file, its values, label_values)
     "parquet": ("a.parquet", (-1, 1), ("-1", "1")),
     "csv": ("a.csv", ("-1", "1"), ("-1", "1")),
@@ -650,7 +657,7 @@ def test_a_word_for_a_missing_user_is_remarked_on(user, word):
     lines = [f"{name if place % 50 else word},i{place % 7},{1_700_000_000 + place}" for place, name in enumerate(users)]
     Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
     run("plays.csv", "--user", "user", "--item", "item")
-    assert f'# "{word}" is read as user of that name: leave its rows out' in Path("job.yaml").read_text()
+    assert f'# "{word}" is read as the user of that name: leave its rows out' in Path("job.yaml").read_text()
 
 
 def test_users_that_are_floats_are_refused():

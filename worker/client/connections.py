@@ -176,7 +176,7 @@ class ShardConnections:
         """
         whole = left = self.timeout if timeout is None else timeout
         start, deadline = time.perf_counter(), Deadline(left, self.clock)
-        stalled = Deadline(self.recovery_timeout, self.clock)  # for shards that cannot write their logs
+        stalled: Deadline | None = None  # for shards that cannot write their logs, once one has said so
         held = 0.0  # seconds, for other workers
         outcomes: dict[int, Outcome] = {}
         waiting = requests
@@ -192,13 +192,15 @@ class ShardConnections:
                             self._poller.end()
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
-                    recovers = awaits_recovery and self._comes_back(waiting, outcomes, stalled)
+                    if stalled is None and any(isinstance(outcomes.get(shard), LogStalled) for shard in waiting):
+                        stalled = Deadline(self.recovery_timeout, self.clock)
+                    comes_back = awaits_recovery and self._comes_back(waiting, outcomes, stalled)
                     pause = max(pause, _wanted_pause(waiting, outcomes, self.clock))
                     if any(isinstance(outcomes.get(shard), _AnswersAgain) for shard in waiting):
                         pause = 0.0
-                    if not waiting or not (sleep(pause, deadline) or recovers):
+                    if not waiting or not (sleep(pause, deadline) or comes_back):
                         break
-                    if recovers:
+                    if comes_back:
                         deadline = Deadline(whole, self.clock)
                     left = deadline.remaining
                 for shard in waiting:
@@ -260,14 +262,16 @@ class ShardConnections:
                 del waiting[shard]
         return waiting
 
-    def _comes_back(self, waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome], stalled: Deadline) -> bool:
+    def _comes_back(
+        self, waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome], stalled: Deadline | None
+    ) -> bool:
         """Whether a shard that is asked again recovers its rows, or has no room for its log, and may go on with it."""
         earliest = self.clock.now() - self.recovery_timeout.total_seconds()
         for shard in waiting:
             outcome, connection = outcomes.get(shard), self._connections[shard]
             if isinstance(outcome, ShardRecovering) and connection.recovering_since > earliest:
                 return True
-            if isinstance(outcome, LogStalled) and stalled.seconds > 0:
+            if isinstance(outcome, LogStalled) and stalled is not None and stalled.seconds > 0:
                 return True
         return False
 
@@ -301,6 +305,8 @@ class ShardConnections:
             if isinstance(reply, (Pushed, Rows, HeartbeatAck)) and reply.acknowledged:
                 term = request.term if isinstance(request, (Push, Pull, Heartbeat)) else None
                 self.kept.acknowledge(shard, reply.acknowledged, term)
+            if isinstance(reply, Pushed):
+                connection.has_stalled = False
             return reply
         except TransportClosed:
             return labelled(ClientClosed(), connection.name)

@@ -254,7 +254,7 @@ class Membership:
             if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
                 deadline = Deadline(self._timeout, clock)  # the shards answer: it is for workers that they wait
             elif deadline.seconds <= 0 or over.seconds <= 0:  # the silent shard first: it is why the wait ends
-                return dict(sorted(outcomes.items(), key=lambda one: not isinstance(one[1], ShardUnavailable)))
+                return dict(sorted(outcomes.items(), key=lambda one: isinstance(one[1], ClockAhead)))
             first = False
         return outcomes
 

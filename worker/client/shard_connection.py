@@ -34,7 +34,7 @@ class ShardConnection:
     greeting: Greeting  # of the process that answered last
     suspect: bool = False  # the connection broke: another process may answer now
     recovering_since: float = 0.0  # clock.now() when it said so first; 0: it does not
-    has_stalled: bool = False  # it could not write its event log, which was said
+    has_stalled: bool = False  # it cannot write its event log, and a warning said so
     heartbeat: PendingReply | None = None  # on its way; held because gRPC cancels a call that is forgotten
 
     @property

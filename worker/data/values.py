@@ -189,7 +189,7 @@ def texts_of(column: str, array: pa.Array, row: Callable[[int], int] = int) -> p
         raise BadFeature(column, f"is {kind}, and a category is a text or an integer: {_as_category(kind)}") from None
     data = texts.buffers()[2]
     found = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
-    if found.max(initial=0) > 127:  # no ASCII
+    if found.max(initial=0) > 127:  # not all ASCII
         check_utf8(column, texts, row)
     if (found == 10).any():
         broken = np.flatnonzero(np.asarray(pc.match_substring(texts, "\n")))

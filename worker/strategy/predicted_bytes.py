@@ -149,7 +149,7 @@ def _changes(
 ) -> list[tuple[CodecName, float]]:
     """The forms of so many pulls of what changes from one to the next, each with its share of them.
 
-    None where it depends on the gradients: momentum moves an element for some steps after it was sent.
+    An empty list where it depends on the gradients: momentum moves an element for some steps after it was sent.
     """
     params = spec.optimizer.params()
     alone = spec.optimizer.name in _ELEMENT_BY_ELEMENT and not params.get("momentum") and not params.get("weight_decay")

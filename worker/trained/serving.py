@@ -258,8 +258,12 @@ class ExportedModel:
         return score
 
     def _ids_by_table(self, ids: Tensor) -> dict[str, Tensor]:
-        """Name of a module -> the ids that it reads, of tables of features: a hashed one has rows for all others, too,
-        and would make their first values for nothing."""
+        """Name of a module -> the ids that it reads, of tables of features in a model of ours; none of other models.
+
+        A hashed table has a row for every id: without this, first values were computed that nobody reads.
+        """
+        if not type(self._model).__module__.startswith("embershard."):  # who knows what else it reads
+            return {}
         embeddings = [(name, m) for name, m in self._model.named_modules() if isinstance(m, FeatureEmbedding)]
         return {
             f"{name}.{one.tables[table]}".removeprefix("."): read

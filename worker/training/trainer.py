@@ -53,7 +53,7 @@ from embershard.worker.training.saver import (
     TrainingData,
 )
 
-_MOST_COMPARED = 1000  # tables: all workers put their rows down at once, where they meet
+_MOST_COMPARED = 1000  # tables: one meeting of the workers carries these numbers of all of them
 
 
 class OtherRows(TableMismatch):
@@ -343,7 +343,8 @@ def _check_rows(own: Mapping[str, int | None], first: Mapping[str, int | None], 
     """OtherRows where the first worker's model has a table with another number of rows."""
     for name, rows in own.items():
         if (its := first.get(name, rows)) != rows:
-            raise OtherRows(table=name, rows=rows, worker=worker, first=its)
+            number, its_number = ("any number of" if count is None else count for count in (rows, its))
+            raise OtherRows(table=name, rows=number, worker=worker, first=its_number)
 
 
 def build_model(job: Job, dataset: Dataset) -> nn.Module:

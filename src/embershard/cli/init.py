@@ -316,7 +316,7 @@ def _typed(cells: Sequence[str], comma: bool) -> list[object]:
         whole = not missing and all(re.fullmatch(r"[-+]?(0|[1-9]\d{0,17})", cell) for cell in present)
         is_number = missing or any("." in cell or "e" in cell.lower() for cell in present)
         kind = int if whole else float if is_number else str
-        # numbers have a sign or a point there, as 1e-05 or 1.0E10, and ids such as 12e3 have neither
+        # programs write exponents with a sign or a point, as 1e-05 or 1.0E10; ids such as 12e3 have neither
         is_id = any(re.fullmatch(r"\d+[eE]\d+", cell) for cell in present) and not any("." in cell for cell in present)
         if is_id or {*present} == {"+1", "-1"}:  # the latter are of a label, which names its texts
             kind = str
@@ -438,7 +438,7 @@ def _check_names(data: Path, what: str, name: str, look: Look) -> list[str]:
         reason = f"the {what}s in column {name!r} are floats, as {floats[0]}: save integers (of pandas Int64)"
         raise CannotInit(path=str(data), reason=reason)
     words += [text for text in texts if text and floats]
-    return [f"  # {json.dumps(word)} is read as {what} of that name: leave its rows out" for word in words[:1]]
+    return [f"  # {json.dumps(word)} is read as the {what} of that name: leave its rows out" for word in words[:1]]
 
 
 def _parts_by_time(times: Sequence[Any]) -> bool:
@@ -457,6 +457,8 @@ def _label(data: Path, look: Look, label: str | None) -> str:
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     two = [name for name, values in look.columns.items() if _label_values(values)]
     named = [name for name in (*binary, *two) if _words(name).lower() in _LABELS]
+    of_texts = [name for name in two if any(isinstance(value, str) for value in look.columns[name])]
+    two = of_texts or two  # -1 and 1 may be something else
     for name, values in [] if named else look.columns.items():
         present = {_as_label(value) for value in values if value is not None}
         if _words(name).lower() in _LABELS and present == {0.0, 1.0}:

@@ -227,7 +227,8 @@ def train(
             )
             started.train(checkpoint)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM or SIGHUP
-        say(_interrupted(settings, folder, ps, began), err=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            say(_interrupted(settings, folder, ps, None if checkpoint is not None else began), err=True)
         raise
     except (EmbershardError, OSError) as error:
         _explain(error, folder, can_resume=ps is not None and settings.checkpoint.folder is not None)
@@ -241,8 +242,12 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _interrupted(job: Job, folder: Path, ps: str | None, began: float) -> str:
-    """What an interrupt has stopped, what is kept, and how to go on; the run `began` in seconds since 1970."""
+def _interrupted(job: Job, folder: Path, ps: str | None, began: float | None) -> str:
+    """What an interrupt has stopped, what is kept, and how to go on.
+
+    A checkpoint counts that was written since the run `began`, in seconds since 1970; any, if it continues an earlier
+    run (None).
+    """
     stopped = "the workers have ended"
     if job.has_shards:
         stopped = "the workers and shards have ended" if ps is None else f"{stopped}; the shards at {ps} run on"
@@ -255,7 +260,7 @@ def _interrupted(job: Job, folder: Path, ps: str | None, began: float) -> str:
     found = None
     with contextlib.suppress(Exception):  # of the storage; of an import that the interrupt has ended half-way
         found = checkpoint_at(place)
-    if found is None or (job.checkpoint.folder is None and found.manifest.time < began):  # of a run before
+    if found is None or (began is not None and found.manifest.time < began):
         remedy = "" if job.checkpoint.folder is not None else "; to keep some, name checkpoint.folder in the job"
         return f"interrupted: {stopped}. No checkpoint was written{remedy}"
     return f"interrupted: {stopped}. To continue from {found.url} (step {found.manifest.step}): {again}"

@@ -179,11 +179,14 @@ def test_a_full_disk_shows_before_an_event_is_applied():
         written.journal.segments.prepare_spare()
     left = written.journal.segments.room_bytes
     written.journal.check_room(left)
+    assert not written.journal.stalled()
     with pytest.raises(LogStalled):
         written.journal.check_room(left + 1)
+    assert "No space" in written.journal.stalled()  # though what fits goes on
     disk.capacity = 10**6
     written.journal.segments.prepare_spare()
     written.journal.check_room(left + 1)
+    assert not written.journal.stalled()
 
 
 def test_a_spare_for_which_a_disk_has_no_room_takes_none_of_what_others_need():
