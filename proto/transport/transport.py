@@ -15,7 +15,7 @@ from typing import Protocol
 from embershard.proto.arrays import Array
 from embershard.proto.messages import Reply, Request
 
-# Of TCP: the system's own defaults are two hours until it asks, and a quarter of one until it gives up.
+# Of TCP: the system's own defaults are two hours until it asks, and a quarter of one until it ends a connection.
 _IDLE_SECONDS, _PAUSE_SECONDS, _PROBES = 10, 5, 3  # also sooner than firewalls forget a connection
 _UNANSWERED_SECONDS = 25  # less than half of a call's timeout: a call still has time for another connection
 

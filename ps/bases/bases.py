@@ -154,7 +154,7 @@ class Bases:
         try:
             self._thread = self._start(self._writer.run)
         except RuntimeError as error:
-            self._writer.give_up()
+            self._writer.abandon()
             _log.error("no base of the event log was written: no memory for a thread: %s", error)
 
     def close(self, timeout: float) -> None:
@@ -248,8 +248,8 @@ class BaseWriter:
         finally:
             self._end(base)
 
-    def give_up(self) -> None:
-        """Take no base: there is no thread that could write it."""
+    def abandon(self) -> None:
+        """Write no base: no thread could be started for it."""
         self._end(None)
 
     def _end(self, base: ShardBase | None) -> None:
