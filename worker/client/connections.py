@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from embershard.proto.arrays import Array
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
@@ -75,6 +75,7 @@ _log = logging.getLogger(__name__)
 
 Outcome = Reply | EmbershardError
 Places = Mapping[int, Sequence[Array]]  # shard -> memory for the rows of its reply
+_Part = TypeVar("_Part")
 Watch = Callable[[Mapping[int, Request], Mapping[int, Outcome], float], None]  # requests, replies, seconds
 
 
@@ -490,6 +491,19 @@ class MessageRoom:
         self._tables -= 1
         self._head -= overhead
         self.nbytes -= overhead + nbytes
+
+
+def fill_messages(parts: Iterable[tuple[_Part, TableKey, int]], limit: int) -> list[tuple[_Part, ...]]:
+    """Messages that have room for parts with these arrays (MessageRoom), in order: each part, its table, its bytes."""
+    messages, room = list[tuple[_Part, ...]](), MessageRoom(limit)
+    for part, table, nbytes in parts:
+        overhead = table_overhead(table)
+        if not room.fits(overhead, nbytes):
+            messages.append(())
+            room.begin()
+        messages[-1] += (part,)
+        room.take(overhead, nbytes)
+    return messages
 
 
 def split_into_messages(

@@ -25,12 +25,11 @@ from embershard.proto.timing import Deadline
 from embershard.worker.client.connections import (
     MESSAGE_OVERHEAD,
     Chunk,
-    MessageRoom,
     Outcome,
     ShardConnections,
+    fill_messages,
     raise_first,
     split_into_messages,
-    table_overhead,
 )
 from embershard.worker.client.kept import with_first_incomplete
 from embershard.worker.client.membership import Membership
@@ -357,18 +356,13 @@ def _part(update: Update, chunk: Chunk, shard: int) -> TableGradients:
 
 def _fit(parts: list[TableGradients], limit: int, dims: Mapping[TableKey, int]) -> list[tuple[TableGradients, ...]]:
     """Messages of parts that each fit, at most `limit` bytes also when decoded: evicted residuals add rows."""
-    messages, room = list[tuple[TableGradients, ...]](), MessageRoom(limit)
+    sized = list[tuple[TableGradients, TableKey, int]]()
     for part in parts:
         ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
         key = part.members or part.table
         rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(key, 0))
-        overhead = table_overhead(key)
-        if not room.fits(overhead, ids + rows):
-            messages.append(())
-            room.begin()
-        messages[-1] += (part,)
-        room.take(overhead, ids + rows)
-    return messages
+        sized.append((part, key, ids + rows))
+    return fill_messages(sized, limit)
 
 
 def may_be_unhandled(outcome: EmbershardError) -> bool:
