@@ -75,3 +75,16 @@ def test_a_slow_pull_is_the_hosts_where_it_did_no_more_and_is_fast_when_repeated
 
 def test_what_a_table_more_costs_is_the_slope_over_their_number(script):
     assert script("many_tables").slope({1: 3.5, 10: 8.0, 100: 53.0}) == pytest.approx(0.5)
+
+
+def test_a_step_passes_through_few_files_and_sends_one_request(script, monkeypatch):
+    way = script("way")
+    # a process in which a test has compiled a model pulls its dense weights by themselves
+    monkeypatch.setattr("embershard.worker.nn.hooks.may_be_compiled", lambda: False)
+    figures = {name: it.figures() for name, it in way.measure(1).items()}
+    assert way.judged(figures) == []
+    assert way.judged(figures | {"forward": {"files": 21, "crossings": 71, "requests": 2}}) == [
+        "forward: 21 files, at most 20",
+        "forward: 71 crossings, at most 70",
+        "forward: 2 requests, at most 1",
+    ]
