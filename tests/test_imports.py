@@ -72,7 +72,7 @@ FLOORS = {
     ),
     "src": (
         {"errors", "local_shards", "ray"},
-        {"benchmark", "doctor"},
+        {"benchmark", "doctor", "init"},
         {"compare"},
         {"compare/run"},
         {"compare/analysis"},

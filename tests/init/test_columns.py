@@ -1,0 +1,161 @@
+"""What each column is: a feature of a type, or left out with a reason."""
+
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from ruamel.yaml import YAML
+
+from embershard.init.job_text import job_text
+from embershard.init.look import Look
+from embershard.worker.job.load import load_job
+from harness.init_tables import features_of, run
+
+
+def test_columns_become_what_their_values_are():
+    rows = range(300)
+    job = features_of(
+        {
+            "clicked": [n % 2 for n in rows],
+            "other": [n % 3 % 2 for n in rows],
+            "id": list(rows),
+            "count": [n * n for n in rows],
+            "ad_id": [n * 7 for n in rows],
+            "code": [f"{n % 9:03}" for n in rows],
+            "empty": [None] * 300,
+            "text": [f"{n} is a long text that nobody wrote twice, because it has its number in front" for n in rows],
+            "no": [n % 3 for n in rows],
+            "the price": [n / 7 for n in rows],
+        }
+    )
+    assert job["data"]["label"] == "clicked"
+    assert job["features"] == {
+        "other": {},
+        "count": {"type": "number", "transform": "standardise"},
+        "ad_id": {},
+        "code": {},
+        "no": {},
+        "the price": {"type": "number", "transform": "standardise"},
+    }
+    assert job["data"]["split"] == {"by": "random", "valid": 0.1, "test": 0.1}
+
+
+def test_names_of_ids_times_and_labels_are_known_in_every_spelling():
+    rows = range(300)
+    job = features_of(
+        {
+            "isMale": [n % 3 % 2 for n in rows],
+            "isClick": [n % 2 for n in rows],
+            "userId": [n * 7 for n in rows],
+            "Item ID": [n * 5 for n in rows],
+            "movieid": [n * 3 for n in rows],
+            "SKUCode": [n * 2 for n in rows],
+            "visitorid": [n * 11 for n in rows],
+            "uid": [n * 13 for n in rows],
+            "paid": [n * n for n in rows],
+            "max_bid": [n * n for n in rows],
+            "eventTime": [1_700_000_000 + n for n in rows],
+        }
+    )
+    number = {"type": "number", "transform": "standardise"}
+    assert (job["data"]["label"], job["data"]["split"]["column"]) == ("isClick", "eventTime")
+    ids = ("isMale", "userId", "Item ID", "movieid", "SKUCode", "visitorid", "uid")
+    assert job["features"] == {name: {} for name in ids} | {"paid": number, "max_bid": number}
+
+
+def test_the_name_of_a_time_may_end_with_its_unit():
+    rows = range(300)
+    job = features_of(
+        {
+            "click": [n % 2 for n in rows],
+            "user": [f"u{n % 7}" for n in rows],
+            "play_time_ms": [n * n for n in rows],
+            "time_ms": [1_700_000_000_000 + n for n in rows],
+        }
+    )
+    assert job["data"]["split"]["column"] == "time_ms"
+    assert job["features"].keys() == {"user", "play_time_ms"}
+
+
+def test_numbers_with_a_unit_are_remarked_unless_they_are_few():
+    columns = {
+        "label": [0, 1] * 100,
+        "price": [f"${n}.50" for n in range(200)],
+        "share": [f"{n / 7:.1f} %" for n in range(200)],
+        "profit": [f"-${n}.50" for n in range(200)],
+        "change": [f"+{n}%" for n in range(200)],
+        "discount": [f"{n % 3}0%" for n in range(200)],
+    }
+    Path("a.csv").touch()
+    found = job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+    assert "# price: left out, its numbers have a unit, as $0.50: write them without" in found
+    for name in ("share", "profit", "change"):
+        assert f"# {name}: left out" in found
+    assert "  discount: {}" in found
+
+
+def test_numbers_alone_get_embeddings_of_their_buckets():
+    job = features_of({"label": [0, 1] * 200, "x": [n / 3 for n in range(400)]})
+    assert job["features"] == {"x": {"type": "number", "bucketise": 10}}
+
+
+def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_are_numbers():
+    rows = range(300)
+    columns = {
+        "label": [n % 2 for n in rows],
+        "user": [f"u{n % 7}" for n in rows],
+        "nested": [[[n], [1]] for n in rows],
+        "map": pa.array([[("a", n)] for n in rows], pa.map_(pa.string(), pa.int64())),
+        "floats": [[n / 7] for n in rows],
+        "item_id": [float(n % 7) for n in rows],  # of integers some of which are missing
+        "items": [[float(n % 7)] for n in rows],
+        "st": [{"a": n, "b": [n]} for n in rows],
+        "brackets": [f"[{n}, 1]" for n in rows],
+        "when": [f"2026-01-01 {n // 60:02}:{n % 60:02}" for n in rows],
+        "price": [Decimal(n) / 100 for n in rows],
+        "hour": pa.array([n % 24 * 3600 for n in rows], pa.time32("s")),
+        "stay": pa.array(rows, pa.duration("s")),
+        "session": pa.array([bytes([255, n % 256] * 8) for n in rows], pa.uuid()),
+        "ns": pa.array([n * 1001 for n in rows], pa.timestamp("ns")),
+    }
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    features = YAML(typ="safe").load(Path("job.yaml"))["features"]
+    assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
+    text = Path("job.yaml").read_text()
+    assert "# items: left out, it has lists of floats, as [0.0]: save ids as integers" in text
+    assert "# st: left out, its values are objects: write their fields (a, b) as columns" in text
+
+
+def test_a_list_shares_the_table_of_the_one_column_that_its_values_are_in():
+    rows = range(300)
+    items = [f"i{n % 40}" for n in rows]
+    columns = {
+        "label": [n % 2 for n in rows],
+        "item": items,
+        "user": [f"u{n % 50}" for n in rows],
+        "History of items": [items[n : n + 3] for n in rows],
+        "seen": ["|".join(items[n : n + 2]) for n in rows],
+        "tags": [[f"t{n % 9}"] for n in rows],
+        "shop_id": [100 + n % 60 for n in rows],
+        "other_id": [100 + n % 70 for n in rows],
+        "shops": [[100 + n % 30, 101] for n in rows],  # those of two columns
+        "hour": [n % 24 for n in rows],
+        "hours": [[n % 24, 3] for n in rows],  # small numbers say nothing
+    }
+    features = features_of(columns)["features"]
+    assert {name: feature["table"] for name, feature in features.items() if "table" in feature} == {
+        "History of items": "item", "seen": "item",
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    assert load_job(Path("job.yaml")).features["seen"].table == "item"
+
+
+def test_columns_of_any_name_become_features():
+    rows = range(40)
+    columns = {"label": [n % 2 for n in rows], "größe": list("abcd") * 10, "User ID": [n % 7 for n in rows]}
+    job = features_of({**columns, "日 時": [["a"], ["b"]] * 20, "the price": [n / 7 for n in rows]})
+    assert list(job["features"]) == ["größe", "User ID", "日 時", "the price"]
+    assert job["features"]["日 時"]["type"] == "list"

@@ -1,0 +1,139 @@
+"""The first rows of files of any kind: what their columns have, and how their text is to be read."""
+
+import json
+from datetime import date, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ruamel.yaml import YAML
+
+from embershard.init.look import CannotInit, look_at
+from embershard.proto.errors import EmbershardError
+from embershard.worker.job.load import load_job
+from harness.init_tables import as_text, run, write_excel
+
+
+def test_what_a_file_needs_to_be_read_is_found():
+    write_excel(Path("excel.csv"))
+    assert look_at(Path("excel.csv")).settings == {"encoding": "cp1252", "delimiter": ";", "decimal": ","}
+    assert {type(value) for value in look_at(Path("excel.csv")).columns["price"]} == {float}
+
+
+def test_what_pandas_and_databases_add_to_parquet_is_known():
+    rows = range(300)
+    columns = {
+        "__index_level_0__": pa.array(rows),
+        "label": [n % 2 for n in rows],
+        "user_id": pa.array([1000 + n % 70 for n in rows]).cast(pa.decimal128(38, 0)),
+        "price": [float("nan") if n % 3 else -float(n) for n in rows],
+        "none\nof it": [float("nan")] * 300,
+    }
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    features = YAML(typ="safe").load(Path("job.yaml"))["features"]
+    assert features == {"user_id": {}, "price": {"type": "number", "transform": "standardise"}}
+    assert look_at(Path("a.parquet")).columns["price"][:4] == [0.0, None, None, -3.0]
+
+
+def test_text_of_a_second_file_is_seen():
+    Path("parts").mkdir()
+    Path("parts/1.csv").write_text("label;user;price\n" + "".join(f"{n % 2};u{n % 7};{n}\n" for n in range(200)))
+    lines = "".join(f"{n % 2};ü{n % 7};{n / 4 if n % 5 else 'NA'}\n".replace(".", ",") for n in range(200))
+    Path("parts/2.csv").write_bytes(("label;user;price\n" + lines).encode("cp1252"))
+    Path("parts/3.csv").write_text("label;user;price\n")
+    look = look_at(Path("parts"))
+    assert look.settings == {"delimiter": ";", "encoding": "cp1252", "decimal": ",", "missing": ["", "NA"]}
+    assert (len(look.columns["price"]), look.starts) == (400, (0, 200))
+
+
+def test_a_folder_without_a_file_of_a_known_format_is_refused():
+    Path("parts").mkdir()
+    Path("parts/notes.txt").write_text("no data")
+    with pytest.raises(EmbershardError, match=r"no file in this folder ends with \.parquet"):
+        run("parts")
+
+
+def test_times_that_python_cannot_hold_and_empty_lists_are_left_out():
+    times = [f"{1800 + n % 400}-01-01" for n in range(300)]
+    columns = {
+        "label": [n % 2 for n in range(300)],
+        "user": [f"u{n % 7}" for n in range(300)],
+        "until": pa.array([2**62, *range(299)], pa.timestamp("us")),  # of a database: infinity
+        "never": pa.array([2**60] * 300, pa.timestamp("ms", "UTC")),
+        "far": pa.array([2**31 - 1] * 300, pa.int32()).cast(pa.date32()),
+        "old": pa.array(times).cast(pa.date32()),
+        "empty": pa.array([[]] * 300, pa.list_(pa.string())),
+    }
+    pq.write_table(pa.table(columns), "a.parquet")
+    columns = look_at(Path("a.parquet")).columns
+    assert columns["until"][:2] == [None, datetime(1970, 1, 1)]
+    assert set(columns["never"]) == set(columns["far"]) == {None}
+    assert columns["old"][0] == date(1800, 1, 1)
+    run("a.parquet")
+    job = load_job(Path("job.yaml"))
+    assert (job.data.split.column, list(job.features)) == ("old", ["user"])
+
+
+def test_numbers_that_are_missing_in_words_stay_numbers_and_thousands_separators_are_remarked():
+    lines = [
+        f'{n % 2},{"NaN" if n % 5 == 0 else n / 7},{"-inf" if n == 3 else n},u{n % 9},"{n + 1},234.5"'
+        for n in range(300)
+    ]
+    Path("a.csv").write_text("label,price,count,user,sales\n" + "\n".join(lines) + "\n")
+    run("a.csv")
+    job = load_job(Path("job.yaml"))
+    assert job.data.missing == ("", "-inf", "NaN")
+    assert {name: feature.type for name, feature in job.features.items()} == {
+        "price": "number", "count": "number", "user": None,
+    }  # fmt: skip
+    assert "# sales: left out" in Path("job.yaml").read_text()
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert bool(batch.dense.isfinite().all())
+
+
+def test_ids_with_one_letter_that_look_like_numbers_stay_texts():
+    codes = ["12e3", "450", "7E1"]
+    rows = [{"label": n % 2, "code": codes[n % 3], "price": f"{n}e-05", "size": f"{n}.5e3"} for n in range(200)]
+    Path("a.csv").write_text(as_text(rows))
+    run("a.csv")
+    job = load_job(Path("job.yaml"))
+    assert {name: feature.type for name, feature in job.features.items()} == {
+        "code": None, "price": "number", "size": "number",
+    }  # fmt: skip
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert len(set(batch.ids[:, 0].tolist())) == 3
+
+
+def test_empty_lines_of_json_are_skipped_and_a_bad_one_is_named_with_its_line():
+    lines = [json.dumps({"label": n % 2, "user": f"u{n % 7}"}) for n in range(60)]
+    Path("a.jsonl").write_text("\n".join([lines[0], "", " ", *lines[1:], "", ""]))
+    look = look_at(Path("a.jsonl"))
+    assert [len(values) for values in look.columns.values()] == [60, 60]
+    Path("b.jsonl").write_text(lines[0] + "\n\n{\n")
+    with pytest.raises(EmbershardError) as found:
+        run("b.jsonl")
+    assert found.value.fields["where"] == "b.jsonl:3"
+
+
+def test_a_column_name_that_occurs_twice_in_parquet_is_refused():
+    column = pa.array([0, 1])
+    pq.write_table(pa.table([column, column, column], names=["label", "x", "x"]), "a.parquet")
+    with pytest.raises(CannotInit):
+        run("a.parquet")
+
+
+def test_parquet_files_with_texts_that_are_not_utf_8_are_refused():
+    _, ends, data = pa.array([b"a", b"J\xfcrgen"]).buffers()
+    pq.write_table(pa.table({"label": [0, 1], "user": pa.StringArray.from_buffers(2, ends, data)}), "a.parquet")
+    with pytest.raises(CannotInit, match="column 'user' has texts that are not UTF-8"):
+        run("a.parquet")
+
+
+def test_lists_of_dictionaries_in_several_row_groups_are_lists():
+    kind = pa.list_(pa.dictionary(pa.int32(), pa.string()))
+    tags = pa.array([[f"t{place % 7}", "x"] for place in range(300)]).cast(kind)
+    pq.write_table(pa.table({"label": [0, 1] * 150, "tags": tags}), "a.parquet", row_group_size=100)
+    run("a.parquet")
+    assert load_job(Path("job.yaml")).data.features["tags"].type == "list"
