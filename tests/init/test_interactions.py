@@ -61,3 +61,23 @@ def test_users_that_are_floats_are_refused():
     Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
     with pytest.raises(CannotInit, match=r"the users in column 'user' are floats, as 0\.0: save integers"):
         run("plays.csv", "--user", "user", "--item", "item")
+
+
+@pytest.mark.parametrize("price", ["1", "NA"])  # a word of another column is none of this one
+@pytest.mark.parametrize("gap", ["", "NaN"])
+def test_users_that_pandas_made_floats_of_because_some_are_missing_are_refused_with_the_cast(gap, price):
+    lines = ["user,item,time,price"]
+    for place in range(300):
+        user = gap if place % 50 == 1 else f"{place % 30}.0"
+        lines.append(f"{user},i{place % 7},{1_700_000_000 + place},{place + 0.5 if place % 9 else price}")
+    Path("plays.csv").write_text("\n".join([*lines, ""]))
+    with pytest.raises(CannotInit, match=r"'user' are floats, as 0\.0: save integers .*cast the column to Int64"):
+        run("plays.csv", "--user", "user", "--item", "item")
+
+
+def test_a_word_for_a_missing_user_beside_ids_that_look_like_numbers_is_remarked_on():
+    users = ["NA" if place % 50 == 1 else f"{place % 30}e3" for place in range(300)]
+    lines = [f"{user},i{place % 7},{1_700_000_000 + place}" for place, user in enumerate(users)]
+    Path("plays.csv").write_text("\n".join(["user,item,time", *lines, ""]))
+    run("plays.csv", "--user", "user", "--item", "item")
+    assert '# "NA" is read as the user of that name' in Path("job.yaml").read_text()

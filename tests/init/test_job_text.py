@@ -79,7 +79,7 @@ def test_blanks_behind_delimiters_are_remarked():
     Path("a.csv").write_text("label, user\n" + "".join(f"{n % 2}, u{n % 7}\n" for n in range(300)))
     run("a.csv")
     assert list(load_job(Path("job.yaml")).features) == [" user"]
-    assert "# a blank in front of a name or a value is a part of it" in Path("job.yaml").read_text()
+    assert "# blanks in front of a name or a value, or behind it, are a part of it" in Path("job.yaml").read_text()
 
 
 def test_a_column_without_a_name_that_numbers_the_rows_is_left_out():
@@ -96,3 +96,18 @@ def test_rows_of_too_few_times_are_not_split_by_them(days, by):
     job = load_job(Path("job.yaml"))
     assert job.data.split.by == by
     assert min(job.data.fit(Path(), 0).fitted["samples"].values()) > 0
+
+
+@pytest.mark.parametrize("value", [" {}", "{} ", " u{}"])
+def test_blanks_of_values_alone_are_remarked(value):
+    lines = [f"{n % 2},{value.format(n % 7)},{n}.5 ,  " for n in range(300)]
+    Path("a.csv").write_text("\n".join(["label,user,price,note", *lines, ""]))
+    run("a.csv")
+    text = Path("job.yaml").read_text()
+    assert "# blanks in front of a name or a value, or behind it, are a part of it, as in user" in text
+
+
+def test_blanks_around_numbers_are_not_remarked():
+    Path("a.csv").write_text("label,user,price\n" + "".join(f"{n % 2},u{n % 7}, {n}.5 \n" for n in range(300)))
+    run("a.csv")
+    assert "blanks" not in Path("job.yaml").read_text()

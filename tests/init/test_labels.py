@@ -48,7 +48,13 @@ def test_a_second_label_and_a_column_that_tells_the_label_are_no_features():
 
 @pytest.mark.parametrize(
     ("texts", "positive"),
-    [(("no", "yes"), "yes"), (("True", "False"), "True"), (("y", "n"), "y"), (("bought", "left"), "bought")],
+    [
+        (("no", "yes"), "yes"),
+        (("True", "False"), "True"),
+        (("y", "n"), "y"),
+        (("bought", "left"), "bought"),
+        (("ja", "nein"), "ja"),
+    ],
 )
 def test_a_label_of_two_texts_is_declared(texts, positive):
     rows = [{"user": f"u{n % 7}", "bought": texts[n % 2], "x": n / 3} for n in range(200)]
@@ -72,7 +78,11 @@ LABELS = {  # name: (what it writes into a file, its values, label_values)
     "parquet": ("a.parquet", (-1, 1), ("-1", "1")),
     "csv": ("a.csv", ("-1", "1"), ("-1", "1")),
     "signs": ("a.csv", ("-1", "+1"), ("-1", "+1")),
+    "floats": ("a.parquet", (-1.0, 1.0), ("-1", "1")),
+    "floats of csv": ("a.csv", ("1.0", "-1.0"), ("-1.0", "1.0")),
     "others": ("a.parquet", (1, 2), ("1", "2")),
+    "other floats": ("a.parquet", (1.0, 2.0), ("1", "2")),
+    "other floats of csv": ("a.csv", ("2.0", "1.0"), ("1.0", "2.0")),
 }
 
 
@@ -84,10 +94,10 @@ def test_a_label_of_two_integers_is_declared(case):
         Path(name).write_text(as_text(rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), name)
-    if case == "others":
+    if "other" in case:
         with pytest.raises(CannotInit, match="no column of zeros and ones"):
             run(name)
-    run(name, *(["--label", "click"] if case == "others" else []))
+    run(name, *(["--label", "click"] if "other" in case else []))
     job = load_job(Path("job.yaml"))
     assert (job.data.label, job.data.label_values) == (("click",), declared)
     (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
@@ -99,6 +109,14 @@ def test_a_column_of_minus_one_and_one_is_no_label_beside_one_of_zeros_and_ones(
     job = features_of(columns)
     assert (job["data"]["label"], "label_values" in job["data"]) == ("clicked", False)
     assert features_of(columns, "side")["data"]["label_values"] == ["-1", "1"]
+
+
+def test_a_column_of_two_texts_of_numbers_is_no_label_unless_it_is_named():
+    columns = {"shop": ["007", "012"] * 20, "user": [f"u{n}" for n in range(40)]}
+    with pytest.raises(CannotInit):
+        features_of(columns)
+    assert features_of(columns, "shop")["data"]["label_values"] == ["007", "012"]
+    assert features_of({**columns, "bought": ["no", "yes"] * 20})["data"]["label"] == "bought"
 
 
 def test_of_two_columns_of_two_texts_none_is_taken_for_the_label():

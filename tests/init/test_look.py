@@ -1,7 +1,9 @@
 """The first rows of files of any kind: what their columns have, and how their text is to be read."""
 
 import json
+import re
 from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -137,3 +139,41 @@ def test_lists_of_dictionaries_in_several_row_groups_are_lists():
     pq.write_table(pa.table({"label": [0, 1] * 150, "tags": tags}), "a.parquet", row_group_size=100)
     run("a.parquet")
     assert load_job(Path("job.yaml")).data.features["tags"].type == "list"
+
+
+def test_integers_of_decimals_may_be_larger_than_64_bits():
+    ids = [Decimal(2**63 + 7 * n) for n in range(300)]
+    pq.write_table(pa.table({"label": [0, 1] * 150, "buyer": pa.array(ids, pa.decimal128(38, 0))}), "a.parquet")
+    assert look_at(Path("a.parquet")).columns["buyer"][:2] == [2**63, 2**63 + 7]
+
+
+def test_words_for_a_missing_number_are_those_of_its_column():
+    lines = ["label,age,price,code"]
+    for n in range(90):
+        age, price, code = n if n % 5 else "NA", f"{n}.5" if n % 7 else "-", f"{n}e3" if n % 3 else "null"
+        lines.append(f"{n % 2},{age},{price},{code}")
+    Path("a.csv").write_text("\n".join([*lines, ""]))
+    look = look_at(Path("a.csv"))
+    assert {name: set(words) for name, words in look.missing.items() if words} == {"age": {"NA"}, "price": {"-"}}
+    assert look.settings == {"missing": ["", "-", "NA"]}
+    assert look.columns["code"][:2] == ["null", "1e3"]
+
+
+@pytest.mark.parametrize("text", ["\n \n\n", "\ufeff\n"])
+def test_lines_of_json_that_are_all_blank_are_no_rows(text):
+    Path("a.jsonl").write_text(text)
+    with pytest.raises(CannotInit, match=r"a\.jsonl: it has no rows"):
+        run("a.jsonl")
+
+
+def test_an_encoding_that_was_guessed_is_remarked_on():
+    write_excel(Path("excel.csv"))
+    run("excel.csv")
+    assert re.search(r'encoding: "cp1252" +# guessed.*check its texts', Path("job.yaml").read_text())
+
+
+def test_signs_in_front_of_some_numbers_are_of_numbers_and_in_front_of_all_of_telephones():
+    lines = [f"{n % 2},{n - 50:+},+49{n:07}" for n in range(120)]
+    Path("a.csv").write_text("\n".join(["label,change,phone", *lines, ""]))
+    columns = look_at(Path("a.csv")).columns
+    assert (columns["change"][:2], columns["phone"][1]) == ([-50.0, -49.0], "+490000001")

@@ -6,10 +6,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 from embershard.init.columns import A_TIME, describe_column, yaml_name
-from embershard.init.look import MISSING, CannotInit, Look
+from embershard.init.look import MISSING, CannotInit, Look, setting_lines
 
 
 def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None], folder: Path) -> str:
@@ -39,7 +38,7 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
         f"  train: {json.dumps(os.path.relpath(data.absolute(), folder))}",
         f"  columns: {{{named}}}",
         *remarks,
-        *(f"  {field}: {json.dumps(value)}" for field, value in settings.items()),
+        *setting_lines(settings),
         "  hold_out: 1                         # each user's latest item is the test; or name a file: test: test.csv",
         "embedding:",
         "  dim: 32",
@@ -56,11 +55,13 @@ def interactions_text(data: Path, look: Look, columns: Mapping[str, str | None],
 
 def _check_names(data: Path, what: str, name: str, look: Look) -> list[str]:
     """Remarks on a column of users or items. CannotInit where these are floats, which no request has."""
-    values = look.columns[name]
-    texts = [str(text) for text in cast(list[str], look.settings.get("missing", []))] if None in values else []
+    values, missing = look.columns[name], look.missing.get(name, ())
     words = sorted({value for value in values if isinstance(value, str) and value.strip().lower() in MISSING})
-    if (floats := [value for value in values if isinstance(value, float)]) and not any(texts):
-        reason = f"the {what}s in column {name!r} are floats, as {floats[0]}: save integers (of pandas Int64)"
+    words += sorted(missing)
+    # integers beside such a word are looked at as floats, too
+    floats = [look.fractions.get(name, "")] if missing else [str(one) for one in values if isinstance(one, float)][:1]
+    if any(floats):
+        reason = f"the {what}s in column {name!r} are floats, as {floats[0]}: save integers (pandas makes floats of "
+        reason += "those in a column with missing cells: leave these rows out, and cast the column to Int64)"
         raise CannotInit(path=str(data), reason=reason)
-    words += [text for text in texts if text and floats]
     return [f"  # {json.dumps(word)} is read as the {what} of that name: leave its rows out" for word in words[:1]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from embershard.init.columns import A_TIME, FEW, describe_column, shared_tables, yaml_name
 from embershard.init.labels import find_label, label_values, leak
-from embershard.init.look import BYTES, ROWS, CannotInit, Look, data_files
+from embershard.init.look import BYTES, ROWS, CannotInit, Look, data_files, setting_lines
 
 # the last two are of pandas
 _ROW_NUMBERS = ("id", "index", "row", "row_id", "uuid", "(column 1)", "unnamed: 0", "__index_level_0__")
@@ -22,7 +22,7 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     label, is_named = find_label(data, look, label), label is not None
     rows, texts = len(look.columns[label]), label_values(look.columns[label], named=is_named)
     shared = shared_tables({name: values for name, values in look.columns.items() if name != label})
-    features: list[str] = []
+    features: dict[str, str] = {}
     skipped, times = [], []
     for name, values in look.columns.items():
         if name == label:
@@ -37,13 +37,14 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
             skipped.append(f"  {found.replace('NAME', name if name.isprintable() else json.dumps(name))}")
             times += [name] if found == A_TIME else []
         else:
-            features.append(f"  {yaml_name(name)}: {found}")
-    if any(name.startswith(" ") for name in look.columns):
-        skipped.append("  # a blank in front of a name or a value is a part of it, also in the rows of a served model")
+            features[name] = found
+    if blanks := [name for name, found in features.items() if _has_blanks(look, name, found)]:
+        reason = "  # blanks in front of a name or a value, or behind it, are a part of it, as in"
+        skipped.append(f"{reason} {yaml_name(blanks[0])}: rows of a served model need them, too")
     if not features:
         raise CannotInit(path=str(data), reason="no column but the label is left to learn from")
-    if all("type: number" in feature for feature in features):  # every model has embeddings
-        features = [f"{line.partition(': {')[0]}: {{type: number, bucketise: 10}}" for line in features]
+    if all("type: number" in found for found in features.values()):  # every model has embeddings
+        features = dict.fromkeys(features, "{type: number, bucketise: 10}")
     split = "{by: random"
     if times := [name for name in times if None not in look.columns[name]]:
         finest = max(times, key=lambda name: len(set(look.columns[name])))  # of an event, and no date of birth
@@ -59,12 +60,12 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
         "data:",
         "  reader: tabular",
         f"  train: {json.dumps(path)}",
-        *(f"  {field}: {json.dumps(value)}" for field, value in look.settings.items()),
+        *setting_lines(look.settings),
         f"  label: {yaml_name(label)}",
         *([f"  label_values: {json.dumps(texts, ensure_ascii=False)}     # of 0, and of 1: check it"] if texts else []),
         f"  split: {split}, valid: 0.1, test: 0.1}}     # or name files: valid: valid.csv, test: test.csv",
         "features:                             # text and ids are hashed to 62 bits: no vocabulary is needed",
-        *features,
+        *(f"  {yaml_name(name)}: {found}" for name, found in features.items()),
         *skipped,
         "embedding:",
         "  dim: 16",
@@ -79,6 +80,14 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
         "shards: 2",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _has_blanks(look: Look, name: str, feature: str) -> bool:
+    """Whether a feature's name, or some of its values that are no numbers, begin or end with blanks."""
+    if name != name.strip() or "type: number" in feature:
+        return name != name.strip()
+    values = look.columns[name]
+    return name in look.blanks or any(isinstance(value, str) and value != value.strip() for value in values)
 
 
 def _are_distinct(values: Sequence[object], starts: Sequence[int]) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embershard.init.columns import FEW, words
-from embershard.init.look import CannotInit, Look
+from embershard.init.look import NUMBER, CannotInit, Look
 
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "purchase")
-_YES = {"yes", "true", "y", "t", "positive", "pos", "clicked", "bought", "won", "+1"}  # of labels: stand for 1
-_NO = {"no", "false", "n", "f", "negative", "neg"}
+_YES = {"yes", "true", "y", "t", "positive", "pos", "clicked", "bought", "won", "ja", "j", "oui", "si", "sí", "sim"}
+_NO = {"no", "false", "n", "f", "negative", "neg", "nein", "nee", "nej", "non", "não"}  # of labels: stand for 0
 
 
 def find_label(data: Path, look: Look, label: str | None) -> str:
@@ -23,7 +23,7 @@ def find_label(data: Path, look: Look, label: str | None) -> str:
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     two = [name for name, values in look.columns.items() if label_values(values)]
     named = [name for name in (*binary, *two) if words(name).lower() in _LABELS]
-    of_texts = [name for name in two if any(isinstance(value, str) for value in look.columns[name])]
+    of_texts = [name for name in two if any(map(_is_word, look.columns[name]))]
     two = of_texts or two  # -1 and 1 may be something else
     for name, values in [] if named else look.columns.items():
         present = {_as_label(value) for value in values if value is not None}
@@ -58,20 +58,28 @@ def leak(name: str, values: Sequence[object], labels: Sequence[object]) -> str:
 def label_values(values: Sequence[object], *, named: bool = False) -> list[str]:
     """The texts of a label that stand for 0 and for 1, of two texts or of -1 and 1; none of other labels.
 
-    Of a label that the user has `named`, they may be any two integers but 0 and 1.
+    Of a label that the user has `named`, they may be any two integers but 0 and 1. Integers may be floats, as 1.0.
     """
     texts = {value for value in values if isinstance(value, str)}
     if not texts:
-        numbers = sorted({value for value in values if type(value) is int})
-        is_whole = all(value is None or type(value) is int for value in values)
-        found = is_whole and len(numbers) == 2 and numbers != [0, 1] and (named or numbers == [-1, 1])
-        return [str(number) for number in numbers] if found else []
+        present = [value for value in values if value is not None]
+        whole = [value for value in present if type(value) is int or (type(value) is float and value.is_integer())]
+        numbers = sorted({int(value) for value in whole})
+        found = len(whole) == len(present) and len(numbers) == 2 and (named or numbers == [-1, 1])
+        return [str(number) for number in numbers] if found and numbers != [0, 1] else []
     if len(texts) != 2 or any(value is not None and not isinstance(value, str) for value in values):
         return []
+    if all(NUMBER.fullmatch(text) for text in texts):
+        first, second = sorted(texts, key=float)
+        return [first, second] if named or [float(first), float(second)] in ([0, 1], [-1, 1]) else []
     first, second = sorted(texts)
     if first.strip().lower() in _YES or second.strip().lower() in _NO:
         first, second = second, first
     return [first, second]
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and not NUMBER.fullmatch(value)
 
 
 def _as_label(value: object) -> float | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -30,7 +31,7 @@ ROWS = 20_000  # that are looked at
 BYTES = 2**22
 _FILES = 8  # of a folder or pattern, from all over it: the first may be of one day, or have few rows
 TIME_TEXT = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d.*)?$")
-_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.I)
 MISSING = {"nan", "na", "n/a", "null", "none", "?", "-", "inf", "+inf", "-inf", "infinity", "-infinity", r"\n"}
 
 
@@ -48,6 +49,9 @@ class Look:
     settings: dict[str, object]  # of the section `data`
     starts: tuple[int, ...] = (0,)  # the first row of each file
     partial: frozenset[str] = frozenset()  # columns that some files lack
+    missing: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of text: column -> its words for no number
+    fractions: Mapping[str, str] = field(default_factory=dict)  # of text: column -> its first number with one, as 7.0
+    blanks: frozenset[str] = frozenset()  # columns of text with cells that begin or end with blanks
 
 
 def look_at(path: Path) -> Look:
@@ -74,7 +78,10 @@ def look_at(path: Path) -> Look:
         settings = {**look.settings, **settings, **({"missing": list(dict.fromkeys(both))} if both else {})}
     # a line of JSON may lack a column
     partial = {name for name in columns if format_of(files[0]) != "jsonl" and not all(name in x.columns for x in looks)}
-    return Look(columns, settings, tuple(starts), frozenset(partial))
+    missing = {name: frozenset[str]().union(*(look.missing.get(name, ()) for look in looks)) for name in columns}
+    fractions = {name: shown for look in reversed(looks) for name, shown in look.fractions.items()}
+    blanks = frozenset[str]().union(*(look.blanks for look in looks))
+    return Look(columns, settings, tuple(starts), frozenset(partial), missing, fractions, blanks)
 
 
 def _look_at_file(path: Path, rows: int) -> Look:
@@ -94,7 +101,13 @@ def _look_at_file(path: Path, rows: int) -> Look:
     count = len(next(iter(columns.values())))
     for name, value in partition_keys(path).items() if kind == "parquet" else ():
         columns.setdefault(name, [_of_folder(value)] * count)
-    return Look(columns, look.settings)
+    return replace(look, columns=columns)
+
+
+def setting_lines(settings: Mapping[str, object]) -> list[str]:
+    """The lines of a job's section `data` that say how text is read."""
+    remarks = {"encoding": "                  # guessed, for the file is not UTF-8: check its texts"}
+    return [f"  {name}: {json.dumps(value)}{remarks.get(name, '')}" for name, value in settings.items()]
 
 
 def _of_folder(value: str | None) -> object:
@@ -130,20 +143,21 @@ def _parquet(path: Path, rows: int) -> Look:
     if not batches:
         return Look({}, {})
     batch = pa.Table.from_batches(batches)
-    types = {
-        field.name: pa.float64() if field.type.scale else pa.int64()
-        for field in batch.schema
-        if pa.types.is_decimal(field.type)
-    }
-    for field in batch.schema:
-        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":  # which Python's times have not
-            types[field.name] = pa.timestamp("us", field.type.tz)
+    types, whole = {}, set()
+    for own in batch.schema:
+        if pa.types.is_decimal(own.type) and own.type.scale:
+            types[own.name] = pa.float64()
+        elif pa.types.is_decimal(own.type):
+            whole.add(own.name)  # integers of any size, which int64 does not hold
+        elif pa.types.is_timestamp(own.type) and own.type.unit == "ns":  # which Python's times have not
+            types[own.name] = pa.timestamp("us", own.type.tz)
     columns = {name: batch.column(name) for name in batch.schema.names}
     casts = {name: c.cast(types[name], safe=False) if name in types else c for name, c in columns.items()}
-    found = {}
+    found: dict[str, list[object]] = {}
     for name, column in casts.items():
         try:
-            found[name] = _of_python(column).to_pylist()
+            values = _of_python(column).to_pylist()
+            found[name] = [None if value is None else int(value) for value in values] if name in whole else values
         except UnicodeDecodeError:
             reason = f"column {name!r} has texts that are not UTF-8: write them so"
             raise CannotInit(path=str(path), reason=reason) from None
@@ -200,47 +214,70 @@ def _text(path: Path, most: int) -> Look:
     rows = [row for row in rows[1:] if len(row) == len(names)]
     if len(set(names)) < len(names):
         raise CannotInit(path=f"{path}:1", reason="two columns have one name")
-    if names and all(_NUMBER.fullmatch(name) for name in names):
+    if names and all(NUMBER.fullmatch(name) for name in names):
         raise CannotInit(path=f"{path}:1", reason="it has no header line with the names of the columns; add one")
-    cells = [[row[i].strip() for row in rows] for i in range(len(names))]
-    texts = [(name, own) for name, own in zip(names, cells, strict=True) if not _NUMBER.fullmatch(name)]
+    raw = [[row[i] for row in rows] for i in range(len(names))]
+    cells = [[cell.strip() for cell in own] for own in raw]
+    texts = [(name, own) for name, own in zip(names, cells, strict=True) if not NUMBER.fullmatch(name)]
     if texts and all(name.strip() in own for name, own in texts):
         reason = f"it looks like a row: {texts[0][0]!r} is a value of its column, too"
         raise CannotInit(path=f"{path}:1", reason=f"{reason}; let one line with the names of the columns be the first")
     comma = delimiter != "," and any(
-        all(_NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in MISSING for cell in own if cell)
+        all(NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in MISSING for cell in own if cell)
         and any("," in cell for cell in own)
         for own in cells
     )
     if comma:
         settings["decimal"] = ","
-    missing = {cell for own in cells for cell in _missing_numbers(own, comma)}
-    if missing:
-        settings["missing"] = ["", *sorted(missing)]
-    return Look({name: _typed(own, comma) for name, own in zip(names, cells, strict=True)}, settings)
+    columns: dict[str, list[object]] = {}
+    missing, fractions = {}, {}
+    for name, own, as_written in zip(names, cells, raw, strict=True):
+        found = _typed(own, comma)
+        columns[name] = [cell or None for cell in as_written] if found is None else found
+        if any(isinstance(value, float) for value in columns[name]):
+            missing[name] = frozenset(_missing_numbers(own, comma))
+            fractions[name] = next((cell for cell in own if _is_fraction(cell, comma)), "")
+    if texts_of_missing := sorted(frozenset[str]().union(*missing.values())):
+        settings["missing"] = ["", *texts_of_missing]
+    blanks = frozenset(name for name, own, as_written in zip(names, cells, raw, strict=True) if own != as_written)
+    return Look(columns, settings, missing=missing, fractions=fractions, blanks=blanks)
+
+
+def _is_fraction(cell: str, comma: bool) -> bool:
+    """Whether a number is written with a decimal separator or an exponent."""
+    plain = cell.replace(",", ".") if comma else cell
+    return bool(NUMBER.fullmatch(plain)) and not plain.lstrip("+-").isdecimal()
 
 
 def _missing_numbers(cells: Sequence[str], comma: bool) -> set[str]:
     """The texts that stand for a missing number, of a column whose other cells, half of all or more, are numbers."""
-    others = {cell for cell in cells if cell and not _NUMBER.fullmatch(cell.replace(",", ".") if comma else cell)}
+    others = {cell for cell in cells if cell and not NUMBER.fullmatch(cell.replace(",", ".") if comma else cell)}
     if not others or not {cell.lower() for cell in others} <= MISSING:
         return set()
     return others if sum(cell in others for cell in cells) * 2 <= len(cells) else set()
 
 
-def _typed(cells: Sequence[str], comma: bool) -> list[object]:
-    """The cells of a column as integers or floats, where all of them are some."""
+def _typed(cells: Sequence[str], comma: bool) -> list[object] | None:
+    """The cells of a column as integers or floats, where all of them are some; else None."""
     missing = _missing_numbers(cells, comma)
     plain = ["" if cell in missing else cell.replace(",", ".") if comma else cell for cell in cells]
     present = [cell for cell in plain if cell]
-    kind: Callable[[str], object] = str
-    if present and all(_NUMBER.fullmatch(cell) for cell in present):
-        # 007 is no number, and what has missing ones is no id
-        whole = not missing and all(re.fullmatch(r"[-+]?(0|[1-9]\d{0,17})", cell) for cell in present)
-        is_number = missing or any("." in cell or "e" in cell.lower() for cell in present)
-        kind = int if whole else float if is_number else str
-        # programs write exponents with a sign or a point, as 1e-05 or 1.0E10; ids such as 12e3 have neither
-        is_id = any(re.fullmatch(r"\d+[eE]\d+", cell) for cell in present) and not any("." in cell for cell in present)
-        if is_id or {*present} == {"+1", "-1"}:  # the latter are of a label, which names its texts
-            kind = str
-    return [kind(cell) if cell else None for cell in plain]
+    if not present or not all(NUMBER.fullmatch(cell) for cell in present):
+        return None
+    # programs write exponents with a sign or a point, as 1e-05 or 1.0E10; ids such as 12e3 have neither
+    is_id = any(re.fullmatch(r"\d+[eE]\d+", cell) for cell in present) and not any("." in cell for cell in present)
+    if is_id or (not missing and _are_written_labels({*present})):
+        return None
+    # 007 is no number, what has missing ones is no id, and as one +7 would be another than 7
+    if not missing and all(re.fullmatch(r"-?(0|[1-9]\d{0,17})", cell) for cell in present):
+        return [int(cell) if cell else None for cell in plain]
+    signs = sum(cell[0] == "+" for cell in present)  # in front of all of them: telephones
+    is_number = missing or any("." in cell or "e" in cell.lower() for cell in present) or 0 < signs < len(present)
+    return [float(cell) if cell else None for cell in plain] if is_number else None
+
+
+def _are_written_labels(cells: set[str]) -> bool:
+    """Whether a column has two integers other than 0 and 1 that are written as -1.0 or +1: a job names labels so."""
+    values = sorted(map(float, cells))
+    is_whole = len(values) == 2 and all(value.is_integer() for value in values) and values != [0, 1]
+    return is_whole and any(str(int(float(cell))) != cell for cell in cells)
