@@ -1,10 +1,12 @@
 """What each column is: a feature of a type, or left out with a reason."""
 
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from ruamel.yaml import YAML
 
 from embershard.init.job_text import job_text
@@ -159,3 +161,106 @@ def test_columns_of_any_name_become_features():
     job = features_of({**columns, "日 時": [["a"], ["b"]] * 20, "the price": [n / 7 for n in rows]})
     assert list(job["features"]) == ["größe", "User ID", "日 時", "the price"]
     assert job["features"]["日 時"]["type"] == "list"
+
+
+def test_ids_that_are_floats_in_one_file_of_several_are_left_out():
+    Path("parts").mkdir()
+    for name, shift in (("a", 0), ("b", 0.0)):
+        columns = {
+            "label": [0, 1] * 100,
+            "user_id": [n + shift for n in range(200)],
+            "shop": ["x", "x", "y"] * 66 + ["y"] * 2,
+        }
+        pq.write_table(pa.table(columns), f"parts/{name}.parquet")
+    run("parts")
+    assert "# user_id: left out, its ids are floats, as 0.0: save integers" in Path("job.yaml").read_text()
+
+
+DAYS = [date(2026, 1, 1) + timedelta(days=n) for n in range(200)]
+GROUPS = [f"{n * 7:,}" for n in range(200)]
+WRITTEN = {  # values of numbers and times as people write them: what is remarked
+    "a few thousands": ([f"{text}.50" for text in GROUPS], "numbers have thousands separators, as 1,001.50"),
+    "of Germans": (
+        [f"{text.replace(',', '.')},50" for text in GROUPS],
+        "numbers have thousands separators, as 1.001,5",
+    ),
+    "of the French": (
+        [text.replace(",", "\u202f") for text in GROUPS],
+        "numbers have thousands separators, as 1\u202f0",
+    ),
+    "of Indians": ([f"{n},23,456" for n in range(1, 100)], "numbers have thousands separators, as 1,23,456"),
+    "decimal commas": ([f"{n},5" for n in range(200)], "values are numbers with a decimal comma, or lists, as 0,5: "),
+    "of Americans": ([f"{day:%m/%d/%Y} 1:05 PM" for day in DAYS], "times are not written as"),
+    "days": ([f"{day:%d.%m.%Y}" for day in DAYS], "times are not written as"),
+    "in two ways": ([f"{day:%b %d, %Y}" if day.day % 2 else f"{day}" for day in DAYS], "times are not written as"),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_numbers_and_times_as_people_write_them_are_no_categories(case):
+    values, remark = WRITTEN[case]
+    Path("a.csv").touch()
+    columns = {
+        "label": [n % 2 for n in range(len(values))],
+        "amount": values,
+        "user": [f"u{n}" for n in range(len(values))],
+    }
+    assert f"# amount: left out, its {remark}" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+
+
+def test_texts_that_look_like_numbers_or_times_in_part_stay_categories():
+    rows = range(300)
+    features = features_of(
+        {
+            "label": [n % 2 for n in rows],
+            "version": [f"{n % 7}.{n % 31}.{n % 12}" for n in rows],
+            "size": [f"{n % 40},{n}" if n % 3 else f"size {n}" for n in rows],
+            "code": [f"{n:05}" for n in rows],
+        }
+    )["features"]
+    assert features == {"version": {}, "size": {}, "code": {}}
+
+
+def test_fractions_in_texts_of_parquet_are_numbers():
+    rows = range(300)
+    columns = {
+        "label": [n % 2 for n in rows],
+        "price": [f"{n / 4:.2f}" for n in rows],
+        "zip": [f"{n:05}" for n in rows],
+    }
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    job = load_job(Path("job.yaml"))
+    assert {name: feature.type for name, feature in job.features.items()} == {"price": "number", "zip": None}
+    (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
+    assert len(set(batch.dense[:, 0].tolist())) > 200
+
+
+def test_lists_whose_values_are_no_categories_are_left_out():
+    rows = range(300)
+    columns = {
+        "label": [n % 2 for n in rows],
+        "user": [f"u{n % 7}" for n in rows],
+        "prices": pa.array([[Decimal(n) / 4] for n in rows]),
+        "seen": pa.array([[n] for n in rows], pa.list_(pa.timestamp("s"))),
+        "codes": pa.array([[b"\xff"] for n in rows]),
+        "days": pa.array([[n] for n in rows], pa.list_(pa.date32())),
+        "ids": pa.array([[Decimal(n)] for n in rows], pa.list_(pa.decimal128(38, 0))),
+    }
+    pq.write_table(pa.table(columns), "a.parquet")
+    run("a.parquet")
+    assert list(load_job(Path("job.yaml")).features) == ["user", "days", "ids"]
+    assert "# prices: left out, it has lists of values of type Decimal, as 0.00" in Path("job.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "remark"),
+    [
+        (["NA", "de", "fr"], "# NA is a value as others: leave the cells of missing ones empty"),
+        (["True", "False", "True"], "# rows of a served model need these texts, too: False, True"),
+    ],
+)
+def test_texts_that_a_request_would_have_otherwise_are_remarked_on(values, remark):
+    Path("a.csv").touch()
+    columns = {"label": [n % 2 for n in range(90)], "home": values * 30}
+    assert f"  home: {{}}     {remark}\n" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
