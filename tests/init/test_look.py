@@ -177,3 +177,20 @@ def test_signs_in_front_of_some_numbers_are_of_numbers_and_in_front_of_all_of_te
     Path("a.csv").write_text("\n".join(["label,change,phone", *lines, ""]))
     columns = look_at(Path("a.csv")).columns
     assert (columns["change"][:2], columns["phone"][1]) == ([-50.0, -49.0], "+490000001")
+
+
+@pytest.mark.parametrize("share", [2, 6])
+def test_a_column_with_words_for_missing_numbers_is_what_the_cells_of_all_files_are(share):
+    Path("parts").mkdir()
+    for part in range(3):  # of which the last has hardly a number
+        amounts = ["-" if (part == 2 and n) or n % 10 < share else 100 + n for n in range(100)]
+        lines = [f"{n % 2},{amount},u{n}" for n, amount in enumerate(amounts)]
+        Path(f"parts/{part}.csv").write_text("\n".join(["label,amount,user", *lines, ""]))
+    run("parts")
+    job = load_job(Path("job.yaml"))
+    assert (job.features["amount"].type, job.data.missing) == ("number", ("", "-"))
+
+
+def test_a_decimal_comma_behind_tabs_is_found():
+    Path("a.tsv").write_text("label\tprice\tuser\n" + "".join(f"{n % 2}\t{n},5\tu{n}\n" for n in range(120)))
+    assert look_at(Path("a.tsv")).settings == {"decimal": ","}

@@ -24,7 +24,7 @@ _OTHER_TIME = re.compile(  # 31.01.2026 12:00, 01/31/26, 2026/01/31, 31-Jan-2026
     r"([A-Z][a-z]{2}, )?\d{1,2}[ -][A-Z][a-z]{2}[a-z]*[ -]\d{4}|[A-Z][a-z]{2}[a-z]* \d{1,2},? \d{4})([T ,].*)?$"
 )
 _RESERVED = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-_UNKNOWN = {"nan", "na", "n/a", "null", r"\n"}  # of a category: words for a missing value
+_UNKNOWN = {"nan", "na", "n/a", "null", "?", "-", r"\n"}  # of a category: words for a missing value
 FEW = 100  # distinct integers that are categories
 _FIRST_TIME = 10_000_000  # a smaller number in a column such as watch_time is a duration
 A_TIME = "# NAME: left out, a time"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from embershard.proto.errors import EmbershardError
 from embershard.worker.data.files import read_blocks
@@ -74,14 +74,13 @@ def look_at(path: Path) -> Look:
         rows += len(next(iter(look.columns.values())))
         for name, values in columns.items():
             values += look.columns.get(name, [None] * (rows - len(values)))
-        both = [text for own in (settings, look.settings) for text in cast(list[str], own.get("missing", []))]
-        settings = {**look.settings, **settings, **({"missing": list(dict.fromkeys(both))} if both else {})}
+        settings = {**look.settings, **settings}
     # a line of JSON may lack a column
     partial = {name for name in columns if format_of(files[0]) != "jsonl" and not all(name in x.columns for x in looks)}
-    missing = {name: frozenset[str]().union(*(look.missing.get(name, ()) for look in looks)) for name in columns}
-    fractions = {name: shown for look in reversed(looks) for name, shown in look.fractions.items()}
-    blanks = frozenset[str]().union(*(look.blanks for look in looks))
-    return Look(columns, settings, tuple(starts), frozenset(partial), missing, fractions, blanks)
+    found = Look(columns, settings, tuple(starts), frozenset(partial))
+    kind = format_of(files[0])
+    usual = {"csv": ",", "tsv": "\t"}.get(kind or "")
+    return found if usual is None else _of_cells(found, str(settings.get("delimiter", usual)))
 
 
 def _look_at_file(path: Path, rows: int) -> Look:
@@ -222,25 +221,32 @@ def _text(path: Path, most: int) -> Look:
     if texts and all(name.strip() in own for name, own in texts):
         reason = f"it looks like a row: {texts[0][0]!r} is a value of its column, too"
         raise CannotInit(path=f"{path}:1", reason=f"{reason}; let one line with the names of the columns be the first")
+    return Look({name: [cell or None for cell in own] for name, own in zip(names, raw, strict=True)}, settings)
+
+
+def _of_cells(look: Look, delimiter: str) -> Look:
+    """Type the cells of text of all files: a column is what all its cells are."""
+    written = {name: [str(cell or "") for cell in own] for name, own in look.columns.items()}
+    cells = {name: [cell.strip() for cell in own] for name, own in written.items()}
     comma = delimiter != "," and any(
         all(NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in MISSING for cell in own if cell)
         and any("," in cell for cell in own)
-        for own in cells
+        for own in cells.values()
     )
-    if comma:
-        settings["decimal"] = ","
-    columns: dict[str, list[object]] = {}
+    columns, settings = dict(look.columns), dict(look.settings)
     missing, fractions = {}, {}
-    for name, own, as_written in zip(names, cells, raw, strict=True):
-        found = _typed(own, comma)
-        columns[name] = [cell or None for cell in as_written] if found is None else found
-        if any(isinstance(value, float) for value in columns[name]):
+    for name, own in cells.items():
+        if (found := _typed(own, comma)) is not None:
+            columns[name] = found
+        if any(isinstance(value, float) for value in found or ()):
             missing[name] = frozenset(_missing_numbers(own, comma))
             fractions[name] = next((cell for cell in own if _is_fraction(cell, comma)), "")
-    if texts_of_missing := sorted(frozenset[str]().union(*missing.values())):
-        settings["missing"] = ["", *texts_of_missing]
-    blanks = frozenset(name for name, own, as_written in zip(names, cells, raw, strict=True) if own != as_written)
-    return Look(columns, settings, missing=missing, fractions=fractions, blanks=blanks)
+    if comma:
+        settings["decimal"] = ","
+    if texts := sorted(frozenset[str]().union(*missing.values())):
+        settings["missing"] = ["", *texts]
+    blanks = frozenset(name for name, own in cells.items() if own != written[name])
+    return replace(look, columns=columns, settings=settings, missing=missing, fractions=fractions, blanks=blanks)
 
 
 def _is_fraction(cell: str, comma: bool) -> bool:
@@ -250,11 +256,11 @@ def _is_fraction(cell: str, comma: bool) -> bool:
 
 
 def _missing_numbers(cells: Sequence[str], comma: bool) -> set[str]:
-    """The texts that stand for a missing number, of a column whose other cells, half of all or more, are numbers."""
+    """The texts that stand for a missing number, of a column whose other cells, a tenth of all or more, are numbers."""
     others = {cell for cell in cells if cell and not NUMBER.fullmatch(cell.replace(",", ".") if comma else cell)}
     if not others or not {cell.lower() for cell in others} <= MISSING:
         return set()
-    return others if sum(cell in others for cell in cells) * 2 <= len(cells) else set()
+    return others if sum(cell in others for cell in cells) * 10 <= len(cells) * 9 else set()
 
 
 def _typed(cells: Sequence[str], comma: bool) -> list[object] | None:
