@@ -264,3 +264,16 @@ def test_texts_that_a_request_would_have_otherwise_are_remarked_on(values, remar
     Path("a.csv").touch()
     columns = {"label": [n % 2 for n in range(90)], "home": values * 30}
     assert f"  home: {{}}     {remark}\n" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("text", "remark"), [("2026-01-{} 10:00", "a time"), ("{}.1.2026", "its times are not written as")]
+)
+def test_times_of_text_of_which_there_are_few_are_no_categories(text, remark):
+    Path("a.csv").touch()
+    columns = {
+        "label": [n % 2 for n in range(90)],
+        "bought": [text.format(10 + n % 9) for n in range(90)],
+        "user": list(range(90)),
+    }
+    assert f"# bought: left out, {remark}" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())

@@ -85,9 +85,11 @@ def describe_column(name: str, values: Sequence[object], rows: int, table: str |
     if any(isinstance(value, dict | bytes | time | timedelta | UUID) for value in present):
         return f"# NAME: left out, its values are of type {type(present[0]).__name__}"
     distinct = set(present)
-    if isinstance(present[0], date | datetime) or (_is_time(name, present) and len(distinct) > FEW):
+    fewest = 1 if isinstance(present[0], str) else FEW  # of numbers, fewer may be of days or hours
+    if isinstance(present[0], date | datetime) or (_is_time(name, present) and len(distinct) > fewest):
         return A_TIME
-    if len(distinct) > FEW and isinstance(present[0], str) and (_TIME.search(words(name)) or _are_times(present)):
+    is_text_of_time = isinstance(present[0], str) and _TIME.search(words(name)) and len(distinct) > FEW
+    if is_text_of_time or (len(distinct) > 1 and _are_times(present)):
         return "# NAME: left out, its times are not written as 2026-01-31 12:00:00"
     if len(distinct) == 1:
         return "# NAME: left out, it has one value in these rows"
