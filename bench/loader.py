@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import embershard as es
 from embershard.worker.data.batch import Batch
 from embershard.worker.data.readers.clicks import ClickStream
-from embershard.worker.job.data import ClicksSection
+from embershard.worker.job.readers.clicks import ClicksSection
 from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.training.loader import DataShare, LoaderProcess
 from timing import finish, load, median, print_table

@@ -37,7 +37,7 @@ from embershard.worker.checkpoint.names import MANIFEST as MANIFEST
 from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
-from embershard.worker.job.tabular import TabularSection
+from embershard.worker.job.readers.tabular import TabularSection
 
 if TYPE_CHECKING:
     from embershard.worker.checkpoint.tensors import State

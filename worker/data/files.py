@@ -93,7 +93,8 @@ def open_binary(path: File) -> IO[bytes]:
 def expand(path: File, endings: tuple[str, ...]) -> list[File]:
     """The files of a folder that end so, those that a pattern with * fits, or the file itself; in order of names.
 
-    Of several files those without a byte are left out: Spark writes one for a partition without rows.
+    Of several files those without a byte, compressed ones as well, are left out: Spark writes one for a partition
+    without rows.
     """
     if is_url(path):
         import fsspec
@@ -127,8 +128,19 @@ def expand(path: File, endings: tuple[str, ...]) -> list[File]:
         kinds = " or ".join(f"*{ending}" for ending in endings)
         what = "no file fits the pattern" if "*" in str(path) else f"no {kinds} file in this folder"
         raise JobError(where=str(path), reason=what)
-    filled = [file for file, size in sizes.items() if size != 0]
+    filled = [file for file, size in sizes.items() if size != 0 and not (size and _is_packed_nothing(file, size))]
     return sorted(filled or sizes, key=str)
+
+
+def _is_packed_nothing(path: File, size: int) -> bool:
+    """Whether it is a small file that a compressor made of no byte. What is wrong with one is said when it is read."""
+    if size > 256 or not str(path).lower().endswith((".gz", ".zst")):
+        return False
+    try:
+        with _open_text(path, _compression(path)) as file:
+            return not file.read(1)
+    except (EOFError, zlib.error, OSError, JobError):
+        return False
 
 
 def check_readable(path: File) -> bool:

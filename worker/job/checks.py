@@ -11,6 +11,7 @@ from embershard.proto.errors import JobError
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.compression_checks import check_compression
 from embershard.worker.job.job import Job
+from embershard.worker.job.readers.tabular import TabularSection
 from embershard.worker.job.sections import (
     BceSection,
     DINSection,
@@ -19,7 +20,6 @@ from embershard.worker.job.sections import (
     SimpleXSection,
     TwoTowerSection,
 )
-from embershard.worker.job.tabular import TabularSection
 from embershard.worker.job.yaml import Path as Location
 from embershard.worker.job.yaml import Problems
 

@@ -1,12 +1,14 @@
-"""What every section of a job file has that says what is read."""
+"""What every section of a job file has that says what is read, and types of fields that several of them have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from embershard.worker.data.files import is_delimiter, is_url
 from embershard.worker.job.sections import Count, Section
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
@@ -26,6 +28,54 @@ MORE_METRICS: dict[Evaluation, tuple[str, ...]] = {
 }
 LOWER_IS_BETTER = frozenset({"logloss", "ne"})
 SPLITS = ("train", "valid", "test")
+Name = Annotated[str, Field(min_length=1)]
+
+
+def _as_list(value: object) -> object:
+    return (value,) if isinstance(value, (str, Path)) else value
+
+
+_OR_ONE = BeforeValidator(_as_list, json_schema_input_type=Path | tuple[Path, ...])
+Paths = Annotated[tuple[Path, ...], _OR_ONE]
+SomePaths = Annotated[tuple[Path, ...], Field(min_length=1), _OR_ONE]
+
+
+def _as_names(value: object) -> object:
+    given = _as_list(value)
+    return tuple(str(one) if isinstance(one, Path) else one for one in given) if isinstance(given, tuple) else given
+
+
+_OR_ONE_NAME = BeforeValidator(_as_names, json_schema_input_type=str | tuple[str, ...])
+Names = Annotated[tuple[Name, ...], _OR_ONE_NAME]
+SomeNames = Annotated[tuple[Name, ...], Field(min_length=1), _OR_ONE_NAME]
+Negatives = Annotated[int, Field(ge=0)]
+DrawnBy = Literal["uniform", "popularity"]  # each item as often as another, or as often as it was taken
+
+
+def _encoding(value: str) -> str:
+    try:
+        if "a1,".encode(value) != b"a1,":
+            raise LookupError
+    except LookupError:
+        raise ValueError(f"must be an encoding that ASCII is a part of, as utf-8 or cp1252, got {value!r}") from None
+    return "utf-8" if value.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig") else value
+
+
+def _delimiter(value: str) -> str:
+    if not is_delimiter(value):
+        raise ValueError(f"must be one ASCII character, no quote or line end, got {value!r}")
+    return value
+
+
+Delimiter = Annotated[str, AfterValidator(_delimiter)]
+Encoding = Annotated[str, AfterValidator(_encoding)]
+FileFormat = Literal["parquet", "csv", "tsv", "jsonl"]
+
+
+def on_disk(named: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Path, ...]]:
+    """Field -> its local files and folders: what is no URL and no pattern."""
+    local = {field: [name for name in names if not is_url(name) and "*" not in name] for field, names in named.items()}
+    return {field: tuple(map(Path, names)) for field, names in local.items() if names}
 
 
 def _parts(value: object) -> int | str | None:

@@ -11,8 +11,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from embershard.proto import spec
 from embershard.worker.job.compression import AnyCompression
-from embershard.worker.job.data import AnyData, UserReaderSection
+from embershard.worker.job.data import AnyData
 from embershard.worker.job.data_section import LOWER_IS_BETTER, METRICS, MORE_METRICS
+from embershard.worker.job.readers.tabular import FeatureSection, TabularSection
+from embershard.worker.job.readers.user_defined import UserReaderSection
 from embershard.worker.job.sections import (
     AnyLoss,
     AnyModel,
@@ -24,7 +26,6 @@ from embershard.worker.job.sections import (
     TwoTowerSection,
     UserModelSection,
 )
-from embershard.worker.job.tabular import FeatureSection, TabularSection
 from embershard.worker.job.training import (
     DEFAULT_INITIALIZER,
     CheckpointSection,

@@ -14,8 +14,8 @@ from pydantic_core import ErrorDetails
 from embershard.proto.errors import JobError
 from embershard.proto.user_modules import search_from
 from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
-from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
+from embershard.worker.job.readers.user_defined import UserReaderSection
 from embershard.worker.job.sections import CUSTOM, CodeSection
 from embershard.worker.job.training import BUDGETS
 from embershard.worker.job.yaml import JobSource, Mistake

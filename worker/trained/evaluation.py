@@ -11,9 +11,10 @@ from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.user_defined import CheckedDataset
-from embershard.worker.job.data import ListsSection, UserReaderSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.tabular import TabularSection
+from embershard.worker.job.readers.interactions import ListsSection
+from embershard.worker.job.readers.tabular import TabularSection
+from embershard.worker.job.readers.user_defined import UserReaderSection
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.trained.reading import ReadOnlySession, average_of, trained
 from embershard.worker.training.evaluate import Evaluator, Figures

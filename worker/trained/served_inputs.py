@@ -21,7 +21,7 @@ from embershard.worker.data.inputs.rows import (
     shown,
 )
 from embershard.worker.job.job import Job
-from embershard.worker.job.tabular import TabularSection
+from embershard.worker.job.readers.tabular import TabularSection
 
 
 class Inputs(Protocol):

@@ -52,7 +52,7 @@ from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.compression_checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
-from embershard.worker.job.tabular import TabularSection
+from embershard.worker.job.readers.tabular import TabularSection
 from embershard.worker.reporting.log import OTHER_OUTPUT, make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.job.data import ClicksSection, CtrCsvSection, ListsSection
-from embershard.worker.job.tabular import TabularSection
+from embershard.worker.job.readers.clicks import ClicksSection
+from embershard.worker.job.readers.columns import CtrCsvSection
+from embershard.worker.job.readers.interactions import ListsSection
+from embershard.worker.job.readers.tabular import TabularSection
 from embershard.worker.training.loader import DataShare, LoaderLost, LoaderProcess, send_batches
 from harness.eventually import eventually
 from harness.processes import descendants

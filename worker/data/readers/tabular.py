@@ -158,14 +158,27 @@ class LabelColumns:
                 return numbers_of(name, column)
             except BadValue as error:  # of a text
                 raise BadValue(error.row, name, f"{error.reason}; {give_label_values(column)}") from None
-        column = column.combine_chunks()
-        texts, known = texts_of(name, column), pa.array(self.texts[name])
-        found: Floats = pc.index_in(texts, known).to_numpy(zero_copy_only=False).astype(np.float64)
-        wrong = np.flatnonzero(np.isnan(found) & ~np.asarray(pc.equal(texts, "")))
+        texts, (zero, one) = column.combine_chunks(), self.texts[name]
+        if pa.types.is_floating(texts.type):  # integers, as pandas writes them in a column with missing cells
+            x = numbers_of(name, texts)
+            found: Floats = np.select([x == _float_of(zero), x == _float_of(one)], [0.0, 1.0], np.nan)
+            missing = np.isnan(x)
+        else:
+            texts = texts_of(name, texts)
+            found = pc.index_in(texts, pa.array([zero, one])).to_numpy(zero_copy_only=False).astype(np.float64)
+            missing = np.asarray(pc.equal(texts, ""))
+        wrong = np.flatnonzero(np.isnan(found) & ~missing)
         if len(wrong):
-            value, (zero, one) = texts[int(wrong[0])].as_py(), self.texts[name]
-            raise BadValue(int(wrong[0]), name, f"label {value[:40]!r} is neither {zero!r} nor {one!r}")
+            value = str(texts[int(wrong[0])].as_py())[:40]
+            raise BadValue(int(wrong[0]), name, f"label {value!r} is neither {zero!r} nor {one!r}")
         return found
+
+
+def _float_of(text: str) -> float:
+    """The number that a text is, NaN where it is none."""
+    with suppress(ValueError):
+        return float(text)
+    return float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +394,12 @@ def as_times(column: str, array: pa.Array | pa.ChunkedArray) -> Floats:
 
 
 def plain_times(column: str, array: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Times without a dictionary, texts of them as strings, of which the empty one is a missing time."""
+    """Times without a dictionary, texts of them as strings, of which the empty one is a missing time.
+
+    BadValue where they are true and false.
+    """
+    if pa.types.is_boolean(array.type):
+        raise BadValue(0, column, "is true or false, and no time: name a column of dates or of numbers")
     if pa.types.is_large_string(array.type) or pa.types.is_dictionary(array.type):  # as pandas and polars write texts
         array = decoded(column, as_array(array))
         array = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array

@@ -307,10 +307,11 @@ def _json_schema(paths: Sequence[File], wanted: Wanted) -> pa.Schema:
     """The types of a split's columns, by the first lines of its files, and more where those lack a column's values."""
     values: dict[str, list[object]] = {name: [] for name in wanted}
     names: dict[str, None] = {}
-    looked = 0
+    looked, has_lines = 0, False
     for path, block in ((own, block) for own in paths for block in read_blocks(own, LOOK_BYTES)):
         for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
             if line.strip():
+                has_lines = True
                 row = json_row(f"{path}:{number}", line)
                 names |= dict.fromkeys(row)
                 for name in wanted:
@@ -320,6 +321,8 @@ def _json_schema(paths: Sequence[File], wanted: Wanted) -> pa.Schema:
         looked += len(block.text)
         if looked >= BLOCK_BYTES or all(any(value != [] for value in own) for own in values.values()):
             break
+    if not has_lines:
+        raise JobError(where=str(paths[0]), reason="no line of data in the file")
     remedy = "; if it has no value here, write it as null in one line"
     check_columns(f"{paths[0]}:1", list(names), wanted, remedy=remedy)
     # in the file's order, in which Arrow finds a line's keys without a look into its map of them

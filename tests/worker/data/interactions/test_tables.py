@@ -237,6 +237,17 @@ def test_users_are_texts_or_integers(tmp_path, values):
         tables(tmp_path / "plays.parquet").look()
 
 
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_true_and_false_are_no_times(tmp_path, ending):
+    rows = [{"who": "a", "what": "x", "at": True}, {"who": "b", "what": "x", "at": False}]
+    if ending == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "plays.parquet")
+    else:
+        (tmp_path / "plays.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with refused(JobError, f"plays.{ending}", "column 'at': is true or false, and no time"):
+        tables(tmp_path / f"plays.{ending}").look()
+
+
 def test_floats_as_pandas_makes_of_integers_with_missing_cells_are_refused_with_the_cast(tmp_path):
     pq.write_table(pa.table({"who": [7.0, None], "what": ["a", "b"], "at": [1, 2]}), tmp_path / "plays.parquet")
     with refused(JobError, "plays.parquet", "column 'who': is double", "leave these rows out", "to Int64"):

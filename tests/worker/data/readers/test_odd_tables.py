@@ -375,6 +375,16 @@ def test_parts_without_rows_are_read_beside_others(tmp_path, empty):
         samples(section, tmp_path)
 
 
+def test_compressed_parts_without_a_byte_are_left_out_beside_others(tmp_path):
+    (tmp_path / "parts").mkdir()
+    for part, text in enumerate((b"", b"user,label\nu,1\nv,0\n", b"")):
+        (tmp_path / "parts" / f"part-0000{part}.csv.gz").write_bytes(gzip.compress(text))
+    section = section_of(tmp_path, {"user": ["u"] * 4}, "{user: {}}", train="parts")
+    for train in ("parts", (tmp_path / "parts").as_uri()):
+        own = section.model_copy(update={"train": (train,), "format": "csv"})
+        assert len(samples(own, tmp_path).ids) == 2
+
+
 @pytest.mark.parametrize("split", [None, {"by": "random", "valid": 0.5}])
 def test_columns_of_text_are_found_by_name_in_each_file(tmp_path, split):
     (tmp_path / "a.csv").write_text("user,x,label\n" + "".join(f"u{row},{row},{row % 2}\n" for row in range(20)))
@@ -513,6 +523,22 @@ def test_a_value_that_arrow_cannot_hold_is_named(tmp_path, first, second):
     assert "'user'" in found.value.fields["reason"]
     (tmp_path / "a.jsonl").write_text('{"label": 1, "user": {"id": 7}}\n')
     with pytest.raises(JobError, match=r"a\.jsonl:1: column 'user': {'id': 7} is an object"):
+        section.look(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_true_and_false_are_no_times_to_split_rows_by(tmp_path, ending):
+    split = {"by": "time", "column": "seen", "valid": 0.5}
+    section = section_of(tmp_path, {"user": ["u", "v"], "seen": [True, False]}, "{user: {}}", ending, split=split)
+    with pytest.raises(JobError, match="column 'seen': is true or false, and no time"):
+        section.look(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\n \n\n", "\ufeff\n"])
+def test_lines_of_json_that_are_all_blank_are_no_data(tmp_path, text):
+    (tmp_path / "b.jsonl").write_text(text)
+    section = section_of(tmp_path, {"user": ["u"]}, "{user: {}}", "jsonl", valid="b.jsonl")
+    with pytest.raises(JobError, match=r"b\.jsonl: no line of data in the file"):
         section.look(tmp_path)
 
 

@@ -480,6 +480,7 @@ LABELS = {  # of files: (values, label_values, what is on line 2 and 3)
     "of excel": (["FALSE", "TRUE"], ["FALSE", "TRUE"], [0, 1]),
     "numbers": ([1, 2], [1, 2], [0, 1]),
     "booleans": ([False, True], [True, False], [1, 0]),
+    "floats": ([-1.0, 1.0], [-1.0, 1.0], [0, 1]),
 }
 
 
@@ -504,6 +505,20 @@ def test_texts_stand_for_labels_where_they_are_named(tmp_path, case, ending):
     assert type(job).model_validate(job.model_dump(mode="json")) == job
     (batch,) = job.data.open(tmp_path, 0).evaluate("train", 0, 1, 9)
     assert batch.labels.tolist() == [[want[0], 1], [want[1], 0]]
+
+
+def test_labels_that_are_floats_are_the_integers_that_label_values_name(tmp_path):
+    for labels, want in (([1.0, -1.0], [1, 0]), ([1.0, 0.5], None), ([1.0, None], None)):
+        pq.write_table(pa.table({"user": ["u", "v"], "label": labels}), tmp_path / "a.parquet")
+        job = job_of(tmp_path, " {user: {}}", train="a.parquet", label_values=["-1", "1"])
+        if want:
+            (batch,) = job.data.open(tmp_path, 0).evaluate("train", 0, 1, 9)
+            assert batch.labels.tolist() == want
+        else:
+            with pytest.raises(
+                JobError, match=r"row 2: column 'label': (label '0.5' is neither '-1' nor '1'|.*missing)"
+            ):
+                job.data.look(tmp_path)
 
 
 def test_a_label_of_text_that_is_missing_is_refused_alone_and_left_out_among_others(tmp_path):

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.proto.errors import JobError
-from embershard.worker.job.data import CtrCsvSection, ParquetSection
+from embershard.worker.job.readers.columns import CtrCsvSection, ParquetSection
 
 
 @pytest.mark.parametrize("declared", [{}, {"categorical": ("genres",)}, {"skip": ("genres",)}])

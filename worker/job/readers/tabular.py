@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from embershard.worker.data.files import as_file, is_delimiter, is_url
-from embershard.worker.job.data_section import SPLITS, DataSection
+from embershard.worker.data.files import as_file
+from embershard.worker.job.data_section import SPLITS, DataSection, Delimiter, Encoding, FileFormat, Name, on_disk
 from embershard.worker.job.sections import ONE_OR_MORE, Count, Section, Share
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch and pyarrow
@@ -21,7 +19,6 @@ if TYPE_CHECKING:  # a job is checked in a second, without torch and pyarrow
     from embershard.worker.data.preprocess import Preprocessor
     from embershard.worker.data.readers.tabular import Tabular
 
-Name = Annotated[str, Field(min_length=1)]
 _MEANT_FOR = {  # field -> the types of features that have it
     "of": ("cross",),
     "column": ("category", "list", "sequence", "number"),
@@ -36,34 +33,6 @@ _MEANT_FOR = {  # field -> the types of features that have it
     "missing": ("number",),
 }
 _OF_IDS = ("table", "dim", "ids", "num_ids", "buckets", "vocabulary", "min_count")
-
-
-def _encoding(value: str) -> str:
-    try:
-        if "a1,".encode(value) != b"a1,":
-            raise LookupError
-    except LookupError:
-        raise ValueError(f"must be an encoding that ASCII is a part of, as utf-8 or cp1252, got {value!r}") from None
-    return "utf-8" if value.lower().replace("_", "-") in ("utf-8", "utf8", "utf-8-sig") else value
-
-
-def _delimiter(value: str) -> str:
-    if not is_delimiter(value):
-        raise ValueError(f"must be one ASCII character, no quote or line end, got {value!r}")
-    return value
-
-
-Delimiter = Annotated[str, AfterValidator(_delimiter)]
-Encoding = Annotated[str, AfterValidator(_encoding)]
-FileFormat = Literal["parquet", "csv", "tsv", "jsonl"]
-
-
-def on_disk(named: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Path, ...]]:
-    """Field -> its local files and folders: what is no URL and no pattern."""
-    local = {field: [name for name in names if not is_url(name) and "*" not in name] for field, names in named.items()}
-    return {field: tuple(map(Path, names)) for field, names in local.items() if names}
-
-
 _LARGEST = 3.4028234663852886e38  # of float32
 
 
@@ -427,64 +396,6 @@ class TabularSection(DataSection):
         """Open the reader that this section describes."""
         tabular = self.tabular(folder)
         return tabular.open_first_rows(seed) if self._first_rows_only else tabular.open(seed=seed)
-
-
-class RaySection(TabularSection):
-    """Tables that Ray Data reads in the job's Ray cluster: Parquet, CSV or lines of JSON, or a function's dataset.
-
-    `train`, `valid` and `test` are files, folders, patterns with *, URLs, or one function `module:name` that returns a
-    ray.data.Dataset. The features are in the job's section `features`.
-    """
-
-    reader: Literal["ray"]  # type: ignore[assignment]
-    format: Literal["parquet", "csv", "jsonl"] | None = None
-    """Format of the files; by default the files' names show it."""
-
-    @property
-    def has_code(self) -> bool:
-        """Whether a function of a user makes a dataset."""
-        return any(_is_function(name) for part in SPLITS for name in getattr(self, part))
-
-    @property
-    def streams_text(self) -> bool:
-        """Whether nobody knows in advance how many samples there are: Ray Data counts them."""
-        return False
-
-    @property
-    def costs_cpu(self) -> bool:
-        """Whether a process beside the worker pays: no, Ray's own processes read."""
-        return False
-
-    def files(self) -> dict[str, tuple[Path, ...]]:
-        """Field -> the local files and folders that it names, under `root`."""
-        named = {part: tuple(p for p in paths if not _is_function(str(p))) for part, paths in super().files().items()}
-        return {part: paths for part, paths in named.items() if paths}
-
-    def problem(self) -> tuple[str, str] | None:
-        """A field that contradicts others, and why."""
-        for field in ("delimiter", "encoding", "decimal", "missing", "columns"):
-            if field in self.model_fields_set:
-                return field, "has no meaning for data.reader ray: use tabular, or set it in a function of your own"
-        if self.loader_processes:
-            return "loader_processes", "must be 0 with data.reader ray, whose own processes read; remove it"
-        for part in SPLITS:
-            names = getattr(self, part)
-            if len(names) > 1 and any(map(_is_function, names)):
-                return part, "is files, or one function module:name"
-        return super().problem()
-
-    def tabular(self, folder: Path) -> Tabular:
-        """Return the reader of the tables. BadFeature where features contradict each other."""
-        from embershard.worker.data.readers.ray import open_datasets
-
-        made = super().tabular(folder)
-        functions = {part: names for part in SPLITS if (names := getattr(self, part)) and _is_function(names[0])}
-        return replace(made, files={**made.files, **functions}, open_tables=open_datasets)
-
-
-def _is_function(name: str) -> bool:
-    """Whether it is `module:name`, and no file or URL."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) is not None
 
 
 def _stored(value: object) -> object:

@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 
 from embershard.proto.errors import BadModule, JobError, UserCodeFailed
-from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
+from embershard.worker.job.readers.user_defined import UserReaderSection
 from embershard.worker.training.loader import DataShare, LoaderLost, LoaderProcess
 from harness.eventually import eventually
 from harness.job_files import load, mistakes

@@ -10,15 +10,12 @@ import pytest
 
 from embershard.proto.errors import JobError
 from embershard.worker.job.checks import check_opened
-from embershard.worker.job.data import (
-    AdultSection,
-    CriteoSection,
-    CtrCsvSection,
-    ListsSection,
-    NcfFilesSection,
-    ParquetSection,
-)
 from embershard.worker.job.job import Job
+from embershard.worker.job.readers.adult import AdultSection
+from embershard.worker.job.readers.columns import CtrCsvSection, ParquetSection
+from embershard.worker.job.readers.criteo import CriteoSection
+from embershard.worker.job.readers.interactions import ListsSection
+from embershard.worker.job.readers.ncf import NcfFilesSection
 from harness.raises import raises
 
 CRITEO = "\t".join(["1", *["3"] * 13, *["68fd1e64"] * 26]) + "\n"
@@ -104,9 +101,10 @@ def test_a_bad_row_of_any_file_is_named(files, reader, name, content, where, rea
 
 
 def test_looking_needs_neither_torch_nor_compiled_kernels(files):
-    code = "import sys; from embershard.worker.job import data; from pathlib import Path\n"
+    code = "import sys; from pathlib import Path\n"
     for section in SECTIONS.values():
-        given = f"data.{type(section).__name__}.model_validate_json({section.model_dump_json()!r})"
+        code += f"from {type(section).__module__} import {type(section).__name__} as Section\n"
+        given = f"Section.model_validate_json({section.model_dump_json()!r})"
         code += f"{given}.look(Path({str(files)!r}))\n"
     code += "print([name for name in ('torch', 'numba') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,1 @@
+"""What `embershard init` does: look at a data file, decide what each column is, and write the text of a job."""
