@@ -260,6 +260,7 @@ class Shard:
         """Let time pass: every request that arrived before `now` has been handled."""
         if self._bases is not None:
             self._take_base(now, self._bases)
+        self._restores.advance(now)
         leases = self._leases
         leases.now = max(leases.now, now)
         if leases.now <= leases.next_end:
@@ -286,6 +287,7 @@ class Shard:
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases by `seconds`, in which this process received nothing."""
         self._leases.extend(seconds)
+        self._restores.extend(seconds)
 
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
@@ -365,7 +367,7 @@ class Shard:
             case Snapshot():
                 return self._snapshots.answer(request, self.core.clock.open)
             case Restore():
-                return self._restores.answer(request)
+                return self._restores.answer(request, now)
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 

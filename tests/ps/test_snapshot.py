@@ -22,6 +22,7 @@ from embershard.proto.routing import Placement
 from embershard.proto.snapshot import blocks
 from embershard.proto.snapshot.manifest import MANIFEST, Manifest, pack_manifest, unpack_part
 from embershard.proto.snapshot.storage import Storage
+from embershard.ps import restore as restores
 from embershard.ps import snapshot as module
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -543,6 +544,22 @@ class TestRestore:
         restore(shard, folder, 2)
         with pytest.raises(errors.SnapshotUnknown):
             shard.handle(first(step="watch"))
+
+    def test_what_was_read_for_a_client_that_asks_no_more_is_dropped(self, folder):
+        shard, request, now = empty(), restore_from(folder), time.monotonic()
+        before = shard.core.budget.used
+        run(shard, request)
+        assert shard.core.budget.used > before
+        shard.handle(request(step="watch"), now + 50)
+        shard.advance(now + 50 + restores.HELD_SECONDS)  # it may be the next one that is late
+        shard.extend_leases(20)  # in which this process was stopped
+        shard.advance(now + 69 + restores.HELD_SECONDS)
+        assert shard.core.budget.used > before
+        shard.advance(now + 71 + restores.HELD_SECONDS)
+        assert shard.core.budget.used == before
+        with pytest.raises(errors.SnapshotUnknown):
+            shard.handle(request(step="install"))
+        assert restore(shard, folder, 2).state == "installed"
 
     def test_a_cancelled_restore_changes_nothing(self, folder):
         shard, request = empty(), restore_from(folder)

@@ -336,10 +336,10 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
     for left in reversed(range(_TRIES)):
         request = replace(request, id=secrets.randbits(64), step="begin")
         try:
+            with suppress(EmbershardError):  # the rows that they were for are about to go
+                client.flush()  # which may take long: what shards have read by then, they would drop
             client.ask_all(request)
             check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
-            with suppress(EmbershardError):  # the rows that they were for are about to go
-                client.flush()
             client.connections.kept.forget()  # a shard that is started again behind this would be sent them
             client.connections.restoring.add(request.id)
             install = replace(request, step="install")
