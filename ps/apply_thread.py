@@ -12,7 +12,7 @@ from queue import Empty
 from typing import Any, Generic, Protocol, TypeVar
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
-from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
+from embershard.proto.errors import ClockAhead, LogStalled, ShardBusy, ShuttingDown
 from embershard.proto.messages import PUT_BACK_SECONDS
 from embershard.ps.monitoring.counters import Counters
 
@@ -58,8 +58,11 @@ class Watched(Protocol):
         """Extend all leases by `seconds`, in which this process received nothing."""
         ...
 
-    def when_may_leave(self, end: Callable[[], None]) -> None:
-        """Call `end` once the answer to the request that was handled last may leave: at once, or later, anywhere."""
+    def when_may_leave(self, end: Callable[[], None], refuse: Callable[[LogStalled], None]) -> None:
+        """Call `end` once the answer to the request that was handled last may leave: at once, or later, anywhere.
+
+        It is `refuse` that is called where that takes as long as somebody needs to make room.
+        """
         ...
 
 
@@ -91,7 +94,8 @@ class ApplyThread:
     job is taken, however large: the bounds say how much may wait.
 
     An answer is released when the state says so (`Watched.when_may_leave`), which may be after other work was done, and
-    in another thread; `release` ends each. Bytes of work whose answer waits for that count as queued.
+    in another thread, or replaced by an error; `release` ends each. Bytes of work whose answer waits for that count as
+    queued.
 
     Work that raises ClockAhead is parked: it is tried again when what it may wait for (`watch`) has moved, and fails
     with its error shortly before its deadline. Parked work is out of the queue, whose bounds hold for it apart: it
@@ -313,7 +317,7 @@ class ApplyThread:
         if self._watched is None:
             self.release(job, result, error)
             return
-        self._watched.when_may_leave(partial(self.release, job, result, error))
+        self._watched.when_may_leave(partial(self.release, job, result, error), partial(self.release, job, None))
         if not job.future.done():
             with self._lock:
                 if not job.future.done():

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import InvalidRequest
+from embershard.proto.errors import InvalidRequest, LogStalled
 from embershard.proto.messages import (
     KIND_OF,
     REQUEST_KINDS,
@@ -235,8 +235,11 @@ class EventLog(Protocol):
         """The events up to this one are safe."""
         ...
 
-    def when_safe(self, lsn: int, call: Callable[[], None]) -> None:
-        """Call this once the events up to `lsn` are safe, as the mode says: at once, or later from any thread."""
+    def when_safe(self, lsn: int, call: Callable[[], None], refuse: Callable[[LogStalled], None] | None = None) -> None:
+        """Call this once the events up to `lsn` are safe, as the mode says: at once, or later from any thread.
+
+        Where the log cannot be written meanwhile, `refuse` is called in its place, if there is one.
+        """
         ...
 
     def fail(self, error: BaseException) -> None:

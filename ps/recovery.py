@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
-from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogUnusable
+from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogStalled, LogUnusable
 from embershard.proto.user_modules import files_of
 from embershard.proto.wire import FrameReader, Header
 from embershard.ps.bases.base import ShardBase, make_tables, read_bases
@@ -88,9 +88,9 @@ class ShardLog:
         """The events up to this one are safe."""
         return self.journal.safe.lsn
 
-    def when_safe(self, lsn: int, call: Callable[[], None]) -> None:
-        """Call this once the events up to `lsn` are safe: at once, or on the thread that writes."""
-        self.journal.when_safe(lsn, call)
+    def when_safe(self, lsn: int, call: Callable[[], None], refuse: Callable[[LogStalled], None] | None = None) -> None:
+        """Call this once the events up to `lsn` are safe: at once, or on the thread that writes; see EventLog."""
+        self.journal.when_safe(lsn, call, refuse)
 
     def fail(self, error: BaseException) -> None:
         """End the process: the state has changed, and the log may not have it."""

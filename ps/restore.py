@@ -34,6 +34,9 @@ from embershard.ps.table.table import Table
 if TYPE_CHECKING:
     from embershard.proto.snapshot.stored import StoredSnapshot
 
+# A client asks four times a second, and gives a silent shard up after so long: what a dead one's restore has read is
+# dropped then. One that comes later begins it again.
+HELD_SECONDS = 60.0
 _NAMES_SHOWN = 5
 
 _log = logging.getLogger(__name__)
@@ -72,14 +75,16 @@ class Restores:
         self._names, self._install, self._budget = names, install, budget
         self._places = places or AnyPlace()
         self._reader: SnapshotReader | None = None
+        self._asked_at = 0.0  # when somebody asked for it last
 
-    def answer(self, request: Restore) -> Restored:
+    def answer(self, request: Restore, now: float) -> Restored:
         """Begin, watch, install or cancel."""
         if request.step == "begin":
             self._begin(request)
         reader = self._reader
         if reader is None or reader.request.id != request.id:
             raise SnapshotUnknown(what="restore of", name=request.name or request.url)
+        self._asked_at = now
         match request.step:
             case "begin" | "watch":
                 return reader.reply()
@@ -93,6 +98,21 @@ class Restores:
         raise InvalidRequest(
             reason=f"a restore has no step {request.step[:50]!r} (known: begin, watch, install, cancel)"
         )
+
+    def advance(self, now: float) -> None:
+        """Drop what was read for a client that asks no more."""
+        reader = self._reader
+        if reader is not None and not reader.installed and now - self._asked_at > HELD_SECONDS:
+            _log.warning(
+                "the restore of %s is dropped: its client has not asked for it for %.0f s", reader.request.url,
+                HELD_SECONDS,
+            )  # fmt: skip
+            reader.cancel()
+            self._reader = None
+
+    def extend(self, seconds: float) -> None:
+        """Wait so many seconds longer, in which this process received nothing."""
+        self._asked_at += seconds
 
     def table_names(self, number: int) -> list[str]:
         """The tables that a restore has read."""

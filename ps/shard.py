@@ -194,8 +194,7 @@ class Shard:
             if self._snapshots.asked is not None:
                 self._snapshots.clock_moved(self.core.clock.open)
             if self._log is not None:
-                waits = request.flush if isinstance(request, Heartbeat) else not isinstance(request, Pull)
-                self._awaited = self._lsn if waits else 0
+                self._awaited = self._lsn if _shows_events(request) else 0
 
     def is_quick(self, request: Request) -> bool:
         """Whether a pull or push takes a millisecond at most: few floats, no codec, and no clock that may close."""
@@ -227,17 +226,20 @@ class Shard:
         self._record(Term(term))
         self.greeting = replace(self.greeting, lineage=self.core.lineage, term=term)
 
-    def when_may_leave(self, end: Callable[[], None]) -> None:
+    def when_may_leave(self, end: Callable[[], None], refuse: Callable[[LogStalled], None] | None = None) -> None:
         """Call `end` once the answer to the request that was handled last may leave.
 
         That is at once without a log, for pulls and heartbeats, which may show what is not safe yet, and for a push
         whose sender keeps it until it is safe. All other answers wait for the events before them too: so does that to a
         duplicate, for the event of the original.
+
+        Where the log cannot be written meanwhile, `refuse` is called in place of `end`, if there is one. The request
+        has to come again then, as if its answer was lost.
         """
         if self._log is None or not self._awaited or self._is_early:
             end()
         else:
-            self._log.when_safe(self._awaited, end)
+            self._log.when_safe(self._awaited, end, refuse)
 
     @property
     def generation(self) -> int:
@@ -258,6 +260,7 @@ class Shard:
         """Let time pass: every request that arrived before `now` has been handled."""
         if self._bases is not None:
             self._take_base(now, self._bases)
+        self._restores.advance(now)
         leases = self._leases
         leases.now = max(leases.now, now)
         if leases.now <= leases.next_end:
@@ -284,6 +287,7 @@ class Shard:
     def extend_leases(self, seconds: float) -> None:
         """Extend all leases by `seconds`, in which this process received nothing."""
         self._leases.extend(seconds)
+        self._restores.extend(seconds)
 
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
@@ -363,7 +367,7 @@ class Shard:
             case Snapshot():
                 return self._snapshots.answer(request, self.core.clock.open)
             case Restore():
-                return self._restores.answer(request)
+                return self._restores.answer(request, now)
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
@@ -632,6 +636,18 @@ class Shard:
     def _check_placement(self, epoch: int) -> None:
         if epoch != self._placement.epoch:
             raise WrongPlacement(got=epoch, want=self._placement.epoch)
+
+
+def _shows_events(request: Request) -> bool:
+    """Whether the answer to a request has to wait until the events before it are safe."""
+    match request:
+        case Pull():
+            return False
+        case Heartbeat():
+            return request.flush
+        case Snapshot() | Restore():
+            return request.step != "cancel"  # which changes nothing that is logged, and gives room to a full disk
+    return True
 
 
 class _Rate:

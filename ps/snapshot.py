@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 # A writer that has not moved for so long hangs in its storage; the next snapshot need not wait for it.
 HUNG_SECONDS = 300.0
+_WATCHED_SECONDS = 5.0  # after a look at one that waits for its clock, somebody still waits for it: four looks a second
+_KEPT_OUTCOMES = 8  # of snapshots before the last: who takes them may still look, once other shards are done, too
 SNAPSHOTS_READER = "snapshots"  # of changed rows (Table.mark)
 
 _log = logging.getLogger(__name__)
@@ -75,7 +77,9 @@ class Snapshots:
         self._places = places or AnyPlace()
         self._pushes_wait = waiting
         self.asked: Snapshot | None = None  # what waits for its moment
+        self._watched_at = -_WATCHED_SECONDS  # time.monotonic() of the last look at it
         self._writer: SnapshotWriter | None = None
+        self._outcomes: dict[int, Snapshotted | EmbershardError] = {}  # of writers before this one, by id
         self._failed: tuple[int, EmbershardError] | None = None  # what could not begin when its moment came
         self._last_success = 0.0  # of the writers before
 
@@ -108,6 +112,8 @@ class Snapshots:
         if asked is None or clock < asked.at_clock or (not asked.at_clock and self._pushes_wait()):
             return
         self.asked = None
+        if self.running:  # one that was taken at once: whoever watches this one begins it again
+            return
         try:
             if asked.at_clock and clock > asked.at_clock:
                 raise SnapshotTooLate(clock=asked.at_clock, now=clock)
@@ -124,17 +130,33 @@ class Snapshots:
             self._writer.cancel()
         if request.at_clock and request.at_clock < clock:
             raise SnapshotTooLate(clock=request.at_clock, now=clock)
-        self.asked = request  # replaces one that waited for a clock: nothing was done for it yet
         if request.at_clock <= clock and not self._pushes_wait():
-            self.asked = None
             self._take(request)
-        return self._watch(request)
+            return self._watch(request)
+        asked = self.asked
+        if asked is not None and asked.at_clock <= request.at_clock and self._is_watched:
+            raise SnapshotRunning(name=asked.name, rows=0, total_rows=0)
+        # replaces one that waited for a clock, for which nothing was done yet: who asks may be a worker without which
+        # that clock does not come
+        self.asked, self._watched_at = request, -_WATCHED_SECONDS
+        return Snapshotted(state="waiting")
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether somebody looks at the one that waits for its clock."""
+        return time.monotonic() - self._watched_at < _WATCHED_SECONDS
 
     def _watch(self, request: Snapshot) -> Snapshotted:
         if self.asked is not None and self.asked.id == request.id:
+            self._watched_at = time.monotonic()
             return Snapshotted(state="waiting")
         if self._failed is not None and self._failed[0] == request.id:
             raise clipped(self._failed[1])
+        outcome = self._outcomes.get(request.id)
+        if isinstance(outcome, EmbershardError):
+            raise clipped(outcome)
+        if outcome is not None:
+            return outcome
         if self._writer is None or self._writer.id != request.id:
             raise SnapshotUnknown(what="snapshot", name=request.name)
         return self._writer.reply()
@@ -146,16 +168,29 @@ class Snapshots:
             self._writer.cancel()
             if self._writer.writes:
                 return Snapshotted(state="cancelling")
+        self._outcomes.pop(request.id, None)
         return Snapshotted(state="cancelled")
 
     def _knows(self, number: int) -> bool:
         known = [self.asked and self.asked.id, self._writer and self._writer.id, self._failed and self._failed[0]]
-        return number in known
+        return number in known or number in self._outcomes
 
     def _take(self, request: Snapshot) -> None:
         began = time.perf_counter()
         self._last_success = self.last_success
-        self._writer = SnapshotWriter(request, self._moment(), began, self._places)
+        before, self._writer = self._writer, SnapshotWriter(request, self._moment(), began, self._places)
+        if before is not None:
+            self._keep_outcome(before)
+
+    def _keep_outcome(self, writer: SnapshotWriter) -> None:
+        if writer.is_cancelled:
+            return
+        try:
+            self._outcomes[writer.id] = writer.reply()
+        except EmbershardError as error:
+            self._outcomes[writer.id] = error
+        if len(self._outcomes) > _KEPT_OUTCOMES:
+            del self._outcomes[next(iter(self._outcomes))]
 
 
 class SnapshotWriter:
@@ -194,6 +229,11 @@ class SnapshotWriter:
     def ended(self) -> bool:
         """Whether its thread has nothing more to do, or was told so."""
         return self._state != "writing"
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was told to write no more before it was done."""
+        return self._state == "cancelled"
 
     @property
     def writes(self) -> bool:

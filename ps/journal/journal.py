@@ -11,7 +11,8 @@ has GROUP_BYTES, or is SYNC_SECONDS old.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty
 from typing import NamedTuple
 
@@ -86,7 +87,7 @@ class Journal:
         waiting = self.waiting_bytes
         if reason := self._reason(num_bytes):
             self._refused_bytes = max(self._refused_bytes, num_bytes)
-            raise LogStalled(path=str(self.segments.folder), reason=reason, retry_after_ms=RETRY_MS)
+            raise self._log_stalled(reason)
         if waiting and waiting + num_bytes > self._max_waiting_bytes:
             raise ShardBusy(queued_bytes=waiting, retry_after_ms=RETRY_MS // 10)
 
@@ -100,6 +101,9 @@ class Journal:
             error = self.segments.no_room
         return "" if error is None else error.strerror or str(error)
 
+    def _log_stalled(self, reason: str) -> LogStalled:
+        return LogStalled(path=str(self.segments.folder), reason=reason, retry_after_ms=RETRY_MS)
+
     def append(self, record: LogRecord) -> int:
         """Give an event that was applied its place in the log; its LSN. Its body must not change until it is safe."""
         self.last_lsn += 1
@@ -109,9 +113,14 @@ class Journal:
         self._queue.put(_Waiting(self.last_lsn, self.term, num_bytes, record))
         return self.last_lsn
 
-    def when_safe(self, lsn: int, call: Callable[[], object]) -> None:
-        """Call once everything up to `lsn` is safe: now, or on the thread that writes the log."""
-        if not self.safe.when(lsn, call) and self.segments.syncs:
+    def when_safe(
+        self, lsn: int, call: Callable[[], object], refuse: Callable[[LogStalled], object] | None = None
+    ) -> None:
+        """Call once everything up to `lsn` is safe: now, or on the thread that writes the log.
+
+        Where the log cannot be written meanwhile, `refuse` is called in its place, if there is one.
+        """
+        if not self.safe.when(lsn, call, refuse) and self.segments.syncs:
             self._queue.put(_SYNC)
 
     def write_group(self, *, wait: bool = False) -> bool:
@@ -129,6 +138,7 @@ class Journal:
                 self._write_part()
         except OSError as error:
             self._stalled = error
+            self.safe.refuse(self._log_stalled(self._reason(0)))
             raise
         self._stalled = None
         if self._unsynced and (not wait or self._is_closed or self._is_sync_due()):
@@ -201,18 +211,18 @@ class Watermark:
     def __init__(self, lsn: int, clock: SystemClock = SYSTEM_CLOCK) -> None:
         self.lsn = lsn
         self._lock = clock.lock()
-        self._waiting: list[tuple[int, Callable[[], object]]] = []
+        self._waiting: list[_Awaiting] = []
 
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for it."""
         return bool(self._waiting)
 
-    def when(self, lsn: int, call: Callable[[], object]) -> bool:
+    def when(self, lsn: int, call: Callable[[], object], refuse: Callable[[LogStalled], object] | None = None) -> bool:
         """Call once it is `lsn` or higher; whether it is that now."""
         with self._lock:
             if lsn > self.lsn:
-                self._waiting.append((lsn, call))
+                self._waiting.append(_Awaiting(lsn, call, refuse))
                 return False
         call()
         return True
@@ -221,10 +231,29 @@ class Watermark:
         """Raise it, and call who waited for that, in the order in which they came."""
         with self._lock:
             self.lsn = lsn
-            ready = [call for want, call in self._waiting if want <= lsn]
-            self._waiting = [(want, call) for want, call in self._waiting if want > lsn]
-        for call in ready:
-            try:
-                call()
-            except Exception:  # one answer that cannot be given must not keep back the others
-                _log.exception("while LSN %d was acknowledged", lsn)
+            ready = [one.call for one in self._waiting if one.lsn <= lsn]
+            self._waiting = [one for one in self._waiting if one.lsn > lsn]
+        _call_each(ready, lsn)
+
+    def refuse(self, error: LogStalled) -> None:
+        """Tell those who wait, and can be told, that it does not grow now; they wait no more."""
+        with self._lock:
+            told = [partial(one.refuse, error) for one in self._waiting if one.refuse is not None]
+            self._waiting = [one for one in self._waiting if one.refuse is None]
+        _call_each(told, self.lsn)
+
+
+class _Awaiting(NamedTuple):
+    """Who waits for an LSN."""
+
+    lsn: int
+    call: Callable[[], object]
+    refuse: Callable[[LogStalled], object] | None
+
+
+def _call_each(calls: Sequence[Callable[[], object]], lsn: int) -> None:
+    for call in calls:
+        try:
+            call()
+        except Exception:  # one answer that cannot be given must not keep back the others
+            _log.exception("while LSN %d was acknowledged", lsn)

@@ -17,7 +17,7 @@ from report_cases import JOB
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.cli import evaluate, local_job, main, monitoring, train, up
+from embershard.cli import evaluate, local_job, main, monitoring, signals, train, up
 from embershard.cli.dash import NoPanel
 from embershard.cli.sizes import memory_bytes
 from embershard.cli.source import Source
@@ -52,6 +52,20 @@ finally:
 def test_the_list_of_commands_imports_none_of_them():
     said = subprocess.check_output([sys.executable, "-c", HELP], text=True, timeout=250)
     assert said.splitlines()[-1] == "heavy:"
+
+
+def test_a_worker_ends_with_its_launcher_from_before_its_imports_on(monkeypatch):
+    called = []
+
+    def load(name):
+        called.append(name)
+        sys.exit(0)
+
+    monkeypatch.setattr(signals, "end_with_parent", lambda pid, end: called.append(pid))
+    monkeypatch.setattr(cli, "_load", load)
+    for words in (["worker", "job.yaml", "--parent-pid", "77"], ["worker", "job.yaml", "--parent-pid", "x"]):
+        assert CliRunner().invoke(cli.app, words).exit_code == 0
+    assert called == [77, "worker", "worker"]
 
 
 @pytest.mark.parametrize("module", ["embershard", "embershard.cli"])

@@ -17,6 +17,7 @@ from embershard.proto.errors import NotAllowed
 from embershard.proto.messages import Declare, GetStatus, Pull, ShardStatus, TableIds, replace
 from embershard.proto.security.tokens import TokenFile, new_token, token_digest, write_private
 from embershard.proto.transport.addresses import transport_for
+from embershard.proto.transport.transport import Unreachable
 from embershard.ps.security.access import Access
 from harness.eventually import eventually
 from harness.served import ServedShard
@@ -229,6 +230,20 @@ def test_a_shard_that_waits_for_room_on_its_disk_after_a_recovery_says_so_once(m
     assert event.severity is Severity.ERROR
     assert "No space left on device; it waits for room" in event.text
     assert [sample.shards[0].problem == "" for sample in samples] == [True, False, False]
+    one.close()
+
+
+def test_a_shard_that_is_silent_may_be_stopped(monkeypatch):
+    def ask(watch):
+        raise Unreachable("no answer")
+
+    monkeypatch.setattr(ShardWatch, "_ask", ask)
+    one = Sampler(["127.0.0.1:1"])
+    sample = one.sample()
+    assert [event.text for event in sample.events] == [
+        "the shard at 127.0.0.1:1 does not answer: nothing came within 2 s; it may be stopped"
+    ]
+    assert sample.shards[0].health == "down"
     one.close()
 
 

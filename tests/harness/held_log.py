@@ -25,7 +25,7 @@ class HeldLog:
         self.events.append(event)
         return len(self.events)
 
-    def when_safe(self, lsn, call) -> None:
+    def when_safe(self, lsn, call, refuse=None) -> None:
         with self._lock:
             if lsn > self.safe_lsn:
                 self._held.append(call)

@@ -55,7 +55,7 @@ class Recorder:
         self.outcomes.append(outcome)
         return len(self.events)
 
-    def when_safe(self, lsn, call):
+    def when_safe(self, lsn, call, refuse=None):
         call()
 
     def status(self):

@@ -118,7 +118,7 @@ class Clock:
     def extend_leases(self, seconds):
         self.extended += seconds
 
-    def when_may_leave(self, end):
+    def when_may_leave(self, end, refuse):
         end()
 
     def move(self):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from embershard.proto import errors
-from embershard.proto.messages import Declare, Load, Push, Pushed
+from embershard.proto.messages import Declare, Heartbeat, Load, Push, Pushed, Snapshot
 from embershard.proto.routing import Placement
 from embershard.proto.spec import SGD, Adam
 from embershard.ps.apply_thread import ApplyThread
@@ -245,6 +245,45 @@ def test_a_full_disk_refuses_changes_with_its_cause_while_pulls_and_leases_go_on
     write(log)
     assert not shard.status().waits_for_room
     assert not shard.handle(push(gradients([1]), seq=2)).duplicate
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_answers_that_wait_for_a_log_that_cannot_be_written_are_refused_and_asked_for_again(again, tmp_path):
+    disk = SimulatedDisk()
+    shard, log = start(disk)
+    shard.handle(table_declared())
+    shard.handle(join(lease_ms=10_000, staleness=-1))
+    write(log)
+    left, cancel = [], Snapshot(url=str(tmp_path), name="one", id=7, step="cancel")
+    one = push(gradients([1]), early=True)
+    requests = [one, Heartbeat(worker=1, epoch=1, flush=True), one, cancel]
+
+    def ask(request):
+        reply = shard.handle(request)
+        shard.when_may_leave(lambda: left.append(reply), left.append)
+
+    for request in requests:
+        ask(request)
+    disk.before = refuse
+    for _ in range(1 + again):
+        with pytest.raises(OSError, match="No space"):
+            log.journal.write_group()
+    kinds = ["Pushed", "Snapshotted", "LogStalled", "LogStalled"]  # an early answer, and one that changes nothing
+    assert [type(one).__name__ for one in left] == kinds
+    assert [error.fields["reason"] for error in left[2:]] == ["No space left on device"] * 2
+    disk.before = lambda operation, path: None
+    write(log)
+    del left[:]
+    for request in requests[1:3]:
+        ask(request)
+    assert [type(one).__name__ for one in left] == ["HeartbeatAck", "Pushed"]
+    assert left[1].duplicate
+    np.testing.assert_array_equal(rows(shard, 1), [[-1.0] * 3])
+
+
+def refuse(operation, path):
+    if operation == "pwritev":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_replay_that_does_something_else_than_the_process_did_is_named_and_changes_nothing(monkeypatch):

@@ -22,6 +22,7 @@ from embershard.proto.routing import Placement
 from embershard.proto.snapshot import blocks
 from embershard.proto.snapshot.manifest import MANIFEST, Manifest, pack_manifest, unpack_part
 from embershard.proto.snapshot.storage import Storage
+from embershard.ps import restore as restores
 from embershard.ps import snapshot as module
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -254,6 +255,27 @@ def test_one_snapshot_at_a_time(tmp_path, go, monkeypatch):
         shard.handle(one(step="watch"))
 
 
+def test_what_became_of_a_snapshot_is_known_after_the_next_ones_until_it_is_cancelled(tmp_path, monkeypatch):
+    shard, one, two = pushed(), snapshot_in(tmp_path), snapshot_in(tmp_path, "two", 8)
+    done = run(shard, one)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "pack_part", lambda part: 1 / 0)
+        with pytest.raises(errors.SnapshotNotWritten):
+            run(shard, two)
+    for number in range(9, 9 + 6):
+        run(shard, snapshot_in(tmp_path, f"{number}", number))
+    assert shard.handle(one(step="watch")) == shard.handle(one()) == done
+    with pytest.raises(errors.SnapshotNotWritten):
+        shard.handle(two(step="watch"))
+    shard.handle(one(step="cancel"))
+    with pytest.raises(errors.SnapshotUnknown):
+        shard.handle(one(step="watch"))
+    for number in range(20, 20 + 9):
+        run(shard, snapshot_in(tmp_path, f"{number}", number))
+    with pytest.raises(errors.SnapshotUnknown):  # not for ever
+        shard.handle(two(step="watch"))
+
+
 def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, go):
     shard, request = pushed(), snapshot_in(tmp_path)
     shard.handle(request())
@@ -406,6 +428,41 @@ class TestAtAClock:
                 shard.handle(request(step="watch"))
             shard.handle(second(step="cancel"))
 
+    def test_one_that_somebody_waits_for_gives_way_to_an_earlier_one_alone(self, shard, tmp_path, monkeypatch):
+        first, second, earlier = (snapshot_in(tmp_path, str(n), n, at_clock=at) for n, at in ((7, 9), (8, 9), (9, 8)))
+        shard.handle(first())
+        shard.handle(first(step="watch"))
+        with pytest.raises(errors.SnapshotRunning, match="'7'"):
+            shard.handle(second())
+        assert shard.handle(first(step="watch")).state == "waiting"
+        assert shard.handle(earlier()).state == "waiting"  # by a worker, say, who takes it before it goes on
+        with pytest.raises(errors.SnapshotUnknown):
+            shard.handle(first(step="watch"))
+        shard.handle(earlier(step="watch"))
+        monkeypatch.setattr(module, "_WATCHED_SECONDS", -1.0)  # its client has ended
+        assert shard.handle(second()).state == "waiting"
+
+    def test_one_that_is_taken_at_once_leaves_one_that_waits_alone(self, shard, tmp_path, go):
+        waits, now = snapshot_in(tmp_path, number=7, at_clock=2), snapshot_in(tmp_path, "now", 8)
+        shard.handle(waits())
+        assert shard.handle(now()).state == "writing"
+        assert shard.handle(waits(step="watch")).state == "waiting"
+        go.set()
+        assert settled(shard, now).state == "done"
+        for clock in (0, 1):
+            self.close(shard, clock)
+        assert settled(shard, waits).clock == 2
+
+    def test_one_whose_clock_comes_while_another_is_written_begins_again(self, shard, tmp_path, go):
+        waits, now = snapshot_in(tmp_path, number=7, at_clock=1), snapshot_in(tmp_path, "now", 8)
+        shard.handle(waits())
+        shard.handle(now())
+        self.close(shard, 0)
+        with pytest.raises(errors.SnapshotUnknown):
+            shard.handle(waits(step="watch"))
+        go.set()
+        assert settled(shard, now).state == "done"
+
     def test_a_clock_that_is_jumped_over_is_too_late_for_whoever_watches(self, shard, tmp_path):
         request = snapshot_in(tmp_path, at_clock=5)
         shard.handle(request())
@@ -487,6 +544,22 @@ class TestRestore:
         restore(shard, folder, 2)
         with pytest.raises(errors.SnapshotUnknown):
             shard.handle(first(step="watch"))
+
+    def test_what_was_read_for_a_client_that_asks_no_more_is_dropped(self, folder):
+        shard, request, now = empty(), restore_from(folder), time.monotonic()
+        before = shard.core.budget.used
+        run(shard, request)
+        assert shard.core.budget.used > before
+        shard.handle(request(step="watch"), now + 50)
+        shard.advance(now + 50 + restores.HELD_SECONDS)  # it may be the next one that is late
+        shard.extend_leases(20)  # in which this process was stopped
+        shard.advance(now + 69 + restores.HELD_SECONDS)
+        assert shard.core.budget.used > before
+        shard.advance(now + 71 + restores.HELD_SECONDS)
+        assert shard.core.budget.used == before
+        with pytest.raises(errors.SnapshotUnknown):
+            shard.handle(request(step="install"))
+        assert restore(shard, folder, 2).state == "installed"
 
     def test_a_cancelled_restore_changes_nothing(self, folder):
         shard, request = empty(), restore_from(folder)

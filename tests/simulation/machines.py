@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embershard.proto.errors import EmbershardError, LogDamaged, LogTooNew
+from embershard.proto.errors import EmbershardError, LogDamaged, LogStalled, LogTooNew
 from embershard.proto.messages import (
     Compress,
     Declare,
@@ -215,7 +215,8 @@ class ShardMachine:
                 self.oracle.fail(f"{call.kind.__name__}: {error}")
             if error is not None:
                 self.sim.world.covered[f"answer {type(error).__name__}"] += 1
-                oracle.refuses(made.get("request"))
+                if not isinstance(error, LogStalled):  # which may stand for an answer that is not safe
+                    oracle.refuses(made.get("request"))
             else:
                 oracle.leaves(made["request"], made["reply"], made["lsn"])
             network.reply(call, future.result() if error is None else as_bytes(error), made.get("rows"))

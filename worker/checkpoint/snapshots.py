@@ -48,6 +48,7 @@ from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import StoredSnapshot, open_snapshot
 from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
+from embershard.worker.client.connections import raise_first
 
 R = TypeVar("R", Snapshotted, Restored)
 
@@ -139,7 +140,7 @@ def begin_snapshot(
     if MANIFEST in storage.sizes(name):
         raise SnapshotExists(path=storage.at(name))
     parent = _parent_for(storage, name, parent_url) if incremental else None
-    margin, left, seen = _MARGIN, _TRIES, -1
+    margin, left, seen = _MARGIN, _TRIES, ("", -1)
     while True:
         clock = _next_common_clock(client, margin) if at_clock is None else at_clock
         running = RunningSnapshot(
@@ -167,9 +168,9 @@ def begin_snapshot(
                 raise
             margin *= 2
         except SnapshotRunning as other:  # for longer than a call waits: a large one takes minutes
-            if (rows := int(str(other.fields["rows"]))) == seen:
+            before, seen = seen, (str(other.fields["name"]), int(str(other.fields["rows"])))
+            if seen == before:
                 raise
-            seen = rows
 
 
 class RunningSnapshot:
@@ -188,9 +189,14 @@ class RunningSnapshot:
         return self._request.name
 
     def start(self) -> None:
-        """Ask all shards; if one refuses, none goes on."""
+        """Ask all shards; if one refuses, none goes on.
+
+        The first one decides among several clients: each would have begun on some shards, and wait for the others.
+        """
+        shards = self._client.placement.shards
         try:
-            self._client.ask_all(self._request)
+            for some in (shards[:1], shards[1:]):
+                raise_first(self._client.connections.call(dict.fromkeys(some, self._request)))
         except BaseException:
             self.cancel()
             raise
@@ -225,7 +231,9 @@ class RunningSnapshot:
         waited_for = list(self._client.placement.shards)
         while deadline.seconds > 0:
             # one that is lost holds nobody up
-            outcomes = self._client.connections.call(dict.fromkeys(waited_for, request), timeout=deadline.remaining)
+            outcomes = self._client.connections.call(
+                dict.fromkeys(waited_for, request), timeout=deadline.remaining, awaits_recovery=False
+            )
             waited_for = [
                 shard
                 for shard, reply in outcomes.items()
@@ -328,10 +336,10 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
     for left in reversed(range(_TRIES)):
         request = replace(request, id=secrets.randbits(64), step="begin")
         try:
+            with suppress(EmbershardError):  # the rows that they were for are about to go
+                client.flush()  # which may take long: what shards have read by then, they would drop
             client.ask_all(request)
             check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
-            with suppress(EmbershardError):  # the rows that they were for are about to go
-                client.flush()
             client.connections.kept.forget()  # a shard that is started again behind this would be sent them
             client.connections.restoring.add(request.id)
             install = replace(request, step="install")
@@ -342,7 +350,7 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
             client.connections.restoring.clear()
         except BaseException as error:
             cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
-            client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
+            client.connections.call(cancel, timeout=_CANCEL_TIMEOUT, awaits_recovery=False)
             if not left or not isinstance(error, SnapshotUnknown):
                 client.connections.restoring.clear()
                 raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
-from embershard.proto.errors import EmbershardError, LeaseLost, UnknownTable, WrongDim
+from embershard.proto.errors import EmbershardError, LeaseLost, LogStalled, UnknownTable, WrongDim
 from embershard.proto.messages import (
     Declare,
     Declared,
@@ -435,12 +435,27 @@ class Client:
         """Return health, sizes and counters of every shard, in the order of the shards."""
         return tuple(reply for reply in self.ask_all(GetStatus()) if isinstance(reply, ShardStatus))
 
-    def close(self) -> None:
-        """Wait until all pushes are safe, leave the job and close the connections."""
+    def close(self, *, awaits_room: bool = True) -> None:
+        """Wait until all pushes are safe, leave the job and close the connections.
+
+        It waits for a shard that has no room to write its event log as long as a push does, if `awaits_room`.
+        """
         try:
-            self._pushes.await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
+            self._await_safe(awaits_room)
         except EmbershardError as error:
             _log.warning("worker %d ends before its last pushes are known to be safe: %s", self.worker, error)
+        finally:  # a Ctrl-C, too, which ends a long wait
+            self._leave()
+
+    def _await_safe(self, awaits_room: bool) -> None:
+        try:
+            self._pushes.await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
+        except LogStalled:
+            if not awaits_room:
+                raise
+            self._pushes.await_safe(self.connections.shards, self.timeout)
+
+    def _leave(self) -> None:
         if not self._pushes.is_empty:
             _log.warning(
                 "worker %d ends before its last push was acknowledged by shards %s, which may have applied it; "

@@ -45,6 +45,7 @@ from embershard.proto.messages import (
     Reply,
     Request,
     Rows,
+    ShardStatus,
     TableKey,
     replace,
 )
@@ -72,6 +73,8 @@ _MEMBER_OVERHEAD = 16  # of a table in a bundle, beside its name
 
 _log = logging.getLogger(__name__)
 
+
+_ANSWERED_WITHOUT_LOG = (Rows, Greeting, ShardStatus)  # also while a shard cannot write its event log
 
 Outcome = Reply | EmbershardError
 Places = Mapping[int, Sequence[Array]]  # shard -> memory for the rows of its reply
@@ -116,6 +119,7 @@ class ShardConnections:
         self.byte_counter = ByteCounter()
         self.settings_revision = 0  # of the compression settings that the shards were given, as replies show it
         self.watch: Watch | None = None  # called after every call that is counted
+        self.say: Callable[[str], object] | None = None  # told, beside the log, that a shard has no room for its log
         self.heartbeat: Heartbeat | None = None  # sent over a new connection: it tells the shard which member this is
         self.lineage = 0  # of the rows of all shards, once this client has declared a table or compared them
         self.restoring: set[int] = set()  # lineages that a restore of this client is giving to the shards
@@ -306,8 +310,9 @@ class ShardConnections:
             if isinstance(reply, (Pushed, Rows, HeartbeatAck)) and reply.acknowledged:
                 term = request.term if isinstance(request, (Push, Pull, Heartbeat)) else None
                 self.kept.acknowledge(shard, reply.acknowledged, term)
-            if isinstance(reply, Pushed):
+            if connection.has_stalled and _shows_room(request, reply):
                 connection.has_stalled = False
+                self._say(f"{connection.name} writes its event log again")
             return reply
         except TransportClosed:
             return labelled(ClientClosed(), connection.name)
@@ -323,15 +328,21 @@ class ShardConnections:
             # an earlier process of this worker has loaded it, or this one: neither does so again
             return labelled(LoadLost(table=error.fields["table"], worker=self._worker), connection.name)
         except LogStalled as error:
+            labelled(error, connection.name)
             if not connection.has_stalled:
                 connection.has_stalled = True
-                _log.warning("waiting for %s", labelled(error, connection.name))
-            return labelled(error, connection.name)
+                self._say(f"waiting for {error}")
+            return error
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
             return (self._verify_rows(shard, deadline) if verifies else None) or labelled(error, connection.name)
         except EmbershardError as error:
             return labelled(error, connection.name)
+
+    def _say(self, text: str) -> None:
+        _log.warning("%s", text)
+        if self.say is not None:
+            self.say(text)
 
     def _verify_rows(self, shard: int, deadline: Deadline) -> EmbershardError | None:
         """Ask a shard behind a broken connection who it is: None if it has our rows, else ShardRestarted.
@@ -367,8 +378,8 @@ class ShardConnections:
                 connection.heartbeat = submit(connection.transport, known, deadline.remaining)
             if reply.instance != connection.greeting.instance:
                 failed = self.kept.resend(shard, reply.term, lambda push: self._send_again(connection, push, deadline))
-                if failed is not None:
-                    return _Retry(str(failed))
+                if failed is not None:  # one that has no room for its log, or recovers once more, is waited for longer
+                    return failed if isinstance(failed, ShardBusy) else _Retry(str(failed))
                 if (failed := _outcome_of(connection.heartbeat)) is not None:
                     return labelled(failed, connection.name)
                 _log.warning("%s is back, with its rows (term %d)", connection.name, reply.term)
@@ -428,6 +439,13 @@ class _AnswersAgain(_Retry):
 
     def __init__(self) -> None:
         super().__init__("it answers again")
+
+
+def _shows_room(request: Request, reply: Reply) -> bool:
+    """Whether a shard that gives this reply can write its event log."""
+    if isinstance(request, Heartbeat):
+        return request.flush
+    return not isinstance(reply, _ANSWERED_WITHOUT_LOG)
 
 
 def _outcome_of(heartbeat: PendingReply | None) -> MemoryLost | _Retry | None:

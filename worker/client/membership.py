@@ -129,12 +129,13 @@ class Membership:
 
         ModeMismatch where the others train on other terms.
         """
+        seconds = self.terms.lease.total_seconds() / _HEARTBEATS
+        work = partial(_send_heartbeats, weakref.ref(self), self._ended, seconds)
+        # first: one shard may have taken the join for longer than a lease before another has room for it
+        self._connections.clock.spawn("embershard heartbeat", work)
         with self._lock:
             self._join(clock)
         self._connections.heartbeat = Heartbeat(worker=self.worker, epoch=self._epoch)
-        seconds = self.terms.lease.total_seconds() / _HEARTBEATS
-        work = partial(_send_heartbeats, weakref.ref(self), self._ended, seconds)
-        self._connections.clock.spawn("embershard heartbeat", work)
         return self.first
 
     def pause(self) -> None:
@@ -258,20 +259,20 @@ class Membership:
             first = False
         return outcomes
 
-    def rejoin(self, lost_leases: int) -> None:
+    def rejoin(self, lost_leases: int, within: timedelta | None = None) -> None:
         """Be a member again after LeaseLost; `lost_leases` as it was before the request that was refused.
 
-        Raises LeaseLost where this worker must not come back.
+        Raises LeaseLost where this worker must not come back. Without `within` it waits for shards as every call does.
         """
         if not self.may_rejoin:
             raise LeaseLost(worker=self.worker, lease_ms=round(self.terms.lease.total_seconds() * 1000))
         with self._lock:
             if self.lost_leases != lost_leases:
                 return  # another thread was quicker
-            self._join(self._next)
+            self._join(self._next, within)
             self.lost_leases += 1
             if self.paused:
-                self._say_paused()
+                self._say_paused(within)
         _log.warning(
             "worker %d was evicted: no request of it arrived within its lease of %s. It joined again at clock %d and "
             "drops what it computed in between",
@@ -294,11 +295,13 @@ class Membership:
             self._ended.set()
             self._connections.heartbeat = None
             leave, timeout = Leave(worker=self.worker, epoch=self._epoch), min(self._timeout, _FAREWELL)
+            if self._lock.acquire(timeout=timeout.total_seconds()):  # a heartbeat may join again now, behind this
+                self._lock.release()
             self._call_all(leave, timeout, awaits_recovery=False)
 
-    def _join(self, clock: int) -> int:
+    def _join(self, clock: int, within: timedelta | None = None) -> int:
         terms, margin = self.terms, _MARGIN
-        deadline = Deadline(self._timeout, self._connections.clock)
+        deadline = Deadline(within or self._timeout, self._connections.clock)
         while True:
             staleness = -1 if terms.staleness is None else terms.staleness
             lease_ms = max(1, round(terms.lease.total_seconds() * 1000))
@@ -315,20 +318,20 @@ class Membership:
                 number=next(self._numbers),
             )
             self.asked = clock
-            replies = [reply for reply in self._ask_all(join) if isinstance(reply, Joined)]
+            replies = [reply for reply in self._ask_all(join, within) if isinstance(reply, Joined)]
             if all(reply.member for reply in replies):
                 # the same first clock everywhere: no shard closes one that another still waits for
                 self.first, self.members = clock, tuple(replies[0].members)
                 self._joins += 1
                 return clock
             if deadline.seconds <= 0:
-                reason = f"the clock ran away from it for {self._timeout}"
+                reason = f"the clock ran away from it for {deadline.timeout}"
                 raise WorkerLost(worker=self.worker, world_size=terms.workers, reason=reason)
             clock, margin = max(reply.clock for reply in replies) + margin, 2 * margin
 
-    def _say_paused(self) -> None:
+    def _say_paused(self, within: timedelta | None = None) -> None:
         terms = self._terms()
-        self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True, number=next(self._numbers)))
+        self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True, number=next(self._numbers)), within)
         self._paused_terms = terms
 
     def _terms(self) -> dict[int, int]:
@@ -341,8 +344,8 @@ class Membership:
             raise outcome
         return outcome
 
-    def _ask_all(self, request: Request) -> list[Outcome]:
-        outcomes = self._call_all(request, self._timeout)
+    def _ask_all(self, request: Request, within: timedelta | None) -> list[Outcome]:
+        outcomes = self._call_all(request, within or self._timeout, awaits_recovery=within is None)
         for outcome in outcomes:
             # a lease that is lost already needs no leave, and the next request says so
             if isinstance(outcome, EmbershardError) and not isinstance(outcome, LeaseLost):
@@ -367,18 +370,27 @@ class Membership:
         evicted = next((outcome for outcome in outcomes.values() if isinstance(outcome, LeaseLost)), None)
         if evicted is not None:
             self._evicted = (joins, evicted)
-        if self.paused and self.may_rejoin and evicted is not None:
-            with suppress(EmbershardError):  # the next heartbeat tries again
-                self.rejoin(lost_leases)  # no request of its own would say so, and others may wait for it there
-        elif self.paused and self._paused_terms != self._terms():
-            with suppress(EmbershardError), self._lock:  # the pause may be lost with the power of a machine
-                if self.paused:
-                    self._say_paused()
+        # whoever has the lock joins or pauses, and may wait for a shard for longer than a lease
+        if self.paused and self._lock.acquire(blocking=False):
+            try:
+                with suppress(EmbershardError):  # the next heartbeat tries again
+                    self._keep_paused(None if evicted is None else lost_leases, timeout)
+            finally:
+                self._lock.release()
         lost = (outcome for outcome in outcomes.values() if isinstance(outcome, MemoryLost))
         self._memory_lost = next(lost, self._memory_lost)  # for good: the shard does not get them back
         first = outcomes[self._connections.shards[0]]
         if isinstance(first, HeartbeatAck):
             self.members = tuple(first.members)
+
+    def _keep_paused(self, lost_leases: int | None, within: timedelta) -> None:
+        """Have each shard know of the pause; `lost_leases` where one evicted this worker. The caller has the lock."""
+        if not self.paused or self._ended.is_set():
+            return
+        if self.may_rejoin and lost_leases is not None:
+            self.rejoin(lost_leases, within)  # no request of its own would say so, and others may wait for it there
+        elif self._paused_terms != self._terms():
+            self._say_paused(within)  # the pause may be lost with the power of a machine
 
 
 def _send_heartbeats(membership: weakref.ref[Membership], ended: ClockEvent, seconds: float) -> None:

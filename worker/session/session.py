@@ -645,6 +645,9 @@ class Session:
         Residuals are dropped too: the log says how many rows of which table. It also names a weight that was changed in
         this process since the last step, which the shards do not have.
         """
+        self._close(awaits_room=True)
+
+    def _close(self, *, awaits_room: bool) -> None:
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)
             self._log_failure()
@@ -666,7 +669,7 @@ class Session:
         self._is_closed = True
         self._prefetched.forget()
         self._collected.clear()
-        self.client.close()
+        self.client.close(awaits_room=awaits_room)
 
     def __enter__(self) -> Self:
         return self
@@ -678,7 +681,7 @@ class Session:
             if error is None and self.local_steps is not None:
                 self.flush()
         finally:
-            self.close()
+            self._close(awaits_room=error is None)  # an error is told now, a Ctrl-C ends now
 
     def __deepcopy__(self, memo: object = None) -> NoReturn:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.proto.errors import BadExport, EmbershardError, Status
+from embershard.proto.errors import BadExport, EmbershardError, RowsLost, ShardRestarted, Status
 from embershard.proto.routing import make_route
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
@@ -28,6 +29,17 @@ class CannotImport(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "cannot import {path}: {reason}"
+
+
+class ShardLostImport(EmbershardError):
+    """A shard without an event log that was restarted while a model was imported, or after a part of it was."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "cannot import {path}: {lost} was restarted without its rows, and other shards have some, of this import or of "
+        "an earlier job. Restart all shards, or restore a snapshot onto them (embershard restore ... --replace), and "
+        "import again. Shards with an event log (--log-dir) keep their rows"
+    )
 
 
 class _Slice(Protocol):
@@ -105,8 +117,8 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
     """Load tables and dense weights into the shards; table -> rows. Optimizer states of these rows start anew.
 
     Tables that are not there yet are created, and closed to all workers until everything is loaded. CannotImport,
-    before anything is changed, names all that does not fit; JobError a pattern of the job that fits nothing. Buffers
-    are checked and not loaded: they live in the workers.
+    before anything is changed, names all that does not fit; JobError a pattern of the job that fits nothing;
+    ShardLostImport a shard that lost its rows meanwhile. Buffers are checked and not loaded: they live in the workers.
     """
     file = StateFile(path)
     plain = job_model(job, schema)
@@ -117,7 +129,7 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
         if not parameter.is_meta:
             parameter.data.copy_(file.read(name))
     loaded: dict[str, int] = {}
-    with session.registry.keep_closed():
+    with _lost_shards_named(path), session.registry.keep_closed():
         strategy = choose_strategy(job, plain, session, torch.device("cpu"))
         for name, module in remote_tables(strategy.model).items():
             table = module.table
@@ -128,6 +140,17 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
             _load(session, session.table(weights.spec), weights.ids, weights.values())
             loaded[weights.spec.name] = len(weights.ids)
     return loaded
+
+
+@contextmanager
+def _lost_shards_named(path: Path) -> Iterator[None]:
+    """ShardLostImport in place of errors whose remedy is a checkpoint, which nobody has of an import."""
+    try:
+        yield
+    except RowsLost as error:
+        raise ShardLostImport(path=str(path), lost=error.fields["lost"]) from None
+    except ShardRestarted as error:
+        raise ShardLostImport(path=str(path), lost=error.shard) from None
 
 
 def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:

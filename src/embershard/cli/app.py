@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn, cast
 
@@ -74,6 +75,8 @@ class LazyCommands(TyperGroup):
     def resolve_command(self, ctx, args):  # type: ignore[no-untyped-def]  # the types are of a click that typer hides
         """The command that is called, whole."""
         name, command, rest = super().resolve_command(ctx, args)
+        if name == "worker":
+            _end_with_launcher(rest)
         return name, command and _load(str(command.name)), rest
 
     def invoke(self, ctx):  # type: ignore[no-untyped-def]  # as above
@@ -100,6 +103,16 @@ def _load(name: str) -> TyperCommand:
     command: TyperCommand = typer.main.get_command(found)  # type: ignore[assignment]
     _escape_brackets(command)
     return command
+
+
+def _end_with_launcher(words: Sequence[str]) -> None:
+    """Have a worker end with whoever started it from here on: its imports take seconds."""
+    from embershard.cli.signals import end_with_parent
+    from embershard.deploy.sessions import kill_own
+
+    pid = next((value for word, value in pairwise(words) if word == "--parent-pid"), "0")
+    if pid.isdecimal():  # else it is refused
+        end_with_parent(int(pid), kill_own)
 
 
 def _escape_brackets(command: TyperCommand) -> None:

@@ -45,13 +45,20 @@ def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+_watched: set[int] = set()  # parents
+
+
 def end_with_parent(parent_pid: int, end: Callable[[], object] = _terminate) -> None:
-    """End this process as SIGTERM does, or by `end`, once its parent, asked twice a second, is gone. 0: it has none."""
+    """End this process as SIGTERM does, or by `end`, once its parent, asked twice a second, is gone. 0: it has none.
+
+    The first call for a parent counts.
+    """
 
     def watch() -> None:
         while os.getppid() == parent_pid:
             time.sleep(0.5)
         end()
 
-    if parent_pid:
+    if parent_pid and parent_pid not in _watched:
+        _watched.add(parent_pid)
         threading.Thread(target=watch, name="parent", daemon=True).start()

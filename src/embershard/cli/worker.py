@@ -359,7 +359,7 @@ class _Worker:
             tls=self.tls,
         )
         if ranks.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
-            session.switching.say = say
+            session.switching.say = session.client.connections.say = say
         return session
 
     def _join(self, session: Session | None) -> WorkerGroup:

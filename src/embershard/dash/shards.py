@@ -129,7 +129,9 @@ class ShardWatch:
             new = asked.result()
         except Unreachable as error:
             self._silence = "down"
-            return self._lost(now, error.reason, "does not answer")
+            is_silent = error.reason == "no answer"
+            reason = f"nothing came within {_TIMEOUT.seconds} s; it may be stopped" if is_silent else error.reason
+            return self._lost(now, reason, "does not answer")
         except EmbershardError as error:
             self._silence = "no access" if isinstance(error, _NO_ACCESS) else "down"
             return self._lost(now, str(error), "does not say how it is")

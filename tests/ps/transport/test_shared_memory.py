@@ -331,7 +331,7 @@ def test_rows_never_have_a_value_that_was_not_finite_when_it_was_checked(served,
 class SafeLog(HeldLog):
     """Everything is safe at once."""
 
-    def when_safe(self, lsn, call):
+    def when_safe(self, lsn, call, refuse=None):
         call()
 
 

@@ -332,6 +332,53 @@ def test_another_snapshot_is_waited_for_while_it_goes_on(tmp_path, monkeypatch):
         take_snapshot(client, str(tmp_path), "two")
 
 
+def test_two_clients_that_take_snapshots_at_once_wait_for_each_other(tmp_path, monkeypatch):
+    shards, go, write = InProcessShards(2), threading.Event(), shard_side.SnapshotWriter._write
+
+    def slow(writer):
+        assert writer._moment.shard == 0 or go.wait(100)
+        write(writer)
+
+    monkeypatch.setattr(shard_side.SnapshotWriter, "_write", slow)
+    first, second = (Client(shards.transports(), worker=worker) for worker in (0, 1))
+    first.declare(TABLE)
+    push(first)
+    running = begin_snapshot(first, str(tmp_path / "a"), "one")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(take_snapshot, second, str(tmp_path / "b"), "two")
+        # the first part of the other one is done, before the second part of this one
+        assert eventually(lambda: list(tmp_path.glob("b/two/shard-0-*/part.msgpack")) or other.done())
+        go.set()
+        assert running.finish().rows == other.result(100).rows == len(IDS)
+    assert [len(list(tmp_path.glob(f"{name}/shard-*"))) for name in ("a/one", "b/two")] == [2, 2]
+
+
+def test_who_waits_for_another_snapshot_has_begun_on_no_shard(make_wires, tmp_path):
+    wires = make_wires(2)
+    client = wires.client(timeout=SOON / 4)
+    client.declare(TABLE)
+
+    def busy(request):
+        if isinstance(request, Snapshot) and request.step == "begin":
+            raise errors.SnapshotRunning(name="another", rows=2, total_rows=3)
+
+    wires.wires[0].before = busy
+    with raises(errors.SnapshotRunning, name="another"):
+        take_snapshot(client, str(tmp_path), "one")
+    assert all(request.step == "cancel" for request in wires.wires[1].seen if isinstance(request, Snapshot))
+
+
+def test_others_that_take_snapshots_of_as_many_rows_one_after_the_other_are_waited_for(tmp_path, monkeypatch):
+    def start(running):
+        if names:
+            raise errors.SnapshotRunning(name=names.pop(), rows=0, total_rows=9)
+        begin(running)
+
+    client, begin, names = trained(), RunningSnapshot.start, list("abcd")
+    monkeypatch.setattr(RunningSnapshot, "start", start)
+    assert take_snapshot(client, str(tmp_path), "one").rows == 2000
+
+
 def test_a_clock_that_does_not_close_is_given_up(tmp_path):
     with pytest.raises(errors.SnapshotTimeout, match=r"shard 0: waiting.* take it at once"):
         take_snapshot(trained(), str(tmp_path), "one", at_clock=5, wait_timeout=SOON)

@@ -1,10 +1,14 @@
 """Pushes that were answered before they are safe: the worker keeps them, and sends them to the shard's next process."""
 
+import errno
+import os
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -15,10 +19,12 @@ from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pu
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
+from embershard.ps.journal import journal, log_thread
 from embershard.ps.recovery import recover
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.checkpoint.snapshots import restore_rows, take_snapshot
+from embershard.worker.client import client as client_module
 from embershard.worker.client import kept as kept_module
 from embershard.worker.client import membership as membership_module
 from embershard.worker.client.client import Client
@@ -26,6 +32,7 @@ from embershard.worker.client.connections import ShardConnections
 from embershard.worker.client.kept import KeptPushes
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.shard_connection import ShardConnection
+from embershard.worker.session.session import Session
 from harness.eventually import eventually
 from harness.logs import open_log
 from harness.raises import raises
@@ -572,6 +579,105 @@ def test_an_answer_does_not_wait_for_a_slow_disk_and_a_flush_does():
     assert eventually(lambda: pool_done)
     flush.join(60)
     assert unsafe(client) == []
+    assert machine.log.close(60)
+
+
+def test_a_shard_that_comes_back_without_room_for_what_is_kept_is_waited_for(monkeypatch):
+    machine = Machine("log")
+    client, real = machine.client(), machine._handle
+    step(client, 0)
+    machine.restart()
+    client.timeout, end = timedelta(seconds=0.2), time.monotonic() + 0.5
+
+    def handle(request):
+        if isinstance(request, Push) and time.monotonic() < end:
+            raise errors.LogStalled(path="/logs", reason="No space left on device", retry_after_ms=5)
+        return real(request)
+
+    machine._handle = handle
+    assert row(client) == -1.0
+    assert time.monotonic() > end
+
+
+class FullMachine(Machine):
+    """A machine whose disk is full until `room` is set; its log has a thread of its own, and answers wait for it."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(journal, "RETRY_MS", 5)
+        monkeypatch.setattr(log_thread, "_RETRY_SECONDS", 0.002)
+        self.room = threading.Event()
+        self.room.set()
+        super().__init__("log")
+        self.disk.before = self._refuse
+        self.log.start()
+
+    def _refuse(self, operation, path):
+        if operation == "pwritev" and not self.room.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _handle(self, request):
+        left = SimpleQueue()
+        reply = self.shard.handle(request)
+        self.shard.when_may_leave(lambda: left.put(reply), left.put)
+        outcome = left.get(timeout=60)
+        if isinstance(outcome, errors.EmbershardError):
+            raise outcome
+        return outcome
+
+    def fill(self, seconds):
+        """Fill the disk for so long."""
+        self.room.clear()
+        timer = threading.Timer(seconds, self.room.set)
+        timer.start()
+
+
+@pytest.mark.parametrize("end", [Client.flush, Client.close])
+def test_a_flush_and_the_end_of_a_client_wait_for_room_beyond_the_timeout_of_a_call(end, monkeypatch, caplog):
+    machine = FullMachine(monkeypatch)
+    client, said = machine.client(), []
+    client.timeout = timedelta(seconds=0.02)
+    client.connections.say = said.append
+    machine.fill(0.08)
+    step(client, 0)
+    assert unsafe(client) == [0]
+    end(client)
+    assert machine.room.is_set()
+    assert unsafe(client) == []
+    assert "before its last pushes are known to be safe" not in caplog.text
+    assert [line.partition(":")[0] for line in said] == [
+        "waiting for shard 0 at machine/0", "shard 0 at machine/0 writes its event log again",
+    ]  # fmt: skip
+    assert machine.log.close(60)
+
+
+def test_who_waits_for_room_is_told_once_and_again_when_there_is_some(monkeypatch):
+    machine = FullMachine(monkeypatch)
+    client, said = machine.client(), []
+    client.connections.say = said.append
+    for number in range(2):
+        machine.fill(0.02)
+        while machine.shard.status().waits_for_room == "":
+            step(client, number)
+        assert row(client) < 0
+        step(client, number)
+    assert [line.partition(":")[0] for line in said] == [
+        "waiting for shard 0 at machine/0", "shard 0 at machine/0 writes its event log again",
+    ] * 2  # fmt: skip
+    client.close()
+    assert machine.log.close(60)
+
+
+def test_an_error_or_a_ctrl_c_does_not_wait_for_room(monkeypatch, caplog):
+    machine = FullMachine(monkeypatch)
+    client = machine.client()
+    monkeypatch.setattr(client_module, "_FAREWELL", timedelta(seconds=0.02))
+    machine.fill(60)
+    step(client, 0)
+    with pytest.raises(KeyboardInterrupt), Session(client):
+        raise KeyboardInterrupt
+    assert not machine.room.is_set()
+    assert "before its last pushes are known to be safe" in caplog.text
+    machine.room.set()
     assert machine.log.close(60)
 
 

@@ -14,7 +14,15 @@ from torch import nn
 
 import embershard as es
 from embershard.proto import messages
-from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, ModeMismatch, ShardUnavailable, WorkerLost
+from embershard.proto.errors import (
+    ClockAhead,
+    InvalidRequest,
+    LeaseLost,
+    LogStalled,
+    ModeMismatch,
+    ShardUnavailable,
+    WorkerLost,
+)
 from embershard.proto.routing import make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
@@ -154,6 +162,19 @@ def test_a_worker_catches_up_with_a_clock_that_runs_away():
     member.leave()
 
 
+def test_a_worker_whose_join_waits_for_a_shard_keeps_its_lease_on_the_others():
+    beats = threading.Semaphore(0)
+
+    def late(request):
+        for _ in range(2):
+            assert beats.acquire(timeout=PATIENCE)
+        return joined(request)
+
+    shards = [Scripted(joined, 0, 2), Scripted(late, 1, 2)]
+    shards[0].beaten = beats
+    member_of(shards, Terms(lease=timedelta(seconds=0.04))).leave()
+
+
 def test_a_member_beats_on_every_shard_until_it_leaves_or_its_session_is_forgotten():
     shards = [Scripted(joined, i, 2) for i in range(2)]
     member = member_of(shards, Terms(lease=timedelta(seconds=0.04)))
@@ -231,6 +252,73 @@ def test_a_paused_worker_that_lost_its_lease_joins_again_with_its_next_heartbeat
     for wire in job.wires:
         assert {m.worker: m.paused for m in wire.shard.status().members} == {0: True, 1: False}
     assert lost.stats.lost_leases == 1
+
+
+@pytest.mark.parametrize("stalled", [True, False], ids=["stalled", "silent"])
+def test_a_pause_that_waits_for_a_shard_keeps_no_heartbeat_back(make_pair, stalled):
+    job, paused, _ = make_pair(staleness=0)
+    hold, told = threading.Event(), threading.Event()
+
+    def before(request):
+        if not isinstance(request, messages.Leave) or hold.is_set():
+            return
+        told.set()
+        if stalled:
+            raise LogStalled(path="/logs", reason="No space left on device", retry_after_ms=1)
+        hold.wait(60)
+
+    job.wires[1].before = before
+    with ThreadPoolExecutor(1) as pool:
+        pauses = pool.submit(paused.membership.pause)
+        assert told.wait(60)
+        for _ in range(2):  # the lock is the pause's
+            paused.membership._heartbeat(timedelta(seconds=0.01))
+        assert len(job.sent(messages.Heartbeat, worker=0)) == 2 * len(job.wires)
+        hold.set()
+        pauses.result(60)
+    assert all(member.paused == (member.worker == 0) for wire in job.wires for member in wire.shard.status().members)
+
+
+def test_a_worker_that_leaves_is_not_joined_again_by_its_heartbeat(make_pair):
+    job, lost, other = make_pair(staleness=0)
+    lost.membership.pause()
+    lose_lease(job, other)
+    came, left = threading.Event(), threading.Event()
+
+    def before(request):
+        if isinstance(request, messages.Join):
+            came.set()
+            left.wait(0.05)
+
+    job.wires[1].before = before
+    with ThreadPoolExecutor(2) as pool:
+        beats = pool.submit(lost.membership._heartbeat, LONG)
+        assert came.wait(PATIENCE)
+        pool.submit(lost.membership.leave).result(PATIENCE)
+        left.set()
+        beats.result(PATIENCE)
+    for wire in job.wires:
+        assert [member.worker for member in wire.shard.status().members] == [1]
+
+
+def test_a_heartbeat_that_says_a_pause_again_does_not_wait_for_room_as_a_pause_does(make_pair):
+    job, paused, other = make_pair(staleness=0)
+    paused.membership.pause()
+    lose_lease(job, other)
+    full = LogStalled(path="/logs", reason="No space left on device", retry_after_ms=1)
+    begin = time.monotonic()
+
+    def before(request):
+        assert time.monotonic() < begin + 30
+        if isinstance(request, messages.Join):
+            raise full
+
+    job.wires[1].before = before
+    paused.membership._heartbeat(timedelta(seconds=0.02))  # which is to join again
+    assert paused.stats.lost_leases == 0
+    job.wires[1].before = lambda request: None
+    paused.membership._heartbeat(LONG)
+    assert paused.stats.lost_leases == 1
 
 
 def test_a_copy_of_a_pause_that_arrives_once_its_worker_goes_on_does_not_pause_it(make_pair):

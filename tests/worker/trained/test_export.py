@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import EmbershardError, JobError, LoadLost, TableMismatch
-from embershard.proto.messages import Declare
+from embershard.proto.errors import EmbershardError, JobError, LoadLost, RowsLost, ShardRestarted, TableMismatch
+from embershard.proto.messages import Declare, Load
 from embershard.proto.snapshot.stored import open_snapshot
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.checkpoint.snapshots import take_snapshot
@@ -40,7 +40,7 @@ from embershard.worker.trained.folder import (
     write_facts,
     write_tensors,
 )
-from embershard.worker.trained.import_weights import CannotImport, import_state
+from embershard.worker.trained.import_weights import CannotImport, ShardLostImport, import_state
 from embershard.worker.trained.onnx import _samples, dense_part, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
 from embershard.worker.trained.reading import NotTrained, OnlyInWorkers, ReadOnlySession, trained
@@ -648,6 +648,29 @@ def test_tables_of_an_import_that_was_ended_are_closed_until_it_is_done_again(ma
     import_state(path, job(), SCHEMA, Session(session.client))
     model = Trainer(job(), dataset(), Session(session.client), WorkerGroup()).strategy.model
     torch.testing.assert_close(logits(model, dataset()), plain_logits(job(), dataset(), state))
+
+
+def test_a_shard_that_loses_its_rows_during_an_import_is_named_with_a_remedy_for_imports(tmp_path, make_wires):
+    path, wires = tmp_path / "model.safetensors", make_wires(2)
+    save_file(plain_state(), path)
+    session = wires.session()
+
+    def restarted(request):
+        if isinstance(request, Load):
+            raise ShardRestarted(shard="shard 1 at wire/1", address="wire/1", got="b", want="a")
+
+    wires.wires[1].before = restarted
+    with pytest.raises(ShardLostImport, match=r"shard 1 at wire/1 was restarted.*Restart all shards, or.*import again"):
+        import_state(path, job(), SCHEMA, session)
+    wires.wires[1].before = lambda request: None
+    session = wires.session(1)
+
+    def mixed(request):
+        raise RowsLost(lost="shard 0 at wire/0", kept="shard 1 at wire/1", minutes=0.0)
+
+    session.client.lineage.declare = mixed
+    with pytest.raises(ShardLostImport, match="shard 0 at wire/0 was restarted without its rows"):
+        import_state(path, job(), SCHEMA, session)
 
 
 GROUP = [{"match": "embeding*", "optimizer": {"name": "sgd", "lr": 0.1}}]
