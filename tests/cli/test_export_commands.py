@@ -122,6 +122,19 @@ def test_an_export_that_is_not_whole_or_of_other_values_is_not_imported(monkeypa
     assert not fresh.tables
 
 
+def test_an_export_of_hashed_columns_with_other_names_is_not_imported(monkeypatch):
+    hashed = "--set", "data.ids=hashed"
+    with local(1) as session:
+        train(hashed[1], session=session)
+    export(*hashed)
+    Path("clicks.csv").write_text(Path("clicks.csv").read_text().replace("user", "user_id"))
+    fresh = local(1)
+    monkeypatch.setattr(import_command, "connect", lambda addresses, tls: fresh)
+    with pytest.raises(CannotImport, match="column 'user_id' of the job's files is called 'user' in it, and the id of"):
+        embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700", *hashed)
+    assert not fresh.tables
+
+
 def test_a_plain_export_of_a_checkpoint_reads_no_table_into_memory(monkeypatch):
     with local(2) as session:
         train(session=session)
