@@ -342,10 +342,15 @@ class FullRanking:
         """One batch: scores (B, I) of every item for each user, changed in place (seen items become -inf)."""
         scores[torch.from_numpy(users.seen_user), torch.from_numpy(users.seen_item)] = -math.inf
         scores = scores.float()
-        best = torch.topk(scores, min(self.k, scores.shape[1]), dim=1)
-        values, top = best.values.cpu().numpy(), best.indices.cpu().numpy()  # (B, k)
+        best = torch.topk(scores, min(self.k + 1, scores.shape[1]), dim=1)  # one more, to see if equal scores go on
+        values, top = best.values.cpu().numpy(), best.indices.cpu().numpy()
+        of_last = np.zeros(len(top), np.int64)  # items with the score of place k, where more of them follow
+        goes_on = (values[:, self.k :] == values[:, self.k - 1 : self.k]).any(axis=1)
+        if goes_on.any():
+            rows = torch.from_numpy(goes_on).to(scores.device)
+            of_last[goes_on] = (scores[rows] == best.values[rows, -1:]).sum(1).cpu().numpy()
+        values, top = values[:, : self.k], top[:, : self.k]  # (B, k)
         relevant = torch.from_numpy(users.relevant_user), torch.from_numpy(users.relevant_item)
-        of_last = (scores == best.values[:, -1:]).sum(1).cpu().numpy()  # items, in the first k or not
         chances, hits_up_to = _expected_hits(values, of_last, users.relevant_user, scores[relevant].cpu().numpy())
         places = np.arange(1, values.shape[1] + 1)
         counts = np.bincount(users.relevant_user, minlength=len(top))
@@ -388,8 +393,8 @@ def _expected_hits(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """(B, k) the chance that a place has a hit, and the mean of hit * hits up to it, over all orders of equal scores.
 
-    values (B, k) are the scores of the first k places, of_last (B,) the number of items with the last one; user and own
-    (R,) are row and score of each relevant item.
+    values (B, k) are the scores of the first k places, of_last (B,) the number of items with the last one, where there
+    are more of them; user and own (R,) are row and score of each relevant item.
     """
     place = np.broadcast_to(np.arange(values.shape[1]), values.shape)
     begins, ends = np.ones(values.shape, bool), np.ones(values.shape, bool)  # a run of equal scores; NaN equals nothing
