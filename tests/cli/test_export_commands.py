@@ -111,6 +111,9 @@ def test_an_export_that_is_not_whole_or_of_other_values_is_not_imported(monkeypa
     with pytest.raises(CannotImport, match="its ids of item are of other values"):
         embershard(*load)
     Path("clicks.csv").write_text(lines)
+    swapped = "--set", "features={item: {min_count: 1}, user: {}}"
+    with pytest.raises(CannotImport, match=r"columns are in another order .item, user; then user, item. than in it"):
+        embershard(*load[: -len(job)], *job[:2], *swapped)
     data = bytearray(Path("out/tables.safetensors").read_bytes())
     data[-1] ^= 1
     Path("out/tables.safetensors").write_bytes(data)
@@ -131,6 +134,9 @@ def test_an_export_of_hashed_columns_with_other_names_is_not_imported(monkeypatc
     fresh = local(1)
     monkeypatch.setattr(import_command, "connect", lambda addresses, tls: fresh)
     with pytest.raises(CannotImport, match="column 'user_id' of the job's files is called 'user' in it, and the id of"):
+        embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700", *hashed)
+    Path("clicks.csv").write_text(Path("clicks.csv").read_text().replace("user_id,item", "item,user"))
+    with pytest.raises(CannotImport, match=r"columns are in another order .item, user; then user, item. than in it"):
         embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700", *hashed)
     assert not fresh.tables
 
