@@ -89,6 +89,16 @@ class Normal(Initializer):
 _INITIALIZERS: dict[str, type[Initializer]] = {c.kind: c for c in (Constant, Uniform, Normal)}
 
 
+_HOW_TORCH_COMPUTES = "it only says how torch computes: leave it out"
+_OF_TORCH = {  # settings of torch's optimizers that shards do not have, or by another name
+    "betas": "give beta1 and beta2",
+    "initial_accumulator_value": "it is called initial_accumulator here",
+    "decoupled_weight_decay": "use AdamW",
+    "maximize": "minimise the negative loss instead",
+    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _HOW_TORCH_COMPUTES),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(_Params):
     """A row optimizer and its settings.
@@ -99,6 +109,18 @@ class Optimizer(_Params):
 
     lr: float
 
+    def __new__(cls, *positional: object, **settings: object) -> Self:
+        """Refuse what only an optimizer of torch takes. TypeError names the setting, and what to give instead."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                remedy = _OF_TORCH.get(name, "leave it out")
+                raise TypeError(f"{cls.__name__}: no setting {name!r} (known: {', '.join(known)}); {remedy}")
+        if positional:
+            remedy = f"give each setting its name, as {cls.__name__}(lr=0.1), and no parameters of the model"
+            raise TypeError(f"{cls.__name__}: takes settings by their names alone; {remedy}")
+        return super().__new__(cls)
+
     @property
     def name(self) -> str:
         """Name under which the shard finds the compiled function."""
@@ -108,6 +130,8 @@ class Optimizer(_Params):
         owner = type(self).__name__
         for name, value in self.params().items():
             _check(owner, name, value, value >= 0, ">= 0")
+            if not isinstance(getattr(self, name), bool):
+                object.__setattr__(self, name, value)  # a tensor would change with what torch does to it
 
     @staticmethod
     def of(name: str, params: Mapping[str, float]) -> Optimizer:
@@ -247,6 +271,7 @@ class Custom(Optimizer):
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.]+:\w+", self.function):
             raise ValueError(f"Custom: function must read 'module:function', got {self.function!r}")
+        object.__setattr__(self, "lr", float(self.lr))
         for name, value in self.params().items():
             _check("Custom", name, value, True, "finite")
 

@@ -324,9 +324,11 @@ class FullRanking:
     """Collects rankings of all items: recall@k, ndcg@k, map@k, users; means over users, as LightGCN's code takes them.
 
     recall@k = hits in the first k / relevant items; ndcg@k = DCG / the DCG of min(k, relevant items) hits in front;
-    map@k = the mean precision at each hit, over min(k, relevant items). coverage@k is the share of all items that are
-    in anyone's first k; those that a user has seen are in none of this user's. A NaN score ranks above everything and
-    is no hit, so that a broken model never looks good.
+    map@k = the mean precision at each hit, over min(k, relevant items). Of items with equal scores these are the means
+    over all their orders (McSherry and Najork, "Computing Information Retrieval Performance Measures Efficiently in the
+    Presence of Tied Scores", ECIR 2008): one score for all items is worth as much as a random order. coverage@k is the
+    share of all items that are in anyone's first k; those that a user has seen are in none of this user's. A NaN score
+    ranks above everything and is no hit, so that a broken model never looks good.
     """
 
     k: int = 20
@@ -339,23 +341,28 @@ class FullRanking:
     def update(self, scores: torch.Tensor, users: Users) -> None:
         """One batch: scores (B, I) of every item for each user, changed in place (seen items become -inf)."""
         scores[torch.from_numpy(users.seen_user), torch.from_numpy(users.seen_item)] = -math.inf
-        best = torch.topk(scores.float(), min(self.k, scores.shape[1]), dim=1)
-        values, top = best.values.cpu().numpy(), best.indices.cpu().numpy()  # (B, k)
-        num_items = scores.shape[1]
-        relevant = np.sort(users.relevant_user * num_items + users.relevant_item)
-        keys = top + np.arange(len(top))[:, None] * num_items
-        hits = np.isin(keys, relevant) & (values > -math.inf)  # (B, k); none of NaN, nor of seen items
+        scores = scores.float()
+        best = torch.topk(scores, min(self.k + 1, scores.shape[1]), dim=1)  # one more, to see if equal scores go on
+        values, top = best.values.cpu().numpy(), best.indices.cpu().numpy()
+        of_last = np.zeros(len(top), np.int64)  # items with the score of place k, where more of them follow
+        goes_on = (values[:, self.k :] == values[:, self.k - 1 : self.k]).any(axis=1)
+        if goes_on.any():
+            rows = torch.from_numpy(goes_on).to(scores.device)
+            of_last[goes_on] = (scores[rows] == best.values[rows, -1:]).sum(1).cpu().numpy()
+        values, top = values[:, : self.k], top[:, : self.k]  # (B, k)
+        relevant = torch.from_numpy(users.relevant_user), torch.from_numpy(users.relevant_item)
+        chances, hits_up_to = _expected_hits(values, of_last, users.relevant_user, scores[relevant].cpu().numpy())
+        places = np.arange(1, values.shape[1] + 1)
         counts = np.bincount(users.relevant_user, minlength=len(top))
-        gains = 1.0 / np.log2(np.arange(2, hits.shape[1] + 2))
-        ideal = np.r_[0.0, np.cumsum(gains)][np.minimum(counts, hits.shape[1])]
+        gains = 1.0 / np.log2(places + 1)
+        ideal = np.r_[0.0, np.cumsum(gains)][np.minimum(counts, len(places))]
         has = counts > 0
-        self.recalls.append(hits.sum(axis=1)[has] / counts[has])
-        self.ndcgs.append((hits * gains).sum(axis=1)[has] / ideal[has])
-        places = np.arange(1, hits.shape[1] + 1)
-        averages = (hits * hits.cumsum(axis=1) / places).sum(axis=1)[has]
-        self.precisions.append(averages / np.minimum(counts, hits.shape[1])[has])
+        self.recalls.append(chances.sum(axis=1)[has] / counts[has])
+        self.ndcgs.append((chances * gains).sum(axis=1)[has] / ideal[has])
+        averages = (hits_up_to / places).sum(axis=1)[has]
+        self.precisions.append(averages / np.minimum(counts, len(places))[has])
         self.shown.append(np.unique(top[values != -math.inf]).astype(np.int64))
-        self.num_items = num_items
+        self.num_items = scores.shape[1]
 
     def merge(self, other: FullRanking) -> None:
         """Add what another worker collected."""
@@ -379,6 +386,30 @@ class FullRanking:
             f"coverage@{self.k}": len(shown) / self.num_items if some else math.nan,
             "users": float(len(recalls)),
         }
+
+
+def _expected_hits(
+    values: Floats, of_last: npt.NDArray[np.int64], user: npt.NDArray[np.int64], own: Floats
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """(B, k) the chance that a place has a hit, and the mean of hit * hits up to it, over all orders of equal scores.
+
+    values (B, k) are the scores of the first k places, of_last (B,) the number of items with the last one, where there
+    are more of them; user and own (R,) are row and score of each relevant item.
+    """
+    place = np.broadcast_to(np.arange(values.shape[1]), values.shape)
+    begins, ends = np.ones(values.shape, bool), np.ones(values.shape, bool)  # a run of equal scores; NaN equals nothing
+    begins[:, 1:] = ends[:, :-1] = values[:, 1:] != values[:, :-1]
+    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    last = np.minimum.accumulate(np.where(ends, place, values.shape[1])[:, ::-1], axis=1)[:, ::-1]
+    size = last - first + 1
+    size = np.maximum(size, np.where(last == values.shape[1] - 1, of_last[:, None], 0))
+    equal = (values[user] == own[:, None]) & (own > -math.inf)[:, None]  # (R, k); no hit is an item that was seen
+    found = torch.zeros(values.shape, dtype=torch.float64, device="cpu")
+    found.index_add_(0, torch.from_numpy(user), torch.from_numpy(equal).double())
+    chances = found.numpy() / size
+    before = np.take_along_axis(chances.cumsum(axis=1) - chances, first, axis=1)  # hits in the runs before
+    within = (place - first) * (found.numpy() - 1) / np.maximum(size - 1, 1)  # more hits of the run, where here is one
+    return chances, chances * (before + 1 + within)
 
 
 def _floats(array: Array) -> npt.NDArray[np.float32]:

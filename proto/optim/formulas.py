@@ -44,6 +44,14 @@ def _share(age: np.float32) -> np.float32:
     return _f(1) if age == _f(1) else _f(1) / np.sqrt(age)
 
 
+@inlined
+def _lerp(start: np.float32, end: np.float32, weight: np.float32) -> np.float32:
+    """torch.lerp, which begins at the nearer end: from start + (end - start) nothing may be left of a small `end`."""
+    if weight < _f(0.5):
+        return fma(weight, end - start, start)
+    return fma(weight - _f(1), end - start, end)
+
+
 @row_optimizer(
     settings={"momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0},
     state_per_dim=lambda settings: int(settings["momentum"] > 0),
@@ -119,7 +127,7 @@ def adam(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
         if decay > _f(0):
             g = fma(decay, row[j], g)
         mean = g * share
-        state[j] = fma(w1, mean - state[j], state[j])
+        state[j] = _lerp(state[j], mean, w1)
         state[n + j] = fma(w2 * g, mean, beta2 * state[n + j])
         row[j] = row[j] - rate * state[j] / (np.sqrt(state[n + j]) / correction + eps)
 
@@ -143,7 +151,7 @@ def adamw(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     for j in range(n):
         g = grad[j]
         mean = g * share
-        state[j] = fma(w1, mean - state[j], state[j])
+        state[j] = _lerp(state[j], mean, w1)
         state[n + j] = fma(w2 * g, mean, beta2 * state[n + j])
         row[j] = row[j] * shrink - rate * state[j] / (np.sqrt(state[n + j]) / correction + eps)
 
@@ -168,10 +176,11 @@ def ftrl(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
         after = np.sqrt(squares)
         z = state[j] + g - (after - before) / alpha * row[j]
         state[j], state[dim + j] = z, squares
+        scale = (beta + after) / alpha + l2
         if abs(z) <= l1:
             row[j] = _f(0)
-        else:
-            row[j] = (np.copysign(l1, z) - z) / ((beta + after) / alpha + l2)
+        elif scale > _f(0):  # else the squares of all gradients so far are 0 in float32, and beta and l2 are 0, too
+            row[j] = (np.copysign(l1, z) - z) / scale
 
 
 @row_optimizer(

@@ -111,6 +111,9 @@ def test_an_export_that_is_not_whole_or_of_other_values_is_not_imported(monkeypa
     with pytest.raises(CannotImport, match="its ids of item are of other values"):
         embershard(*load)
     Path("clicks.csv").write_text(lines)
+    swapped = "--set", "features={item: {min_count: 1}, user: {}}"
+    with pytest.raises(CannotImport, match=r"columns are in another order .item, user; then user, item. than in it"):
+        embershard(*load[: -len(job)], *job[:2], *swapped)
     data = bytearray(Path("out/tables.safetensors").read_bytes())
     data[-1] ^= 1
     Path("out/tables.safetensors").write_bytes(data)
@@ -119,6 +122,22 @@ def test_an_export_that_is_not_whole_or_of_other_values_is_not_imported(monkeypa
     Path("out/export.json").unlink()
     with pytest.raises(CannotImport, match="one that did not end"):
         embershard(*load)
+    assert not fresh.tables
+
+
+def test_an_export_of_hashed_columns_with_other_names_is_not_imported(monkeypatch):
+    hashed = "--set", "data.ids=hashed"
+    with local(1) as session:
+        train(hashed[1], session=session)
+    export(*hashed)
+    Path("clicks.csv").write_text(Path("clicks.csv").read_text().replace("user", "user_id"))
+    fresh = local(1)
+    monkeypatch.setattr(import_command, "connect", lambda addresses, tls: fresh)
+    with pytest.raises(CannotImport, match="column 'user_id' of the job's files is called 'user' in it, and the id of"):
+        embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700", *hashed)
+    Path("clicks.csv").write_text(Path("clicks.csv").read_text().replace("user_id,item", "item,user"))
+    with pytest.raises(CannotImport, match=r"columns are in another order .item, user; then user, item. than in it"):
+        embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700", *hashed)
     assert not fresh.tables
 
 

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -23,6 +26,34 @@ def test_a_custom_optimizer_keeps_the_order_of_its_settings():
 )
 def test_an_initializer_survives_the_wire(initializer):
     assert spec.Initializer.of(initializer.kind, initializer.params()) == initializer
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"betas": (0.9, 0.999)}, r"Adam: no setting 'betas' .known: lr, beta1, beta2, .*; give beta1 and beta2"),
+        ({"maximize": True}, "'maximize' .*; minimise the negative loss"),
+        ({"foreach": False}, "'foreach' .*; it only says how torch computes"),
+        ({"amsgrad": True}, "'amsgrad' .*; leave it out"),
+    ],
+)
+def test_a_setting_of_torch_alone_is_refused_with_what_to_give_instead(settings, message):
+    with pytest.raises(TypeError, match=message):
+        spec.Adam(lr=0.1, **settings)
+
+
+def test_settings_have_names_and_no_parameters_before_them():
+    with pytest.raises(TypeError, match=r"SGD: takes settings by their names alone; .* as SGD.lr=0.1."):
+        spec.SGD([np.zeros(1)], lr=0.1)
+
+
+@pytest.mark.parametrize("made", [spec.Adam, lambda **its: spec.Custom(function="a:b", **its)])
+def test_a_rate_in_an_array_is_taken_as_a_number_which_does_not_change_with_it(made):
+    rate = np.full(1, 0.5, np.float32)[0:1].reshape(())
+    optimizer = made(lr=rate)
+    rate.fill(9.0)
+    assert type(optimizer.lr) is float
+    assert optimizer == made(lr=0.5) == copy.deepcopy(pickle.loads(pickle.dumps(optimizer)))
 
 
 def table(**changes):

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -187,6 +188,32 @@ def test_a_nan_score_is_above_all_others_and_no_hit():
     items = np.array([0, 1])
     figures.update(torch.tensor([[math.nan, 0.5, 0.7]]), Users(torch.arange(1), none, none, items * 0, items))
     assert figures.compute()["recall@2"] == 0.0
+
+
+def figures_of(scores, users, k=3):
+    figures = FullRanking(k=k)
+    figures.update(scores, users)
+    return figures.compute()
+
+
+@pytest.mark.parametrize("scores", [[1, 1, 1, 1, 1, 1], [3, 2, 2, 2, 2, 0], [2, 2, 1, 1, 1, 0], [1, 1, 2, 2, 0, 0]])
+def test_equal_scores_rank_as_the_mean_of_all_their_orders(scores):
+    seen, items = np.array([5]), np.array([1, 2, 4])
+    ties = torch.tensor([scores], dtype=torch.float32)
+    found = figures_of(ties.clone(), Users(torch.arange(1), seen * 0, seen, items * 0, items))
+    orders = torch.tensor(list(itertools.permutations(range(6))))
+    rows = np.arange(len(orders))
+    each = np.repeat(rows, 3), np.tile(items, len(rows))
+    want = figures_of(ties + orders / 10, Users(torch.arange(len(rows)), rows, rows * 0 + 5, *each))
+    for name in ("recall@3", "ndcg@3", "map@3"):
+        assert found[name] == pytest.approx(want[name], rel=1e-9), name
+
+
+def test_one_score_for_all_items_is_worth_a_random_order_wherever_the_items_stand():
+    none = np.empty(0, np.int64)
+    for items in (np.array([0, 1]), np.array([98, 99])):
+        found = figures_of(torch.zeros(1, 100), Users(torch.arange(1), none, none, items * 0, items), k=20)
+        assert found["recall@20"] == pytest.approx(0.2)
 
 
 def test_map_and_coverage_of_rankings_of_all_items(theirs):

@@ -94,6 +94,9 @@ def _strategy(job: Job) -> Problems:
         elif getattr(optimizer, "momentum", 0.0):
             reason = f"strategy {name} trains by torch, whose momentum would move every row that was ever read"
             yield (*at, "momentum"), f"{reason}; set it to 0, or use strategy ps"
+        elif optimizer.name in ("adam", "adamw") and not getattr(optimizer, "eps", 0.0):
+            reason = f"strategy {name} trains by torch, whose SparseAdam takes none of 0"
+            yield (*at, "eps"), f"{reason}; set it to 1e-8, or use strategy ps"
     if job.data.hashed:
         reason = f"strategy {name} needs tables in memory, and hashed ids have 2**62 rows"
         others = "set data.ids to global, or " if "ids" in type(job.data).model_fields else ""

@@ -168,7 +168,7 @@ class MMoESection(ModelSection):
     experts: Count = 4  # number of experts
     expert: Annotated[tuple[Count, ...], Field(min_length=1)] = (256,)
     tower: tuple[Count, ...] = (64,)  # widths of the layers of each label's MLP
-    batch_norm: bool = False  # after each layer of an MLP
+    batch_norm: bool = False  # after each layer of an expert
     dropout: Share = 0.0  # probability, after each layer of an MLP
     labels = True
 
@@ -222,7 +222,7 @@ class DlrmSection(ModelSection):
     interaction: Literal["dot", "cat"] = "dot"
     """dot: the dot products of all pairs of vectors; cat: the concatenated vectors."""
     batch_norm: bool = False  # after each layer of an MLP
-    dropout: Share = 0.0  # probability, after each layer of an MLP
+    dropout: Share = 0.0  # probability, after each layer of the top MLP
 
 
 class PersiaSection(ModelSection):

@@ -19,6 +19,8 @@ from embershard.worker.session.tables import RemoteTable
 
 # what the optimizers of torch take from a group beside lr, and those of the shards have from the start
 _FIXED = {"alpha", "betas", "dampening", "eps", "momentum", "weight_decay"}
+# what changes a step of torch's where it is true
+_SWITCHES = {"amsgrad", "centered", "lr_decay", "maximize", "nesterov"}
 
 
 class ShardOptimizer(torch.optim.Optimizer):
@@ -149,7 +151,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         scales: dict[str, float] = {}
         for group, full in zip(self.param_groups, self._full_rates, strict=True):
             lr = checked_rate(group, self.session.clock)
-            if fixed := sorted(_FIXED & group.keys()):
+            if fixed := sorted(_FIXED & group.keys() | {name for name in _SWITCHES if group.get(name)}):
                 raise ValueError(
                     f"the group {_name(group)} has got {', '.join(fixed)}, which would have no effect: only lr may "
                     "change, all else is in the optimizers that wrap was given; leave it out, or set it there"

@@ -107,8 +107,9 @@ def wrap(
     ValueError if the model cannot be wrapped: it is already wrapped, is scripted as a whole, is tied to a table that
     cannot be read as a whole, has a tensor or another parameter in the memory of a parameter (self.w =
     emb.weight.data), or has parameters that are not initialised, on the meta device without being a table, or, where
-    the shards hold them, not float32 or of a class with its own __torch_function__. OtherParameters if the shards hold
-    other dense weights; TableTooLarge if a use would read a table beyond the limit as a whole.
+    the shards hold them, not float32 or of a class with its own __torch_function__. TypeError for an optimizer of
+    torch. OtherParameters if the shards hold other dense weights; TableTooLarge if a use would read a table beyond the
+    limit as a whole.
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
@@ -124,6 +125,9 @@ def wrap(
     if dense != "ps" and dense_optimizer is not None:
         raise ValueError(f"dense_optimizer: with dense {dense!r} torch's own optimizer trains the dense weights")
     optimizers = _rules(optimizer)
+    _check_kinds("optimizer", optimizers)
+    if dense_optimizer is not None:
+        _check_kinds("dense_optimizer", _rules(dense_optimizer))
     of_dense = _dense_rules(optimizers, dense_optimizer) if dense == "ps" else {}
     if beyond_limit not in ("error", "batch_rows"):
         raise ValueError(f"beyond_limit must be error or batch_rows, got {beyond_limit!r}")
@@ -150,6 +154,16 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 def _rules(given: T | Mapping[str, T]) -> Mapping[str, T]:
     return given if isinstance(given, Mapping) else {"*": given}
+
+
+def _check_kinds(name: str, rules: Mapping[str, object]) -> None:
+    """TypeError for what no shard can apply, as an optimizer of torch or a name."""
+    for rule in rules.values():
+        if not isinstance(rule, Optimizer):
+            what = f"{type(rule).__module__}.{type(rule).__qualname__}"
+            raise TypeError(
+                f"{name} is a {what}, and the shards apply optimizers of embershard: give one, as es.Adam(lr=0.001)"
+            )
 
 
 def _dense_rules(

@@ -16,6 +16,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import BadExport, EmbershardError, RowsLost, ShardRestarted, Status
 from embershard.proto.routing import make_route
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
+from embershard.worker.data.inputs.rows import earlier_names, other_order
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
@@ -94,10 +95,27 @@ def check_export(folder: Path, inputs: Mapping[str, Any] | None) -> None:
     `inputs` are the job's (`inputs_of`).
     """
     try:
-        theirs, ours = _values(read_facts(folder, verify=True).inputs), _values(inputs)
+        theirs = read_facts(folder, verify=True).inputs or {}
     except BadExport as error:
         raise CannotImport(path=str(error.fields["path"]), reason=str(error.fields["reason"])) from None
-    if names := sorted(name for name in theirs.keys() & ours.keys() if theirs[name] != ours[name]):
+    inputs = inputs or {}
+    own, before = _values(inputs), _values(theirs)
+    named = {name: name for name in own if name in before}
+    if inputs.get("kind") == theirs.get("kind") == "columns":  # of features the model's tables have the names
+        named = earlier_names([*own], [*before])
+    columns, theirs_columns = _columns(inputs), _columns(theirs)
+    if reason := other_order(earlier_names(columns, theirs_columns), theirs_columns):
+        reason = f"{reason} than in it, and a model knows a column by its place: give the files, or the job's features,"
+        raise CannotImport(path=str(folder), reason=f"{reason} the order of then")
+    hashed = {column["name"] for column in inputs.get("categorical", ()) if column["ids"] == "hashed"}
+    for name, then in named.items():
+        if name != then and name in hashed:
+            reason = (
+                f"column {name!r} of the job's files is called {then!r} in it, and the id of a value is a hash of it "
+                "and its column: no value would find its row. Name the columns as they were then"
+            )
+            raise CannotImport(path=str(folder), reason=reason)
+    if names := sorted(name for name, then in named.items() if own[name] != before[then]):
         reason = (
             f"its ids of {', '.join(names)} are of other values than those of the job's files, which have changed "
             "since the export: each value would get the row of another one. Name the files of that time"
@@ -105,9 +123,15 @@ def check_export(folder: Path, inputs: Mapping[str, Any] | None) -> None:
         raise CannotImport(path=str(folder), reason=reason)
 
 
-def _values(inputs: Mapping[str, Any] | None) -> dict[str, object]:
+def _columns(inputs: Mapping[str, Any]) -> list[str]:
+    """The columns, or features, in the order of a model's inputs."""
+    if "features" in inputs:
+        return [*inputs["features"]]
+    return [column["name"] for kind in ("categorical", "lists", "numeric") for column in inputs.get(kind, ())]
+
+
+def _values(inputs: Mapping[str, Any]) -> dict[str, object]:
     """Table or column -> what decides which value has which of its ids, where the files of a job do."""
-    inputs = inputs or {}
     columns = [*inputs.get("categorical", ()), *inputs.get("lists", ())]
     firsts = {column["name"]: (column["first"], list(column.get("values", ()))) for column in columns}
     return {**inputs.get("fitted", {}).get("vocabularies", {}), **firsts}

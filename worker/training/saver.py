@@ -29,7 +29,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.data.batch import Dataset
-from embershard.worker.data.inputs.rows import RowInputs
+from embershard.worker.data.inputs.rows import RowInputs, earlier_names, other_order
 from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position
 from embershard.worker.training.evaluate import Best
@@ -78,6 +78,7 @@ class Attributes:
 
 
 _NAMES = ""  # beside the columns, none of which is called so
+_NO_ID = -1  # the first id of a column of numbers
 
 
 class Numbering:
@@ -90,34 +91,44 @@ class Numbering:
         inputs = getattr(dataset, "inputs", None)
         self._first: dict[str, int] = {}
         self._names: dict[str, str] = {}
+        self._hashed: set[str] = set()
         if isinstance(inputs, RowInputs):
             for columns in (inputs.categorical, inputs.lists):
                 self._first |= {column.name: column.first for column in columns}
                 self._names |= {column.name: _digest(column.values) for column in columns if column.values}
+            self._first |= {column.name: _NO_ID for column in inputs.numeric}  # which has a place, too
+            self._hashed = {column.name for column in inputs.categorical if column.ids == "hashed"}
 
     def state_dict(self) -> Mapping[str, object]:
-        """Return the first id of each column and a digest of its names, which a checkpoint keeps."""
-        return {**self._first, _NAMES: self._names} if self._names else self._first
+        """Return the first id of each column, in their order, and digests of their names, which a checkpoint keeps."""
+        return {**self._first, _NAMES: self._names} if self._first else {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Compare the ids with those of a checkpoint. JobError where the data has others."""
-        before = state.get(_NAMES) or {}
-        assert isinstance(before, Mapping)
-        for name, digest in self._names.items():
-            if before.get(name, digest) != digest:
+        """Compare the ids with those of a checkpoint, whatever the columns are called. JobError where they differ."""
+        digests = state.get(_NAMES)  # checkpoints of files without names may have none
+        columns = [name for name in state if name != _NAMES]
+        named = earlier_names([*self._first], columns)
+        if reason := other_order(named, columns):
+            reason = f"{reason} than when the checkpoint was trained, and a model knows a column by its place"
+            raise JobError(where="data", reason=f"{reason}: give the files the order of that time, or train anew")
+        for name, before in named.items():
+            told = repr(name) if name == before else f"{name!r} (then called {before!r})"
+            reason = ""
+            if name != before and name in self._hashed:
                 reason = (
-                    f"the values of {name!r} are others than when the checkpoint was trained, which changes their "
-                    "ids: its rows are of other values. Use the files of that time, or train anew"
+                    f"column {name!r} was called {before!r} when the checkpoint was trained, and the id of a value is "
+                    "a hash of it and its column"
                 )
-                raise JobError(where="data", reason=reason)
-        for name, first in self._first.items():
-            if state.get(name, first) != first:
+            elif isinstance(digests, Mapping) and digests.get(before, "") != self._names.get(name, ""):
+                reason = f"the values of {told} are others than when the checkpoint was trained, which changes the ids"
+            elif state[before] != self._first[name]:
                 reason = (
-                    f"the ids of {name!r} begin at {first}, behind those of the columns before it, and began at "
-                    f"{state[name]} when the checkpoint was trained: its rows are of other values. Use the files of "
-                    "that time, or train anew"
+                    f"the ids of {told} begin at {self._first[name]}, behind those of the columns before it, and began "
+                    f"at {state[before]} when the checkpoint was trained"
                 )
-                raise JobError(where="data", reason=reason)
+            if reason:
+                remedy = "Use the files of that time, or train anew"
+                raise JobError(where="data", reason=f"{reason}: its rows are of other values. {remedy}")
 
 
 def _digest(values: Sequence[str]) -> str:

@@ -25,7 +25,11 @@ IN_TORCH = [
     ("Adagrad", {"lr": 0.1, "initial_accumulator": 0.2, "eps": 1e-3, "weight_decay": 0.03}),
     ("Adam", {"lr": 0.1}),
     ("Adam", {"lr": 0.1, "beta1": 0.7, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.03}),
+    ("Adam", {"lr": 0.1, "beta1": 0.0, "beta2": 0.0}),
+    ("Adam", {"lr": 0.1, "beta1": 0.5, "beta2": 0.9}),
+    ("Adam", {"lr": 0.1, "beta1": 0.3, "beta2": 0.9, "eps": 0.0}),
     ("AdamW", {"lr": 0.1}),
+    ("AdamW", {"lr": 0.1, "beta1": 0.0, "beta2": 0.9, "weight_decay": 0.3}),
     ("AdamW", {"lr": 0.1, "beta1": 0.7, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.3}),
     ("RMSprop", {"lr": 0.01}),
     ("RMSprop", {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "momentum": 0.5, "weight_decay": 0.03}),
@@ -73,6 +77,20 @@ class TestAgainstTorch:
             close(name, table.gather(all_ids), torch.stack([w.detach() for w in weights]).numpy())
 
 
+def test_adam_without_momentum_forgets_a_large_gradient_at_the_next_one():
+    settings = {"lr": 0.1, "beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 0.0}
+    for name in ("Adam", "AdamW"):
+        table, weight = make_table(getattr(spec, name)(**settings), 1), torch.nn.Parameter(torch.zeros(1))
+        theirs = in_torch(name, settings, weight)
+        table.load(NINE, np.zeros((1, 1), np.float32))
+        for gradient in (1.0, 1e-9, -2e-9):  # each step is as long as lr
+            weight.grad = torch.tensor([gradient])
+            theirs.step()
+            table.apply(NINE, np.array([[gradient]], np.float32))
+        assert weight.item() == pytest.approx(-0.1)
+        assert table.gather(NINE).item() == pytest.approx(-0.1)
+
+
 def push_all(optimizer, gradients, ages=None):
     """First and last weights of one row after pushing (steps, dim) gradients, each of this age."""
     table = make_table(optimizer, gradients.shape[1])
@@ -109,6 +127,12 @@ class TestAgainstThePaper:
             weights[np.abs(z) <= l1] = 0
         assert l1 < 0.5 or (weights == 0).any()
         np.testing.assert_allclose(last, weights, rtol=1e-4, atol=1e-6)
+
+    def test_ftrl_without_beta_is_finite_where_the_square_of_a_gradient_is_zero(self):
+        first, last = push_all(spec.FTRL(lr=0.1, beta=0.0), np.full((1, 3), 1e-24, np.float32))
+        assert np.array_equal(last, first)
+        _, last = push_all(spec.FTRL(lr=0.1, beta=0.0), np.array([[1e-24], [0.5]], np.float32))
+        np.testing.assert_allclose(last, first[:1] - 0.1, rtol=1e-5)  # as of the first gradient: lr along its sign
 
     def test_ftrl_waits_while_the_learning_rate_is_zero(self):
         table = make_table(spec.FTRL(lr=0.1), 3)

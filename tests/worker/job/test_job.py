@@ -493,6 +493,7 @@ strategy=ddp; data.ids=hashed -> strategy: strategy ddp needs tables in memory, 
 strategy=ddp; embedding.optimizer.name=rmsprop -> embedding.optimizer.name: strategy ddp trains by torch
 strategy=ddp; embedding.optimizer={name: ftrl, lr: 1} -> embedding.optimizer.name: strategy ddp trains by
 strategy=ddp; embedding.optimizer={name: sgd, lr: 1, momentum: 0.9} -> embedding.optimizer.momentum: strategy
+strategy=ddp; embedding.optimizer={name: adam, lr: 1, eps: 0} -> embedding.optimizer.eps: strategy ddp trains by torch
 strategy=ddp; dense.optimizer={name: ftrl, lr: 1} -> dense.optimizer.name: torch applies it to the dense
 dense.mode=ddp; dense.optimizer={name: ftrl, lr: 1} -> dense.optimizer.name: torch applies it to the dense
 dense.mode=ddp; embedding.optimizer.name=ftrl -> embedding.optimizer.name: torch applies it to the dense

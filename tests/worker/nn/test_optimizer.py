@@ -128,7 +128,9 @@ def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session):
         optimizer.step()
 
 
-@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"momentum": 0.9}, {"betas": (0.9, 0.99)}])
+@pytest.mark.parametrize(
+    "setting", [{"weight_decay": 0.1}, {"momentum": 0.9}, {"betas": (0.9, 0.99)}, {"maximize": True}]
+)
 def test_a_setting_that_would_have_no_effect_is_refused(make_session, setting):
     _, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)

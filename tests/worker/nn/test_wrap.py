@@ -547,6 +547,15 @@ def test_dense_weights_in_the_worker_can_be_loaded(make_session):
     assert torch.equal(remote.state_dict()["head.weight"], weights["head.weight"])
 
 
+@pytest.mark.parametrize("name", ["optimizer", "dense_optimizer"])
+def test_an_optimizer_of_torch_is_refused_before_anything_moves(make_session, name):
+    model, session = torch.nn.Linear(2, 1), make_session(1)
+    of_torch = {name: torch.optim.Adam(model.parameters())}
+    with pytest.raises(TypeError, match=rf"^{name} is a torch\.optim\.adam\.Adam, and the shards .* as es.Adam.lr="):
+        es.wrap(model, session, **{"optimizer": es.SGD(lr=0.1), **of_torch})
+    assert not session.tables
+
+
 def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_session):
     with pytest.raises(ValueError, match="with dense 'ddp' torch's own optimizer trains the dense weights"):
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")

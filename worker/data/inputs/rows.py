@@ -141,6 +141,27 @@ class RowInputs:
         return columns
 
 
+def earlier_names(now: Sequence[str], before: Sequence[str]) -> dict[str, str]:
+    """Name of each column now -> its name before, in other files or an export of the same job; in the order of now.
+
+    A column that is not among those before was renamed: it stands for the one in its place among those that are not
+    here any more. One beside them is new, and left out.
+    """
+    renamed = dict(zip((n for n in now if n not in before), (n for n in before if n not in now), strict=False))
+    return {name: renamed.get(name, name) for name in now if name in before or name in renamed}
+
+
+def other_order(named: Mapping[str, str], before: Sequence[str]) -> str:
+    """Say that columns have another order than before, where they do; the empty text where not.
+
+    A model knows a column by its place. `named` is as `earlier_names` gives it.
+    """
+    then = [name for name in before if name in named.values()]
+    if then == list(named.values()):
+        return ""
+    return f"the columns are in another order ({', '.join(named)}; then {', '.join(then)})"
+
+
 def check_columns(given: Collection[str], wanted: Collection[str], ignored: Collection[str]) -> None:
     """BadRows for a column that is unknown or missing."""
     for name in given:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from embershard.proto.errors import BadRows, JobError
+from embershard.worker.data.inputs.rows import CategoricalInput, NumericInput, RowInputs
 from embershard.worker.data.interactions.gowalla import InteractionLists
 from embershard.worker.data.interactions.sequences import ActionSequences
 from embershard.worker.data.interactions.tables import InteractionTables, Names, hold_out_latest
@@ -313,6 +314,45 @@ def test_a_checkpoint_of_other_users_is_refused(plays):
     with refused(JobError, "the values of 'who' are others than when the checkpoint was trained"):
         numbering(others).load_state_dict(before.state_dict())
     Numbering(SimpleNamespace()).load_state_dict(before.state_dict())
+
+
+def numbering_of(column, *users, names=True):
+    pairs = np.arange(len(users)), np.zeros(len(users), np.int64)
+    named = Names(users, ("x",), column) if names else None
+    return Numbering(InteractionLists({"train": pairs, "test": pairs}, names=named))
+
+
+def test_a_checkpoint_of_other_users_is_refused_where_their_column_was_called_otherwise():
+    before = numbering_of("user", "ann", "bob").state_dict()
+    numbering_of("user_id", "ann", "bob").load_state_dict(before)
+    with refused(JobError, "the values of 'user_id' (then called 'user') are others than when the checkpoint was"):
+        numbering_of("user_id", "ann", "eve").load_state_dict(before)
+    with refused(JobError, "the ids of 'item' begin at 4"):
+        numbering_of("user_id", "ann", "bob", "eve").load_state_dict({"user": 0, "item": 3})  # of an older version
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_checkpoint_of_users_with_names_is_none_of_users_with_numbers(named):
+    before = numbering_of("user", "ann", "bob", names=named).state_dict()
+    with refused(JobError, "the values of 'user' are others"):
+        numbering_of("user", "ann", "bob", names=not named).load_state_dict(before)
+
+
+def test_a_column_of_hashed_ids_that_was_called_otherwise_or_stood_elsewhere_is_another_input():
+    def numbering(*columns, numbers=()):
+        categorical = tuple(CategoricalInput(name=column) for column in columns)
+        inputs = RowInputs(categorical=categorical, numeric=tuple(NumericInput(name=name) for name in numbers))
+        return Numbering(SimpleNamespace(inputs=inputs))
+
+    before = numbering("user", "item").state_dict()
+    with refused(JobError, "the columns are in another order (item, user; then user, item) than when the checkpoint"):
+        numbering("item", "user").load_state_dict(before)
+    with refused(JobError, "column 'user_id' was called 'user' when the checkpoint was trained, and the id of a value"):
+        numbering("user_id", "item").load_state_dict(before)
+    before = numbering("user", numbers=("age", "price")).state_dict()
+    numbering("user", numbers=("years", "price")).load_state_dict(before)
+    with refused(JobError, "another order (user, price, age; then user, age, price)"):
+        numbering("user", numbers=("price", "age")).load_state_dict(before)
 
 
 @pytest.mark.parametrize("column", ["names", "first"])
