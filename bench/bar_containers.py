@@ -39,18 +39,18 @@ from bar_undisturbed import differing, last_tables
 from engines.containers import BASE, PACKAGES, ROOT, Podman, missing_tools
 from engines.engine_job import (
     ASYNCHRONOUS,
-    BACK_SECONDS,
     SYNCHRONOUS,
     Settings,
     await_,
     disturb,
+    judge,
     left,
     result,
     samples,
     train_here,
     write_job,
 )
-from timing import finish, load, print_table
+from timing import finish, load
 
 CASES = {"shard": "shard-0", "worker": "worker-1", "first": "worker-0", "memory": "shard-0"}
 RESUMED = ("first", "memory")  # from a checkpoint
@@ -133,14 +133,8 @@ def main() -> None:
     build(podman, args.fresh)
     with tempfile.TemporaryDirectory(prefix="bar-", ignore_cleanup_errors=True) as place:
         found = [run_case(case, podman, Path(place)) for case in args.only]
-    failures = [f"bits: {name} differs" for one in found for name in one.get("different_tables", ())]
+    failures = judge(found)
     failures += [f"{one['case']}: {wrong}" for one in found for wrong in one.get("wrong", ())]
-    failures += [f"{one['case']}: processes are left: {one['left']}" for one in found if one.get("left")]
-    for one in found:
-        if (seconds := one.get("trained_again_seconds", 0)) > BACK_SECONDS:
-            failures.append(f"{one['case']}: trained again after {seconds} s, at most {BACK_SECONDS}")
-    columns = ["case", "back_seconds", "trained_again_seconds", "auc"]
-    print_table(columns, [[one.get(column, "") for column in columns] for one in found])
     finish({"bar": "containers", "cases": found, "load": load()}, failures)
 
 

@@ -155,11 +155,8 @@ def processes(num_shards: int, imports: list[str], transport: str) -> Iterator[l
     """The addresses of fresh shards in processes of their own."""
     command = [sys.executable, "-m", "embershard.cli", "ps", "--of", str(num_shards), "--listen", "127.0.0.1:0"]
     command += [word for module in imports for word in ("--import", module)]
-    command += [
-        "--parent-pid",
-        str(os.getpid()),
-        *(["--rpc", "127.0.0.1:0", "--insecure-loopback"] if transport == "rpc" else []),
-    ]
+    command += ["--parent-pid", str(os.getpid())]
+    command += ["--rpc", "127.0.0.1:0", "--insecure-loopback"] if transport == "rpc" else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = [
         subprocess.Popen(

@@ -90,16 +90,7 @@ def check_shard(environment: Environment) -> list[str]:
     if loaded.returncode:
         return [f"a shard cannot be imported: {loaded.stderr[-500:]}"]
     wrong += [f"a shard imports {name}" for name in NOT_LOADED if name in loaded.stdout.split()]
-    command = [
-        str(environment.folder / "bin" / "embershard"),
-        "ps",
-        "--shard",
-        "0",
-        "--of",
-        "1",
-        "--listen",
-        "127.0.0.1:0",
-    ]
+    command = [str(environment.folder / "bin" / "embershard"), *"ps --shard 0 --of 1 --listen 127.0.0.1:0".split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=environment.folder) as shard:
         assert shard.stdout is not None
         address = json.loads(shard.stdout.readline())["address"]

@@ -22,16 +22,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from chaos import (
-    MODES,
-    differing,
-    job_on,
-    kill,
-    log_problems,
-    random_pause,
-    shards_with_logs,
-    undisturbed,
-)
+from chaos import MODES, differing, job_on, kill, log_problems, random_pause, shards_with_logs, undisturbed
 from timing import disk, finish, load, median
 
 SHARDS = 2

@@ -222,14 +222,8 @@ class Side:
 
     def __init__(self, tree: Path, workload: Workload, mode: str, folder: Path, args: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "--side", mode, "--work", workload.work, "--rows", str(args.rows)]
-        command += [
-            "--servers",
-            str(workload.shards),
-            "--warm",
-            str(max(BATCHES, workload.steps)),
-            "--folder",
-            str(folder),
-        ]
+        command += ["--servers", str(workload.shards), "--warm", str(max(BATCHES, workload.steps))]
+        command += ["--folder", str(folder)]
         command += ["--priority"] if args.priority else []
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -332,10 +326,8 @@ def judge(bar: Bar, figures: Figures) -> dict[str, Any]:
 def tree_before(commit: str) -> Path:
     """The package as it was before the first file of the log; it stays, as its compiled kernels go by its place."""
     if not commit:
-        commit = subprocess.check_output(["git", "rev-list", "HEAD", "--", "ps/journal"], cwd=ROOT, text=True).split()[
-            -1
-        ]
-        commit += "^"
+        of_log = subprocess.check_output(["git", "rev-list", "HEAD", "--", "ps/journal"], cwd=ROOT, text=True)
+        commit = f"{of_log.split()[-1]}^"
     commit = subprocess.check_output(["git", "rev-parse", "--verify", commit], cwd=ROOT, text=True).strip()
     tree = ROOT / "runs/before" / commit
     if not tree.exists():

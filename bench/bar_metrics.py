@@ -32,6 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from chaos import free_ports
 from embershard.deploy.authority import Authority
 from embershard.deploy.grafana.alerts import ALERTS
 from embershard.deploy.grafana.build import RULES, TESTS
@@ -46,16 +47,6 @@ TIMEOUT = 120.0
 JOB = ROOT / "examples/demo.yaml"
 
 
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that are free now."""
-    for first in range(17790, 60000, 100):
-        with suppress(OSError):
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-            return first
-    raise SystemExit("no ports are free")
-
-
 @contextmanager
 def training(folder: Path, *sets: str, tls: Sequence[str] = ()) -> Iterator[list[str]]:
     """The addresses of the metrics of two shards and a worker that train, until the end of the block.
@@ -64,20 +55,8 @@ def training(folder: Path, *sets: str, tls: Sequence[str] = ()) -> Iterator[list
     """
     first = free_ports(3)
     words = [word for one in ("train.samples=1_000_000_000", *sets) for word in ("--set", one)]
-    command = [
-        sys.executable,
-        "-m",
-        "embershard.cli",
-        "train",
-        str(JOB),
-        "--workers",
-        "1",
-        "--shards",
-        "2",
-        *words,
-        *tls,
-    ]
-    command += ["--output", str(folder), "--metrics", f":{first}"]
+    command = [sys.executable, "-m", "embershard.cli", "train", str(JOB), "--workers", "1", "--shards", "2"]
+    command += [*words, *tls, "--output", str(folder), "--metrics", f":{first}"]
     with (folder.parent / f"{folder.name}.out").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
         try:

@@ -42,8 +42,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from bar_undisturbed import Tables, differing, kill_all, marked
-from embershard.proto.snapshot.stored import open_snapshot
+from bar_undisturbed import Tables, differing, kill_all, marked, tables_of
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, checkpoint_at
 from objects.emulators import ROOT, Link, ObjectStorage, storages
 from timing import finish, load, print_table
@@ -180,17 +179,11 @@ class Bench:
 
 
 def last_tables(bench: Bench, url: str) -> Tables:
-    """Table -> ids, rows and optimizer states of the newest checkpoint at a URL, by id."""
+    """The tables of the newest checkpoint at a URL."""
     with bench.reaching():
         newest = checkpoint_at(url)
         assert newest is not None, url
-        found: Tables = {}
-        stored = open_snapshot(newest.url, SNAPSHOT)
-        for name in stored.manifest.tables:
-            parts = [np.concatenate(part) for part in zip(*stored.read_table(name), strict=True)]
-            order = np.argsort(parts[0])
-            found[name] = [part[order] for part in parts]
-        return found
+        return tables_of(newest.url)
 
 
 def check_bits(bench: Bench) -> dict[str, Any]:

@@ -36,11 +36,11 @@ from ray.cluster_utils import Cluster
 from bar_undisturbed import differing, last_tables
 from engines.engine_job import (
     ASYNCHRONOUS,
-    BACK_SECONDS,
     SYNCHRONOUS,
     Settings,
     await_,
     disturb,
+    judge,
     left,
     result,
     role_of,
@@ -48,7 +48,7 @@ from engines.engine_job import (
     train_here,
     write_job,
 )
-from timing import finish, load, print_table
+from timing import finish, load
 
 CASES = {"shard": ["ps"], "worker": ["worker"], "node": ["ps"]}
 NODES, CORES = 4, 3
@@ -150,16 +150,9 @@ def main() -> None:
             found = [run_case(case, cluster, Path(place)) for case in cases]
     finally:
         cluster.close()
-    failures = [f"bits: {name} differs" for one in found for name in one.get("different_tables", ())]
-    failures += [f"{one['case']}: processes are left: {one['left']}" for one in found if one["left"]]
+    failures = judge(found)
     failures += [f"{one['case']}: {one['free']} of {NODES * CORES} cores" for one in found if one.get("free", 12) < 12]
-    for one in found:
-        if (seconds := one.get("trained_again_seconds", 0)) > BACK_SECONDS:
-            failures.append(f"{one['case']}: trained again after {seconds} s, at most {BACK_SECONDS}")
-        if one.get("attempts", 1) != 1:
-            failures.append(f"{one['case']}: {one['attempts']} attempts")
-    columns = ["case", "back_seconds", "trained_again_seconds", "attempts", "auc"]
-    print_table(columns, [[one.get(column, "") for column in columns] for one in found])
+    failures += [f"{one['case']}: {one['attempts']} attempts" for one in found if one.get("attempts", 1) != 1]
     finish({"bar": "ray", "nodes": NODES, "cases": found, "load": load()}, failures)
 
 

@@ -238,20 +238,8 @@ def main() -> None:
                 failures.append(f"{name}: {judged} {one['judged_by']}, at most {limit}")
             if not one["equal"] or one["term"] != 2:
                 failures.append(f"{name}: other rows than before, or term {one['term']}")
-    columns = [
-        "state_gb",
-        "dim",
-        "log_mb",
-        "folder_mb",
-        "cut_by_a_base",
-        "disk_mb_per_second",
-        "empty_start",
-        "seconds",
-        "limit",
-        "cpu_seconds",
-        "cpu_limit",
-        "said_before",
-    ]
+    columns = "state_gb dim log_mb folder_mb cut_by_a_base disk_mb_per_second empty_start seconds limit".split()
+    columns += ["cpu_seconds", "cpu_limit", "said_before"]
     print_table(columns, [[one[column] for column in columns] for one in found])
     cache = "the log's files were dropped from it"
     finish({"bar": "recovery", "disk": disk(args.folder), "page_cache": cache, "points": found}, failures)

@@ -239,23 +239,7 @@ def tricks(root: Path, port: int) -> list[str]:
     """Places that are not below a root, however they are written."""
     above, host = root.parent, f"127.0.0.1:{port}"
     never = ["http", "https", "ftp", "sftp", "ssh", "github", "webhdfs", "smb", "zip", "simplecache", "memory", "local"]
-    remote = [
-        "s3",
-        "gs",
-        "abfs",
-        "s3a",
-        "gcs",
-        "az",
-        "abfss",
-        "hdfs",
-        "hf",
-        "oss",
-        "oci",
-        "gdrive",
-        "dbfs",
-        "FILE",
-        "data",
-    ]
+    remote = "s3 gs abfs s3a gcs az abfss hdfs hf oss oci gdrive dbfs FILE data".split()
     return [
         *(f"{scheme}://{host}/x" for scheme in never + remote),
         *(f"{scheme}:{root}" for scheme in never + remote),

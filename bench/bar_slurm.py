@@ -33,11 +33,11 @@ import psutil
 from bar_undisturbed import differing, last_tables
 from engines.engine_job import (
     ASYNCHRONOUS,
-    BACK_SECONDS,
     SYNCHRONOUS,
     Settings,
     await_,
     disturb,
+    judge,
     left,
     result,
     role_of,
@@ -46,7 +46,7 @@ from engines.engine_job import (
     write_job,
 )
 from engines.slurm_cluster import SlurmCluster, missing_tools, slurm_cluster
-from timing import finish, load, print_table
+from timing import finish, load
 
 CASES = {"shard": ["ps"], "worker": ["worker"], "node": ["ps", "worker"]}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
@@ -118,13 +118,7 @@ def main() -> None:
         slurm_cluster(Path(place) / "slurm") as cluster,
     ):
         found = [run_case(case, cluster, Path(place)) for case in cases]
-    failures = [f"bits: {name} differs" for one in found for name in one.get("different_tables", ())]
-    failures += [f"{one['case']}: processes are left: {one['left']}" for one in found if one["left"]]
-    for one in found:
-        if (seconds := one.get("trained_again_seconds", 0)) > BACK_SECONDS:
-            failures.append(f"{one['case']}: trained again after {seconds} s, at most {BACK_SECONDS}")
-    columns = ["case", "back_seconds", "trained_again_seconds", "attempts", "auc"]
-    print_table(columns, [[one.get(column, "") for column in columns] for one in found])
+    failures = judge(found)
     finish({"bar": "slurm", "nodes": 4, "cases": found, "load": load()}, failures)
 
 

@@ -46,19 +46,7 @@ import numpy.typing as npt
 import psutil
 
 import embershard as es
-from chaos import (
-    MODES,
-    WORKERS,
-    Job,
-    Machine,
-    Pusher,
-    Rows,
-    job_on,
-    kill,
-    other_rows,
-    shards_with_logs,
-    stop,
-)
+from chaos import MODES, WORKERS, Job, Machine, Pusher, Rows, job_on, kill, other_rows, shards_with_logs, stop
 from chaos_disk import PowerDisk, SmallDisk, own_mounts
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.codec.name import CodecName

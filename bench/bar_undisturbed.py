@@ -215,10 +215,14 @@ class Kills:
 
 
 def last_tables(folder: Path) -> Tables:
-    """Table -> ids, rows and optimizer states of the last checkpoint, by id."""
-    path = max((folder / "checkpoints").glob("step-*"))
+    """The tables of the last checkpoint of a run."""
+    return tables_of(str(max((folder / "checkpoints").glob("step-*"))))
+
+
+def tables_of(checkpoint: str) -> Tables:
+    """Table -> ids, rows and optimizer states of a checkpoint, by id."""
     found: Tables = {}
-    stored = open_snapshot(str(path), SNAPSHOT)
+    stored = open_snapshot(checkpoint, SNAPSHOT)
     for name in stored.manifest.tables:
         parts = [np.concatenate(part) for part in zip(*stored.read_table(name), strict=True)]
         order = np.argsort(parts[0])

@@ -32,17 +32,7 @@ sys.modules["requests"] = types.ModuleType("requests")
 
 from wrap.compare import KINDS, WHOLE_TOLERANCE, compare  # noqa: E402
 
-PACKAGES = (
-    "deepctr",
-    "rechub",
-    "recbole",
-    "torchrec",
-    "lightning",
-    "torchfm",
-    "transformers",
-    "geometric",
-    "plain",
-)
+PACKAGES = "deepctr rechub recbole torchrec lightning torchfm transformers geometric plain".split()
 SHARDS, MODELS = 2, 25
 
 

@@ -209,7 +209,7 @@ def index_cost(failures: list[str]) -> Result:
     return {**result, "0.5 against fp16s": round(half / whole, 3)}
 
 
-class ShardCounters:
+class CountedShard:
     """A shard in this process that keeps the bytes of the frames that its messages would be."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class ShardCounters:
 
 def step_bytes(codec: str, dim: int, ids: torch.Tensor) -> tuple[int, int]:
     """Bytes of a step that reads these rows and pushes a gradient for each; and with the ids packed."""
-    counted = ShardCounters()
+    counted = CountedShard()
     client = Client([LocalTransport(counted.handle, "local/0")])
     with es.Session(client, compression=Compression(push=codec, pull=codec)) as session:
         spec = es.TableSpec(name="items", dim=dim, optimizer=es.SGD(lr=0.1), initializer=es.Normal(std=0.01))

@@ -22,7 +22,7 @@ from embershard.ps.table.table import Table
 from timing import finish, machine, median, print_table, resident_bytes, thread_seconds
 
 DIM = 16
-ShardImage = Callable[[], AbstractContextManager[None]]
+TakeImage = Callable[[], AbstractContextManager[None]]
 
 
 class Run:
@@ -64,10 +64,10 @@ class Run:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
-    def measure(self, image: ShardImage, repeats: int) -> dict[str, float]:
+    def measure(self, take: TakeImage, repeats: int) -> dict[str, float]:
         before = self.ns_per_row(self.push, repeats), self.ns_per_row(self.table.gather, repeats)
         began, memory = time.perf_counter(), resident_bytes()
-        with image():
+        with take():
             held = time.perf_counter() - began
             during = self.ns_per_row(self.push, repeats)
             grown = resident_bytes() - memory

@@ -279,9 +279,8 @@ class Tree:
             return {**told, "verdict": "survived"}
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder, "tree")
-            shutil.copytree(
-                self.root, place, symlinks=True, ignore=LEFT_OUT
-            )  # keeps times: compiled kernels stay valid
+            # it keeps times: compiled kernels stay valid
+            shutil.copytree(self.root, place, symlinks=True, ignore=LEFT_OUT)
             file = place / site.path
             original = file.read_text()
             file.write_text("\n".join(site.replaced(original.splitlines(), statement)) + "\n")

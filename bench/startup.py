@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from timing import finish, load, machine, median, print_table
+from timing import cpu_seconds, finish, load, machine, median, print_table
 
 BAR_SECONDS = 0.9  # of a warm shard
 BAR_WORKER = 1.3  # times torch's own imports
@@ -123,17 +123,11 @@ def start(words: Sequence[str], environment: Mapping[str, str]) -> Start:
     try:
         for line in process.stdout:
             if line.startswith(("ready", "error: ")) or '"serving"' in line:
-                return Start(time.perf_counter() - begun, cpu_seconds(process.pid))
+                return Start(time.perf_counter() - begun, cpu_seconds([process.pid]))
     finally:
         process.kill()
         process.wait()
     raise SystemExit(f"python {' '.join(words)} ended before it was ready, exit code {process.returncode}")
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a running process with all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
 
 
 def first_step(environment: Mapping[str, str], python: str = sys.executable, job: str = JOB) -> FirstStep:

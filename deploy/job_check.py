@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -113,13 +112,12 @@ def _remark(line: dict[str, str], left: Sequence[int], say: Callable[[str], obje
 
 def _ended(process: subprocess.Popen[bytes], stderr: IO[bytes], doing: str, where: str) -> CheckEnded:
     sessions.kill(process)
-    code = process.returncode
     stderr.seek(0)
     text = stderr.read().decode(errors="replace")
     crash = text.rfind("Fatal Python error")  # of which the first lines tell, the innermost call first
     lines = text[crash:].splitlines()[:LAST_LINES] if crash >= 0 else text.splitlines()[-LAST_LINES:]
     return CheckEnded(
-        how=f"exit code {code}" if code >= 0 else signal.Signals(-code).name,
+        how=sessions.how_ended(process.returncode),
         doing=doing,
         where=where or "?",
         lines="\n".join(lines) or "(nothing)",

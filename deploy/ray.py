@@ -26,7 +26,6 @@ _LOOK_SECONDS = 1
 _SAID_SECONDS = 10.0  # waiting for room for longer is said
 _SIGNALLED = 128  # exit code of ray_step.py for a process that a signal ended is this and its number
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -82,9 +81,7 @@ class RayEngine:
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
-            remedy = "start one with `ray start --head`, or set RAY_ADDRESS"
-            reason = f"no Ray cluster answers at {address} ({error}); {remedy}"
-            raise NoRay(reason=reason) from None
+            raise _no_answer(address, error) from None
         self._address = ray.get_runtime_context().gcs_address
 
     def shards(self, count: int) -> Sequence[Place]:
@@ -203,5 +200,9 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACHED_SECONDS).close()
     except (OSError, OverflowError) as error:
-        remedy = "start one with `ray start --head`, or set RAY_ADDRESS"
-        raise NoRay(reason=f"no Ray cluster answers at {address} ({error}); {remedy}") from None
+        raise _no_answer(address, error) from None
+
+
+def _no_answer(address: str, error: Exception) -> NoRay:
+    remedy = "start one with `ray start --head`, or set RAY_ADDRESS"
+    return NoRay(reason=f"no Ray cluster answers at {address} ({error}); {remedy}")

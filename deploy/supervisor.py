@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -115,12 +114,7 @@ class _ShardProcess:
         self._ended_at = time.monotonic()
         for reader in self._readers:
             reader.join(timeout=3.0)  # a grandchild may hold the pipe open
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
+        return sessions.how_ended(code)
 
     @property
     def code(self) -> int:

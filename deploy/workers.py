@@ -209,7 +209,7 @@ class LocalWorkers:
             return 0
 
     def _lose(self, rank: int, *, restart: bool) -> None:
-        how = _how(self._code(rank))
+        how = sessions.how_ended(self._code(rank))
         self.lost.setdefault(rank, []).append(how)
         if restart and self._restarts > 0 and rank < self._least:
             self._restarts -= 1
@@ -317,7 +317,7 @@ class LocalWorkers:
         code = self._code(rank)
         return WorkerFailed(
             worker=rank,
-            how=_how(code),
+            how=sessions.how_ended(code),
             code=code,
             log=str(self._logs / f"worker-{rank}.log"),
             lines=self._tail(rank) or self._no_lines(),
@@ -337,15 +337,6 @@ class LocalWorkers:
             file.seek(self._starts[rank])
             text = file.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-LAST_LINES:])
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
 
 
 def _reserve_port() -> socket.socket:

@@ -33,7 +33,6 @@ _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
 KEPT_STEPS = 4096  # the last ones: 32 KiB per part
 
-
 _NO_SPAN = nullcontext()  # while no Recorder is installed
 _recorder: Recorder | None = None
 
@@ -176,9 +175,9 @@ class Recorder:
         self._start = time.perf_counter()
         self._thread = threading.get_ident()
         self._before: Recorder | None = None
-        # called with the seconds of every step and of its parts, by name and whether other threads did them
         self.tracer: Tracer | None = None  # of some of the steps
         self.traced: list[Span] | None = None  # the spans of this step, where it is traced
+        # called with the seconds of every step and of its parts, by name and whether other threads did them
         self.watch: Callable[[float, Mapping[tuple[str, bool], float]], None] | None = None
 
     def __enter__(self) -> Self:

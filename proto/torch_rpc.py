@@ -24,9 +24,8 @@ from torch.distributed.rpc.api import _init_rpc_states
 from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.wire import VERSION
 
-QUESTION = (
-    f"embershard rpc {VERSION}?\n".encode()
-)  # asked first: what listens there instead says so, or closes the connection
+# asked first: what listens there instead says so, or closes the connection
+QUESTION = f"embershard rpc {VERSION}?\n".encode()
 # and the answer: this, the URL of the shard's agent, and a line's end
 GREETING = f"embershard rpc {VERSION} ".encode()
 MAX_GREETING_BYTES = 256

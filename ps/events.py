@@ -102,6 +102,14 @@ Event = (
 # Kinds of the frames of events: those of requests are the requests' (docs/wire.md), the others' have bit 6 set; their
 # heads are those of a heartbeat, and of a push without tables. A log outlives the version that wrote it.
 EXPIRED, SETTLED, TERM, RESTORED_ROWS, RESTORED = range(0x41, 0x46)
+_OWN_KINDS: dict[type, int] = {
+    Expired: EXPIRED,
+    Settled: SETTLED,
+    Term: TERM,
+    RestoredRows: RESTORED_ROWS,
+    TablesRestored: RESTORED,
+}
+_KINDS: dict[type, int] = {**KIND_OF, PushEvent: KIND_OF[Push], **_OWN_KINDS}
 _REQUESTS = (Load, Declare, Compress, Join, Leave, Rendezvous, TakeSplit)
 
 
@@ -150,36 +158,13 @@ def check_size(event: Event) -> None:
 
 def kind_of(event: Event) -> int:
     """The kind of an event's frame."""
-    match event:
-        case Expired():
-            return EXPIRED
-        case Settled():
-            return SETTLED
-        case Term():
-            return TERM
-        case RestoredRows():
-            return RESTORED_ROWS
-        case TablesRestored():
-            return RESTORED
-        case PushEvent():
-            return KIND_OF[Push]
-        case _:
-            return KIND_OF[type(event)]
-
-
-_OWN_NAMES = {
-    EXPIRED: "Expired",
-    SETTLED: "Settled",
-    TERM: "Term",
-    RESTORED_ROWS: "RestoredRows",
-    RESTORED: "TablesRestored",
-}
+    return _KINDS[type(event)]
 
 
 def event_name(kind: int) -> str:
     """Return the name of a kind of events, for messages."""
-    request = REQUEST_KINDS.get(kind)
-    return _OWN_NAMES.get(kind, f"kind {kind}") if request is None else request.__name__.removesuffix("Request")
+    known = {own: event for event, own in _OWN_KINDS.items()} | REQUEST_KINDS
+    return known[kind].__name__.removesuffix("Request") if kind in known else f"kind {kind}"
 
 
 def decode_event(frame: Frame) -> Event:

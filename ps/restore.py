@@ -150,11 +150,10 @@ class SnapshotReader:
         shard: int,
         placement: Placement,
         optimizers: OptimizerRegistry,
-        budget: MemoryBudget | None = None,
-        places: SnapshotPlaces | None = None,
+        budget: MemoryBudget | None,
+        places: SnapshotPlaces,
     ) -> None:
-        self.request, self._budget = request, budget
-        self._places = places or AnyPlace()
+        self.request, self._budget, self._places = request, budget, places
         self._shard, self._placement, self._optimizers = shard, placement, optimizers
         self._state = "reading"
         self._error: EmbershardError | None = None

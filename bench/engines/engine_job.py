@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import psutil
 
 from bar_undisturbed import auc_of
+from timing import print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo.yaml"
@@ -46,17 +47,8 @@ def train_here(folder: Path) -> None:
     """Train the synchronous job on this machine; its checkpoints are in the folder's `checkpoints`."""
     folder.mkdir()
     write_job(folder / "job.yaml", SYNCHRONOUS)
-    command = [
-        sys.executable,
-        "-m",
-        OURS,
-        "train",
-        "job.yaml",
-        "--output",
-        "run",
-        "--set",
-        "checkpoint.folder=checkpoints",
-    ]
+    command = [sys.executable, "-m", OURS, "train", "job.yaml", "--output", "run"]
+    command += ["--set", "checkpoint.folder=checkpoints"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the job on this machine: {done.stdout[-1000:]}{done.stderr[-2000:]}")
@@ -144,6 +136,18 @@ def left(job: EngineJob) -> list[str]:
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.5)
+
+
+def judge(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Print what each case found; what of it misses the bars of all engines."""
+    failures = [f"bits: {name} differs" for one in cases for name in one.get("different_tables", ())]
+    for one in cases:
+        failures += [f"{one['case']}: processes are left: {one['left']}"] if one.get("left") else []
+        if (seconds := one.get("trained_again_seconds", 0)) > BACK_SECONDS:
+            failures.append(f"{one['case']}: trained again after {seconds} s, at most {BACK_SECONDS}")
+    columns = ["case", "back_seconds", "trained_again_seconds", "attempts", "auc"]
+    print_table(columns, [[one.get(column, "") for column in columns] for one in cases])
+    return failures
 
 
 def disturb(

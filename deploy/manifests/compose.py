@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment, check_image
+from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, USER, BadDeployment, Deployment, check_image
 
-USER = 10001  # of the image, which has the folders below for it
-_STATE, _CHECKPOINTS, _RUN = "/state", "/checkpoints", "/run/embershard"
+_STATE, _CHECKPOINTS, _RUN = "/state", "/checkpoints", "/run/embershard"  # in the image, for its user
 _RESTARTS = 10  # of a worker; an error of the job itself would come again
 
 

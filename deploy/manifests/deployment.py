@@ -11,6 +11,7 @@ from embershard.proto.messages import READ_ONLY_WORKER
 
 PORT = 7700  # of a shard, or of the first one on a machine
 METRICS_PORT = 7790
+USER = 10001  # of the image
 Durability = Literal["memory", "log", "fsync"]
 _MOST_MIB = 2**30  # a PiB: engines count bytes in 64 bits
 _MOST_CPUS = 4096

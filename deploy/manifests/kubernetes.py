@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, BadDeployment, Deployment, check_image
+from embershard.deploy.attempts import LOST_EXIT_CODE, NO_PROGRESS_EXIT_CODE
+from embershard.deploy.manifests.deployment import METRICS_PORT, PORT, USER, BadDeployment, Deployment, check_image
 
 Object = dict[str, Any]
 
-USER = 10001  # of the image
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _OBJECT = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _QUANTITY = re.compile(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(k|[KMGTPE]i|[MGTPE])?")
@@ -21,7 +21,6 @@ _QUANTITY = re.compile(r"(?=.*[1-9])[0-9]+(\.[0-9]+)?(k|[KMGTPE]i|[MGTPE])?")
 _STATE, _KEYS, _JOB, _ACCESS, _DATA, _SCRATCH = "/state", "/keys", "/job", "/access", "/data", "/tmp"
 _READY_MINUTES = 10  # for a shard to start; a recovery may take longer, and answers meanwhile
 _WORKERS_MINUTES = 30  # until the last worker has found a node
-_LOST_EXIT_CODE, _NO_PROGRESS_EXIT_CODE = 75, 76  # deploy/attempts.py
 _FAILED_EXIT_CODE = 1
 
 
@@ -245,8 +244,8 @@ def _worker_job(names: _Names, *, recovers: bool) -> Object:
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
         "resources": _resources(deployment.worker_cpus, deployment.worker_memory),
     }
-    lost = {"containerName": "worker", "operator": "In", "values": [_LOST_EXIT_CODE]}
-    own = {"containerName": "worker", "operator": "In", "values": [_FAILED_EXIT_CODE, 2, _NO_PROGRESS_EXIT_CODE]}
+    lost = {"containerName": "worker", "operator": "In", "values": [LOST_EXIT_CODE]}
+    own = {"containerName": "worker", "operator": "In", "values": [_FAILED_EXIT_CODE, 2, NO_PROGRESS_EXIT_CODE]}
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": own},  # an error of the job itself: it would come again

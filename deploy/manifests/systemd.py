@@ -89,13 +89,7 @@ def systemd_units(
     target = f"embershard-{deployment.name}.target"
     units = {
         f"embershard-{deployment.name}-{shard}.service": _service(
-            deployment,
-            shard,
-            f"{address}:{PORT + shard - first}",
-            executable,
-            target,
-            keys,
-            access,
+            deployment, shard, f"{address}:{PORT + shard - first}", executable, target, keys, access
         )
         for shard in shards
     }

@@ -6,14 +6,7 @@ import numpy as np
 from numba import types
 
 from embershard.proto.arrays import Bytes, Ids
-from embershard.proto.codec.integers import (
-    Words,
-    damaged,
-    decode_integers,
-    encode_integers,
-    read_varint,
-    varint,
-)
+from embershard.proto.codec.integers import Words, damaged, decode_integers, encode_integers, read_varint, varint
 from embershard.proto.codec.positions import decode_positions, encode_positions
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import MAX_EVEN, even_ids_at

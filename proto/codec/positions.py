@@ -9,14 +9,7 @@ import numpy as np
 from numba import types
 
 from embershard.proto.arrays import Bytes, Ids
-from embershard.proto.codec.integers import (
-    Words,
-    damaged,
-    decode_integers,
-    encode_integers,
-    read_varint,
-    varint,
-)
+from embershard.proto.codec.integers import Words, damaged, decode_integers, encode_integers, read_varint, varint
 from embershard.proto.codec.select import random_positions
 from embershard.proto.compiled.jit import compiled
 

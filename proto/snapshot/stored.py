@@ -36,9 +36,8 @@ class StoredSnapshot:
     folder: str
     manifest: Manifest
     sha256: str  # of the manifest, hex
-    check: Callable[[str], object] = field(
-        default=lambda url: None, compare=False
-    )  # of a parent's place, before it is read
+    # of a parent's place, before it is read
+    check: Callable[[str], object] = field(default=lambda url: None, compare=False)
 
     @property
     def url(self) -> str:

@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from embershard.proto.arrays import Array, Bytes, Floats
-from embershard.proto.errors import (
-    EmbershardError,
-)
+from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Hello, Pull, Push, Reply, Request, Rows, arrays
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.security.client_token import ClientToken

@@ -47,7 +47,7 @@ class PendingReply(Protocol):
         """The reply, by the deadline given to `submit`.
 
         Raises the shard's EmbershardError, NotAShard where something else answers, Unreachable where nothing does, and
-        Closed after `close`.
+        TransportClosed after `close`.
         """
         ...
 

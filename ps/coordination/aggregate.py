@@ -47,9 +47,8 @@ class Sender(NamedTuple):
 class ClockPush:
     """The gradients that one worker has pushed of a clock; they count once the push is `complete`."""
 
-    messages: list[tuple[list[CheckedGradients], bool]] = field(
-        default_factory=list
-    )  # and whether they are differences
+    # each with whether its gradients are differences
+    messages: list[tuple[list[CheckedGradients], bool]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)  # of each message, the number
     weight: float = 0.0
     version: int = 0

@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -354,11 +354,8 @@ class LogFolder:
                 continue
             kept.append(segment.name)
             if is_here and segment.size > position.offset:
-                file = self.disk.open(segment.path, write=True)
-                try:
+                with closing(self.disk.open(segment.path, write=True)) as file:
                     file.truncate(position.offset)
-                finally:
-                    file.close()
         self.disk.sync_folder(self.folder)
         return kept[::-1]
 
@@ -378,22 +375,16 @@ class LogFolder:
         group = self.reader.last_group
         if group is None or group.segment not in kept:
             return
-        file = self.disk.open(self.folder / str(group.segment), write=True)
-        try:
+        with closing(self.disk.open(self.folder / str(group.segment), write=True)) as file:
             for start, end in ((0, HEADER_BYTES), (group.offset, file.size())):
                 file.pwritev([file.pread(end - start, start)], start)
-        finally:
-            file.close()
 
     def _write_inherited_again(self, names: list[SegmentName]) -> None:
         """Write those of the segments again that are of earlier processes, once."""
         for name in self._inherited.intersection(names):
-            file = self.disk.open(self.folder / str(name), write=True)
-            try:
+            with closing(self.disk.open(self.folder / str(name), write=True)) as file:
                 for offset in range(0, file.size(), _PIECE_BYTES):
                     file.pwritev([file.pread(_PIECE_BYTES, offset)], offset)
-            finally:
-                file.close()
             self._inherited.remove(name)
 
     def _check_room(self, segment_bytes: int) -> None:
@@ -407,11 +398,8 @@ class LogFolder:
 
     def _sync(self, names: list[SegmentName]) -> None:
         for name in names:
-            file = self.disk.open(self.folder / str(name), write=True)
-            try:
+            with closing(self.disk.open(self.folder / str(name), write=True)) as file:
                 file.sync()
-            finally:
-                file.close()
 
 
 def manifest_of(folder: Path, disk: Disk) -> LogManifest:

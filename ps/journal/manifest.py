@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -80,10 +81,8 @@ def read_manifest(disk: Disk, folder: Path) -> LogManifest | None:
         file = disk.open(path)
     except FileNotFoundError:
         return None
-    try:
+    with closing(file):
         data = file.pread(_MOST_BYTES, 0)
-    finally:
-        file.close()
     fields = _SEALED.unseal(data, str(path))
     modules = fields.get("modules", dict)
     if not all(isinstance(text, str) for pair in modules.items() for text in pair):
@@ -116,12 +115,9 @@ def write_manifest(disk: Disk, folder: Path, manifest: LogManifest) -> None:
     plain["modules"] = dict(manifest.modules)
     if _NEW in disk.list(folder):  # of a process that ended meanwhile
         disk.remove(folder / _NEW)
-    file = disk.open(folder / _NEW, write=True, create=True)
-    try:
+    with closing(disk.open(folder / _NEW, write=True, create=True)) as file:
         file.pwritev([_SEALED.seal(plain, VERSION if manifest.bases else 1)], 0)
         file.sync()
-    finally:
-        file.close()
     disk.rename(folder / _NEW, folder / MANIFEST)
     disk.sync_folder(folder)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +26,6 @@ LOCK_LOST = f"another process, or was removed: its {LOCK} is not that of this pr
 _NAME = re.compile(r"log-([0-9]{20})-([0-9a-f]{16})")
 _SPARE = re.compile(r"spare-[0-9a-f]{16}")
 _ZEROS = bytes(2**20)
-
-_log = logging.getLogger(__name__)
 
 
 class SegmentName(NamedTuple):
@@ -224,16 +221,13 @@ class SegmentWriter:
             raise self.no_room
         path = self._spare_path()
         try:
-            file = self._disk.open(path, write=True, create=True)
-            try:
+            with closing(self._disk.open(path, write=True, create=True)) as file:
                 if not self.syncs:
                     file.reserve(self._segment_bytes)
                 else:
                     for offset in range(0, self._segment_bytes, len(_ZEROS)):
                         file.pwritev([memoryview(_ZEROS)[: self._segment_bytes - offset]], offset)
                     file.sync()  # else the first fdatasync of a group would write all of them
-            finally:
-                file.close()
         except OSError as error:
             self.no_room = error
             with suppress(OSError):
@@ -311,11 +305,8 @@ class SegmentWriter:
                 self._disk.remove(path)
 
     def _size_of(self, path: Path) -> int:
-        file = self._disk.open(path)
-        try:
+        with closing(self._disk.open(path)) as file:
             return file.size()
-        finally:
-            file.close()
 
     def _spare_path(self) -> Path:
         return self.folder / f"spare-{self._new_id():016x}"

@@ -181,11 +181,7 @@ class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]
         if other is None or (theirs := int(other[1])) == VERSION:  # a method that this version has not
             return None
         error = WrongVersion(lowest=OLDEST_VERSION, highest=VERSION, own_lowest=theirs, own_highest=theirs)
-
-        async def refuse(_: object, context: _Context) -> bytes:
-            await _abort(context, error)
-
-        return grpc.stream_unary_rpc_method_handler(refuse)
+        return Refuses(error).service(details)
 
 
 async def _abort(context: _Context, error: EmbershardError) -> NoReturn:

@@ -63,11 +63,7 @@ from embershard.ps.monitoring.counters import TransportCounters
 from embershard.ps.security.access import Principal
 from embershard.ps.security.peers import Peer, peer_of
 from embershard.ps.transport.pipe import TLS_RECORD, pipe_to
-from embershard.ps.transport.shared_memory import (
-    SharedBuffers,
-    place_in,
-    received_file,
-)
+from embershard.ps.transport.shared_memory import SharedBuffers, place_in, received_file
 
 if TYPE_CHECKING:
     from embershard.ps.transport.stream import StreamServer
@@ -236,9 +232,8 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(principal.revocation())
             return
         unsent = self.unsent_bytes
-        arriving = (
-            self._reader.in_frame and not self._full and not self._waiting
-        )  # what we leave unread is not its fault
+        # what we leave unread is not its fault
+        arriving = self._reader.in_frame and not self._full and not self._waiting
         if self._receives.behind(now, arriving, self._received) > wait_timeout:
             self._server.rejected["slow"] += 1
             self.drop(f"its frames come slower than {STALL_RATE >> 10} KiB/s, for {wait_timeout:.0f} s")

@@ -111,7 +111,5 @@ def test_shards_are_asked_as_their_addresses_say(placements):
     with paused(two.pids[1]):
         about = seen(two.addresses)
     finds(shards.stream, about, FAIL, f"{two.addresses[1]}: no answer")
-    assert [check.run(about) for check in (shards.grpc, shards.placement)] == [
-        shards.ok("1 answered"),
-        None,
-    ]  # one failure is enough
+    # one failure is enough
+    assert [check.run(about) for check in (shards.grpc, shards.placement)] == [shards.ok("1 answered"), None]

@@ -63,7 +63,7 @@ def test_a_signal_unwinds_a_snapshot_and_a_restore(module, number, monkeypatch):
             cancelled.append(True)
 
     client = SimpleNamespace(connect=lambda *_, **__: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(module, "Client", client)
+    monkeypatch.setattr(snapshot, "Client", client)
     monkeypatch.setattr(module, f"{'take' if module is snapshot else 'restore'}_snapshot", work)
     words = [module.__name__.rpartition(".")[2], "folder", "--ps", "127.0.0.1:1"]
     assert CliRunner().invoke(cli.app, words).exit_code == 128 + number

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from embershard.cli.restore import CONNECT_TIMEOUT
+from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.compare.results import read_results
 from embershard.compare.run.netns import Namespaces, NoNamespaces
 from embershard.deploy.supervisor import LocalShards

@@ -67,9 +67,8 @@ class BenchResult(Generic[S]):
     worker_cpu_ms: float  # per step of one worker, all threads
     shard_cpu_ms: float | None  # per step of one worker, all shards together; None where they are not ours
     other_cores: float | None
-    parts: dict[
-        str, Percentiles
-    ]  # "step" and what it consists of; in the training thread of worker 0, or as `ps` sees it
+    # "step" and what it consists of; in the training thread of worker 0, or as `ps` sees it
+    parts: dict[str, Percentiles]
     overlapped: dict[str, Percentiles] = field(default_factory=dict)  # of worker 0's other threads
     torch_samples_per_second: float | None = None
     ratio_to_torch: float | None = None  # median over rounds of samples per second, ours to one torch process's

@@ -231,10 +231,14 @@ def _end_children() -> None:
         child.terminate()
 
 
+def printable(text: str) -> str:
+    """What a server or a file says must not steer the terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def fail(text: str, code: int = 1) -> NoReturn:
     """End the command with an error message."""
-    # what a file holds must not steer the terminal
-    shown = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    shown = printable(text)
     if logs_json():
         logging.getLogger("embershard.cli").error(shown)
     else:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from embershard.cli.security import TokenFileOption
-from embershard.cli.shards import RunningShards, find_shards
-from embershard.cli.snapshot import CONNECT_TIMEOUT
+from embershard.cli.shards import RunningShards
+from embershard.cli.snapshot import connect
+from embershard.cli.tables import table_of
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import UnknownTable
 from embershard.proto.messages import Compress, TableCodecs, TableStatus
-from embershard.proto.security.tls import TLS
 from embershard.worker.client.client import Client
 from embershard.worker.compression.settings import advice
 from embershard.worker.patterns import matches
@@ -38,7 +36,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the codecs of every table: those that its workers use, and those that `compression set` has set."""
-    with _client(ps, tls_of(tls, tls_server_name)) as client:
+    with connect(ps, tls_of(tls, tls_server_name)) as client:
         tables, told = _tables(client), settings_of(client)
     revision, said = told.revision, {part.table: part for part in told.tables}
     if as_json:
@@ -52,9 +50,7 @@ def show(
         }
         typer.echo(json.dumps({"revision": revision, "tables": rows}))
         return
-    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("table", "optimizer", "push", "pull", f"set (revision {revision})" if said else "set"):
-        view.add_column(column, no_wrap=True)
+    view = table_of(("table", "optimizer", "push", "pull", f"set (revision {revision})" if said else "set"))
     for name, table in tables.items():
         view.add_row(name, table.optimizer, table.push_codec, table.pull_codec, _words(said.get(name)))
     Console().print(view)
@@ -80,7 +76,7 @@ def set_codecs(
     If a table cannot use a codec, or a shard did not import it at its start, nothing is switched.
     """
     given = _directions(codecs)
-    with _client(ps, tls_of(tls, tls_server_name)) as client:
+    with connect(ps, tls_of(tls, tls_server_name)) as client:
         tables = _tables(client)
         names = [name for name in tables if matches(name, table)]
         if not names:
@@ -95,12 +91,6 @@ def set_codecs(
         typer.echo(f"table {part.table}: {_words(part)} (revision {revision}); workers switch before their next step")
         if part.push and (line := advice(tables[part.table].optimizer, CodecName.parse(part.push))):
             typer.echo(f"table {part.table}: {line}")
-
-
-@contextlib.contextmanager
-def _client(ps: str | None, tls: TLS | None) -> Iterator[Client]:
-    with contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls)) as client:
-        yield client
 
 
 def _directions(codecs: Sequence[str]) -> dict[str, str]:

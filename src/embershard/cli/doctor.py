@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from embershard.cli.app import printable
 from embershard.cli.job_file import DataOption
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, shards_of_up
@@ -100,14 +101,9 @@ def _show(console: Console, answers: Sequence[Answer]) -> None:
             subject = answer.subject
             view.add_row("", f"[bold]{subject}[/]", "")
         level = answer.finding.level
-        remedy = f"\n[bold]->[/] {escape(_printable(answer.remedy))}" if answer.remedy else ""
-        text = escape(_printable(answer.finding.text)) + remedy
+        remedy = f"\n[bold]->[/] {escape(printable(answer.remedy))}" if answer.remedy else ""
+        text = escape(printable(answer.finding.text)) + remedy
         view.add_row(f"[{_COLORS[level]}]{level}[/]", answer.check.name, text)
     counts = Counter(answer.finding.level for answer in answers)
     console.print(view)
     console.print(", ".join(f"{counts[level]} {level}" for level in reversed(Level) if counts[level]))
-
-
-def _printable(text: str) -> str:
-    """What a server or a file says must not steer the terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)

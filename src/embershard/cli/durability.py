@@ -12,9 +12,8 @@ from embershard.cli.sizes import file_bytes
 from embershard.ps.options import Durability, check_durability
 
 DurabilityOption = Annotated[
-    str | None,
+    Durability | None,
     typer.Option(
-        metavar="memory|log|fsync",
         help="Which failures acknowledged pushes survive. memory: none, all rows of the shard are lost. log: the end "
         "of the shard's process. fsync: also a power failure of its machine. [default: log with --log-dir, else "
         "memory]",
@@ -48,12 +47,9 @@ def checked_log_bytes(log_bytes: str | None, log_dir: Path | None) -> int | None
     return file_bytes(log_bytes, "--log-bytes")
 
 
-def checked_durability(durability: str | None, log_dir: Path | None) -> Durability:
+def checked_durability(durability: Durability | None, log_dir: Path | None) -> Durability:
     """The mode that two options mean."""
-    known: dict[str | None, Durability | None] = {None: None, "memory": "memory", "log": "log", "fsync": "fsync"}
-    if durability not in known:
-        raise typer.BadParameter(f"{durability!r} is none of memory, log, fsync", param_hint="--durability")
     try:
-        return check_durability(known[durability], log_dir)
+        return check_durability(durability, log_dir)
     except ValueError as error:
         raise typer.BadParameter(str(error).replace("log_dir", "--log-dir"), param_hint="--durability") from None

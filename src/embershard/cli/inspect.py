@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from embershard.cli.tables import table_of
 from embershard.proto.snapshot.stored import StoredSnapshot, list_snapshots, open_snapshot
 
 
@@ -34,11 +34,7 @@ def inspect(
         console.print("increment of: " + escape(", ".join(before)))
     if manifest.extra:
         console.print("extra: " + escape(", ".join(map(str, manifest.extra))))
-    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for word in ("table", "optimizer"):
-        view.add_column(word, no_wrap=True)
-    for word in ("dim", "state", "rows", "files", "MB"):
-        view.add_column(word, justify="right", no_wrap=True)
+    view = table_of(("table", "optimizer"), ("dim", "state", "rows", "files", "MB"))
     for blocks in manifest.tables.values():
         size = sum(file.bytes for file in blocks.files) / 1e6
         numbers = (blocks.spec.dim, blocks.num_state, f"{blocks.total_rows:,}", len(blocks.files), f"{size:,.1f}")

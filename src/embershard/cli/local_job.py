@@ -338,7 +338,7 @@ def _ended_with(shards: LocalShards | None, client: Client) -> Iterator[None]:
 
 def _warn_of_others(client: Client) -> None:
     """Say so where shards have members, whose job ends as ours begins; a job of one worker may have none."""
-    with contextlib.suppress(EmbershardError):  # an older shard's status, say, which training does not need
+    with contextlib.suppress(EmbershardError):  # which training does not need
         others = len(client.status()[0].members)  # paused ones, too, as in an evaluation
         if others:
             say(

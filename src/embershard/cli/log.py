@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from embershard.cli.tables import table_of
 from embershard.proto.errors import EmbershardError
 from embershard.ps.bases.base import ShardBase, check_bases
 from embershard.ps.events import event_name
@@ -147,23 +147,15 @@ def _show(summary: LogSummary, bases: list[ShardBase], console: Console) -> None
         console.print(
             f"{escape(one.name)}: {holds}; all events up to LSN {one.lsn}, with the log from {one.redo_lsn} on"
         )
-    view = _table("segment", "first LSN", "last LSN", "records", "MB", "file MB")
+    view = table_of(("segment",), ("first LSN", "last LSN", "records", "MB", "file MB"))
     for segment in summary.segments:
         numbers = (segment.first_lsn, segment.last_lsn, segment.records)
         sizes = (segment.num_bytes / 1e6, segment.size / 1e6)
         view.add_row(str(segment.name), *(f"{n:,}" for n in numbers), *(f"{n:,.1f}" for n in sizes))
     console.print(view)
-    view = _table("event", "records", "MB")
+    view = table_of(("event",), ("records", "MB"))
     for kind, number in sorted(summary.kinds.items()):
         view.add_row(event_name(kind), f"{number:,}", f"{summary.kind_bytes[kind] / 1e6:,.1f}")
     console.print(view)
     if summary.end is not None:
         console.print(f"LSN {last} is the last: {_END[summary.end.state]}")
-
-
-def _table(first: str, *others: str) -> Table:
-    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    view.add_column(first, no_wrap=True)
-    for word in others:
-        view.add_column(word, justify="right", no_wrap=True)
-    return view

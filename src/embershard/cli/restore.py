@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from datetime import timedelta
 from typing import Annotated
@@ -10,12 +9,11 @@ from typing import Annotated
 import typer
 
 from embershard.cli.security import TokenFileOption
-from embershard.cli.shards import RunningShards, find_shards
+from embershard.cli.shards import RunningShards
 from embershard.cli.signals import ended_by_signals
-from embershard.cli.snapshot import CONNECT_TIMEOUT
+from embershard.cli.snapshot import connect
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, restore_snapshot
-from embershard.worker.client.client import Client
 
 
 def restore(
@@ -39,9 +37,7 @@ def restore(
     began = time.monotonic()
     with (
         ended_by_signals(),  # so that the shards let go of what they have read
-        contextlib.closing(
-            Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
-        ) as client,
+        connect(ps, tls_of(tls, tls_server_name)) as client,
     ):
         wait = timedelta(seconds=wait_timeout)
         manifest = restore_snapshot(client, folder, name, replace_tables=replace, wait_timeout=wait)

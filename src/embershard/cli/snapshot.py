@@ -13,10 +13,16 @@ from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, find_shards
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
+from embershard.proto.security.tls import TLS
 from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, take_snapshot
 from embershard.worker.client.client import Client
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
+
+
+def connect(ps: str | None, tls: TLS | None) -> contextlib.closing[Client]:
+    """A client of the shards of --ps, which is closed with the block that it is for."""
+    return contextlib.closing(Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls))
 
 
 def snapshot(
@@ -58,9 +64,7 @@ def snapshot(
     """Take a snapshot of all shards (rows and optimizer states) while they continue to serve."""
     with (
         ended_by_signals(),  # so that nothing of it stays in the folder
-        contextlib.closing(
-            Client.connect(find_shards(ps), timeout=CONNECT_TIMEOUT, tls=tls_of(tls, tls_server_name))
-        ) as client,
+        connect(ps, tls_of(tls, tls_server_name)) as client,
     ):
         wait = timedelta(seconds=wait_timeout)
         taken = take_snapshot(

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from embershard.cli.security import TokenFileOption
 from embershard.cli.shards import RunningShards, first_of_up, shards_of_up
+from embershard.cli.tables import table_of
 from embershard.cli.tls import ServerNameOption, TLSOption, tls_of
 from embershard.dash.shards import health_of, problem_of
 from embershard.doctor.check import size
@@ -171,7 +172,7 @@ def _view(seen: Sequence[Seen]) -> Group:
 
 
 def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
-    view = _table_of(("shard", "address", "health"), ("rows", "tables", "used", "left", "req/s", "memory", "up"))
+    view = table_of(("shard", "address", "health"), ("rows", "tables", "used", "left", "req/s", "memory", "up"))
     for one in seen:
         now = one.status
         if now is None:
@@ -198,7 +199,7 @@ def _logs(statuses: Sequence[ShardStatus]) -> list[Table]:
     if not logged:
         return []
     figures = ("\nterm", "base\nLSN", "log\nbytes", "not\nwritten", "recovery\nwould take")
-    view = _table_of(("\nshard", "\ndurability"), figures)
+    view = table_of(("\nshard", "\ndurability"), figures)
     for one in logged:
         base = f"{one.base_lsn:,}" if one.base_lsn else "none"
         sizes = size(one.log_bytes), size(one.log_waiting_bytes)
@@ -211,7 +212,7 @@ def _recoveries(statuses: Sequence[ShardStatus]) -> list[Table]:
     recovering = [status for status in statuses if status.recovering]
     if not recovering:
         return []
-    view = _table_of(("\nshard",), ("log\nbytes", "\ndone", "about\nleft"))
+    view = table_of(("\nshard",), ("log\nbytes", "\ndone", "about\nleft"))
     for one in recovering:
         done = f"{min(1.0, one.recovered_bytes / max(1, one.log_bytes)):.0%}"
         left = "waits" if one.waits_for_room else _duration(one.recovery_seconds)
@@ -247,7 +248,7 @@ def _tables(seen: Sequence[Seen]) -> list[Table]:
     firsts = [mine[0] for mine in parts.values()]  # of which all shards say the same but for sizes
     coded = any(codec not in ("", "none") for first in firsts for codec in (first.push_codec, first.pull_codec))
     codecs = ("\npush", "\npull") if coded else ()
-    view = _table_of(("\ntable", "\noptimizer", *codecs), ("\ndim", "\nrows", "\nbytes"))
+    view = table_of(("\ntable", "\noptimizer", *codecs), ("\ndim", "\nrows", "\nbytes"))
     for name, mine in parts.items():
         rows, held = sum(part.rows for part in mine), sum(part.bytes for part in mine)
         used = (mine[0].push_codec, mine[0].pull_codec) if coded else ()
@@ -261,7 +262,7 @@ def _workers(statuses: Sequence[ShardStatus]) -> list[Table]:
     if not members:
         return []
     bound = max(status.staleness for status in statuses)
-    view = _table_of(("\nworker",), ("\nclock", "\nlease", f"staleness {'off' if bound < 0 else bound}\nstate"))
+    view = table_of(("\nworker",), ("\nclock", "\nlease", f"staleness {'off' if bound < 0 else bound}\nstate"))
     closed = min(status.clock for status in statuses)
     furthest = max(member.clock for member in members)
     for worker, of_one in groupby(members, key=lambda member: member.worker):
@@ -278,7 +279,7 @@ def _staleness(statuses: Sequence[ShardStatus]) -> list[Table]:
     counts = [sum(column) for column in zip_longest(*(status.staleness_seen for status in statuses), fillvalue=0)]
     if not any(counts):
         return []
-    view = _table_of(("\nstaleness",), ("\npushes", "\nshare"))
+    view = table_of(("\nstaleness",), ("\npushes", "\nshare"))
     ends = [1, 2, 3, 4, 8, 16, len(counts) - 1, len(counts)]
     for first, end in pairwise([0, *ends]):
         pushes = sum(counts[first:end])
@@ -287,12 +288,3 @@ def _staleness(statuses: Sequence[ShardStatus]) -> list[Table]:
         if pushes:
             view.add_row(name, f"{pushes:,}", f"{pushes / sum(counts):.1%}")
     return [view]
-
-
-def _table_of(words: Sequence[str], numbers: Sequence[str]) -> Table:
-    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in words:
-        view.add_column(name, no_wrap=True)
-    for name in numbers:
-        view.add_column(name, justify="right", no_wrap=True)
-    return view

@@ -19,14 +19,7 @@ import typer
 
 from embershard.cli.app import fail
 from embershard.cli.job_file import DataOption, SetOption
-from embershard.cli.monitoring import (
-    LogFormatOption,
-    MetricsOption,
-    TraceEveryOption,
-    TraceOption,
-    open_metrics,
-    say,
-)
+from embershard.cli.monitoring import LogFormatOption, MetricsOption, TraceEveryOption, TraceOption, open_metrics, say
 from embershard.cli.ranks import (
     LocalRankOption,
     LocalWorldSizeOption,
@@ -59,11 +52,7 @@ from embershard.proto.security.tls import TLS
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.user_modules import search_from
-from embershard.worker.checkpoint.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    with_preprocessing,
-)
+from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint, with_preprocessing
 from embershard.worker.checkpoint.folder import CheckpointNotWritten
 from embershard.worker.checkpoint.recovery import FirstWorkerMissing, NoProgress, RunFile
 from embershard.worker.client.client import Client

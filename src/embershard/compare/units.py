@@ -69,16 +69,6 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:,.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
 
 
-def rate_text(per_second: float) -> str:
-    """Format a number of samples per second."""
-    return f"{per_second:,.0f}/s"
-
-
-def plain(value: float, decimals: int) -> str:
-    """Format a metric with so many decimals."""
-    return f"{value:.{decimals}f}"
-
-
 def signed(value: float, decimals: int) -> str:
     """Write a difference with its sign; 0 has none."""
     text = f"{value:+.{decimals}f}"
@@ -96,7 +86,7 @@ def estimate_decimals(estimate: Estimate, at_least: int) -> int:
 def metric_text(estimate: Estimate) -> str:
     """Write the mean of a metric and its interval."""
     decimals = estimate_decimals(estimate, 4)
-    return _with_interval(estimate, lambda value: plain(value, decimals))
+    return _with_interval(estimate, lambda value: f"{value:.{decimals}f}")
 
 
 def difference_text(estimate: Estimate) -> str:

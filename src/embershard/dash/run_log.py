@@ -80,11 +80,11 @@ class FollowedLog:
         runs = sorted(Path("runs").glob(f"*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime)
         raise NoRun(folder=str(self.folder), reason=reason, example=str(runs[-1].parent) if runs else "runs/JOB-TIME")
 
-    def _start(self) -> None:
+    def _start(self, restarts: int = 0) -> None:
         self.state = RunState(str(self.folder))
         self.training = Track(("loss", "samples_per_second"))
         self.evaluations = Track(("figure",), capacity=2048)
-        self.restarts = 0  # of the tracks: pages that hold the earlier ones ask for all
+        self.restarts = restarts  # of the tracks: pages that hold the earlier ones ask for all
 
     def read(self) -> tuple[list[Event], dict[str, list[dict[str, float | None]]]]:
         """Take in new lines: what happened, and new points by track."""
@@ -117,10 +117,8 @@ class FollowedLog:
             with self._file.open("rb") as log:
                 about = os.fstat(log.fileno())
                 if about.st_ino != self._inode or about.st_size < self._offset:
-                    restarts = self.restarts + bool(self._inode)
+                    self._start(self.restarts + bool(self._inode))
                     self._offset, self._inode = 0, about.st_ino
-                    self._start()
-                    self.restarts = restarts
                 log.seek(self._offset)
                 data = log.read(_MOST_BYTES)
                 self._all_read = len(data) < _MOST_BYTES
@@ -169,9 +167,7 @@ class FollowedLog:
     def _begin(self, line: Line, time: float) -> Iterator[Event]:
         resumed = line.get("resumed_step")
         if resumed is None and self.training.points:
-            restarts = self.restarts + 1
-            self._start()
-            self.restarts = restarts
+            self._start(self.restarts + 1)
         state = self.state
         mode = line.get("mode")
         if isinstance(mode, Mapping):

@@ -91,9 +91,14 @@ def temporary_folder(_: Case) -> Finding:
 CHECKS = (job_file, job_data, run_folder, checkpoint_folder, temporary_folder)
 
 
+def nearest(path: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
 def _folder(path: Path, wanted: int) -> Finding:
     """Whether files can be made in a folder, or in the nearest one above it that exists, and `wanted` bytes fit."""
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    there = nearest(path)
     text = str(path) if there == path.absolute() else f"{path} (to be made in {there})"
     try:
         with tempfile.TemporaryFile(dir=there):

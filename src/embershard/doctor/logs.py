@@ -12,6 +12,7 @@ import psutil
 
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, size, warn
+from embershard.doctor.folders import nearest
 from embershard.ps.journal.disk import LocalDisk
 from embershard.ps.journal.journal import GROUP_BYTES
 from embershard.ps.journal.segments import NUM_SPARES, SEGMENT_BYTES
@@ -34,7 +35,7 @@ def log_folder(case: Case) -> Finding | None:
     """Check the folder's file system: one in memory ends with the machine, one in the network may lose locks."""
     if case.log_folder is None:
         return None
-    there = _nearest(case.log_folder)
+    there = nearest(case.log_folder)
     try:
         with tempfile.TemporaryDirectory(dir=there) as folder:
             LocalDisk().lock(Path(folder) / "LOCK").close()
@@ -61,7 +62,7 @@ def log_space(case: Case) -> Finding | None:
     """Free space against the segment that is written and the spares that are made ahead."""
     if case.log_folder is None:
         return None
-    free, wanted = shutil.disk_usage(_nearest(case.log_folder)).free, case.shards * _AT_ONCE
+    free, wanted = shutil.disk_usage(nearest(case.log_folder)).free, case.shards * _AT_ONCE
     text = f"{case.log_folder}: {size(free)} free, {size(wanted)} taken at once by {case.shards} shards"
     if free < case.shards * SEGMENT_BYTES:
         return fail(text)
@@ -80,7 +81,7 @@ def log_disk(case: Case) -> Finding | None:
     if case.log_folder is None:
         return None
     try:
-        rate, seconds = measure_disk(_nearest(case.log_folder))
+        rate, seconds = measure_disk(nearest(case.log_folder))
     except OSError as error:
         return fail(f"{case.log_folder}: {error.strerror or error}")
     text = f"{rate / 1e6:,.0f} MB/s in groups of {size(GROUP_BYTES)}, {1000 * seconds:.2f} ms for 4 KiB (fdatasync)"
@@ -111,11 +112,6 @@ def measure_disk(folder: Path, seconds: float = _MEASURED_SECONDS) -> tuple[floa
             os.fdatasync(descriptor)
             times.append(time.perf_counter() - start)
     return rate, sorted(times)[len(times) // 2]
-
-
-def _nearest(path: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _file_system(folder: Path) -> str:

@@ -43,9 +43,8 @@ class Probe:
     beside: bool = False  # a worker here would use the Unix socket beside the port
     asks: bool | None = None  # who comes over TCP has to say who it is; None: not known
     here: bool = False  # it runs on this machine
-    ahead_seconds: float | None = (
-        None  # of its clock, at least: that of this machine is behind it; below 0: ahead of it
-    )
+    # of its clock, at least: that of this machine is behind it; below 0: ahead of it
+    ahead_seconds: float | None = None
     call_seconds: float | None = None  # of a small call, median
     before: ShardStatus | None = None  # a first look
     status: ShardStatus | None = None  # the last one

@@ -294,13 +294,9 @@ CHECKS = (
 )
 
 
-def _open(probes: Sequence[Probe]) -> list[Probe]:
-    return [probe for probe in probes if not probe.port_problem]
-
-
 def _answers(probes: Sequence[Probe], problem: Callable[[Probe], str]) -> Finding | None:
     """Whether every port that takes connections answers on a transport."""
-    asked = [probe for probe in _open(probes) if not probe.is_rpc]
+    asked = [probe for probe in probes if not probe.port_problem and not probe.is_rpc]
     if not asked and any(probe.is_rpc for probe in probes):
         return ok("rpc:// is not asked: it executes pickles; name the shards' --listen")
     return _each(asked, problem, "answered")

@@ -14,11 +14,7 @@ from embershard.proto.messages import GetStatus
 from embershard.proto.security.tls import TLS
 from embershard.proto.transport import announcements as announcing
 from embershard.proto.transport.addresses import parse_addresses, shard_addresses, transport_for
-from embershard.proto.transport.announcements import (
-    Announcement,
-    announcements,
-    current_address,
-)
+from embershard.proto.transport.announcements import Announcement, announcements, current_address
 from embershard.proto.transport.transport import Unreachable
 
 

@@ -141,9 +141,8 @@ def test_frozen_layers_have_the_values_in_batches_that_were_pulled_before(make_s
     model = es.wrap(model, session, optimizer=es.SGD(lr=1e-30))
     for number, ids in enumerate(session.prefetch(BATCHES, staleness=3)):
         if number == 1:
-            assert eventually(
-                lambda: len(session._prefetcher._ready) == 3
-            )  # pulled with all weights, before their first use
+            # pulled with all weights, before their first use
+            assert eventually(lambda: len(session._prefetcher._ready) == 3)
             model.load_state_dict(wanted.state_dict())
         if number > 4:
             torch.testing.assert_close(model(ids), wanted(ids))

@@ -52,9 +52,8 @@ from embershard.compare.units import link_text, metric_name
 MARGINS = {"auc": 0.0005, "logloss": 0.001, "hr": 0.003, "ndcg": 0.003, "recall": 0.003}
 NO_GAIN = 1.05  # nobody changes a job for a speed-up below this
 KEPT = ("equivalent", "not worse", "better")  # verdicts on a model that is good enough
-FEW_SEEDS = (
-    3  # with fewer pairs of runs the report opens with a caution: an interval of two is 12.7 standard errors wide
-)
+# With fewer pairs of runs the report opens with a caution: an interval of two is 12.7 standard errors wide.
+FEW_SEEDS = 3
 NOT_JUDGED = ("calibration", "samples", "users")  # best near 1, or no quality at all
 CODING = ("encode", "decode", "shards")  # parts of a step: the worker's, and what shards did of it meanwhile
 

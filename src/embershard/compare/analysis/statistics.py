@@ -18,10 +18,13 @@ CONFIDENCE = 0.95
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Estimate the mean of one value per seed with its 95 % interval by Student's t; one value has no interval."""
-    mean, half = _mean_and_half(np.asarray(values, np.float64))
-    if half is None:
+    array = np.asarray(values, np.float64)
+    mean = float(array.mean())
+    if len(array) < 2:
         return Estimate(mean=mean, low=None, high=None, seeds=1)
-    return Estimate(mean=mean, low=mean - half, high=mean + half, seeds=len(values))
+    standard_error = float(array.std(ddof=1)) / math.sqrt(len(array))
+    half = float(stdtrit(len(array) - 1, (1 + CONFIDENCE) / 2)) * standard_error
+    return Estimate(mean=mean, low=mean - half, high=mean + half, seeds=len(array))
 
 
 def ratio(values: Sequence[float]) -> Estimate:
@@ -100,15 +103,3 @@ def crossing_interval(differences: Mapping[float, Sequence[float]]) -> tuple[flo
     fastest, slowest = (values.mean() ** 2 > bound * values.var(ddof=1) for _, values in (links[0], links[-1]))
     high = 1 / min(edges, default=1 / crossing) if fastest else math.inf
     return 1 / max(edges, default=1 / crossing) if slowest else 0.0, high
-
-
-def _mean_and_half(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, float | None]:
-    """The mean, and half the width of its interval."""
-    mean = float(array.mean())
-    if len(array) < 2:
-        return mean, None
-    return mean, float(stdtrit(len(array) - 1, (1 + CONFIDENCE) / 2)) * _standard_error(array)
-
-
-def _standard_error(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    return float(array.std(ddof=1)) / math.sqrt(len(array))

@@ -327,7 +327,3 @@ def _bands(results: Results) -> str:
 
 def _slug(words: str) -> str:
     return "-".join("".join(character if character.isalnum() else " " for character in words.lower()).split())
-
-
-_BAR, _GAP, _LABEL = 14.0, 3.0, 17.0
-_CUT = "Some intervals reach beyond the picture."

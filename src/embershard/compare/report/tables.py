@@ -15,7 +15,6 @@ from embershard.compare.units import (
     link_text,
     metric_name,
     metric_text,
-    rate_text,
     ratio_text,
     signed,
     speed_up_text,
@@ -153,7 +152,7 @@ def speed_table(results: Results) -> ReportTable:
                 if rate.low is not None and rate.high is not None
                 else ""
             )
-            cells = [arm.label, link_text(link), rate_text(rate.mean) + bounds]
+            cells = [arm.label, link_text(link), f"{rate.mean:,.0f}/s{bounds}"]
             cells += _over(speed if arm.label != results.baseline else None)
             if beside:
                 cells += _over(results.speed_of(arm.label, beside, link.label) if arm.label != beside else None)
