@@ -624,45 +624,51 @@ class FullMachine(Machine):
             raise outcome
         return outcome
 
-    def fill(self, seconds):
-        """Fill the disk for so long."""
+    def fill(self, client, seconds):
+        """Fill the disk until so long after the client says that it waits; the subjects of the lines that it says."""
+        said = []
+
+        def say(line):
+            said.append(line.partition(":")[0])
+            if line.startswith("waiting"):
+                threading.Timer(seconds, self.room.set).start()
+
+        client.connections.say = say
         self.room.clear()
-        timer = threading.Timer(seconds, self.room.set)
-        timer.start()
+        return said
+
+
+WAITED = ["waiting for shard 0 at machine/0", "shard 0 at machine/0 writes its event log again"]
 
 
 @pytest.mark.parametrize("end", [Client.flush, Client.close])
 def test_a_flush_and_the_end_of_a_client_wait_for_room_beyond_the_timeout_of_a_call(end, monkeypatch, caplog):
     machine = FullMachine(monkeypatch)
-    client, said = machine.client(), []
+    client = machine.client()
     client.timeout = timedelta(seconds=0.02)
-    client.connections.say = said.append
-    machine.fill(0.08)
+    said = machine.fill(client, 0.08)
     step(client, 0)
     assert unsafe(client) == [0]
     end(client)
     assert machine.room.is_set()
     assert unsafe(client) == []
     assert "before its last pushes are known to be safe" not in caplog.text
-    assert [line.partition(":")[0] for line in said] == [
-        "waiting for shard 0 at machine/0", "shard 0 at machine/0 writes its event log again",
-    ]  # fmt: skip
+    assert said == WAITED
     assert machine.log.close(60)
 
 
 def test_who_waits_for_room_is_told_once_and_again_when_there_is_some(monkeypatch):
     machine = FullMachine(monkeypatch)
-    client, said = machine.client(), []
-    client.connections.say = said.append
+    client = machine.client()
     for number in range(2):
-        machine.fill(0.02)
+        said = machine.fill(client, 0.02)
+        step(client, 2 * number)  # of which the log's thread finds that it cannot be written
         while machine.shard.status().waits_for_room == "":
-            step(client, number)
+            time.sleep(0.001)
         assert row(client) < 0
-        step(client, number)
-    assert [line.partition(":")[0] for line in said] == [
-        "waiting for shard 0 at machine/0", "shard 0 at machine/0 writes its event log again",
-    ] * 2  # fmt: skip
+        assert said == []
+        step(client, 2 * number + 1)
+        assert said == WAITED
     client.close()
     assert machine.log.close(60)
 
@@ -671,7 +677,7 @@ def test_an_error_or_a_ctrl_c_does_not_wait_for_room(monkeypatch, caplog):
     machine = FullMachine(monkeypatch)
     client = machine.client()
     monkeypatch.setattr(client_module, "_FAREWELL", timedelta(seconds=0.02))
-    machine.fill(60)
+    machine.room.clear()
     step(client, 0)
     with pytest.raises(KeyboardInterrupt), Session(client):
         raise KeyboardInterrupt
