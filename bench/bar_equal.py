@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto import shared_memory
 from embershard.proto.transport import stream
 from embershard.worker.models.ctr.dlrm import DLRM
@@ -31,13 +30,12 @@ from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.session import Session
 
 SHARDS = (1, 2, 4)
-# transport -> a shard's address, from what it says when it serves
-TRANSPORTS: dict[str, Callable[[dict[str, str]], str]] = {
-    "stream over Unix": lambda ready: ready["address"],
-    "stream over shared memory": lambda ready: ready["address"],
-    "stream over TCP": lambda ready: f"tcp://{ready['address']}",
-    "grpc": lambda ready: f"grpc://{ready['address']}",
-    "rpc": lambda ready: f"rpc://{ready['rpc']}",
+TRANSPORTS = {  # and what stands before the address of a shard to choose it
+    "stream over Unix": "",
+    "stream over shared memory": "",
+    "stream over TCP": "tcp://",
+    "grpc": "grpc://",
+    "rpc": "rpc://",
 }
 PREFETCH = "stream over shared memory, prefetch"
 STEPS, BATCH, FIELDS, DIM, NUM_DENSE, ROWS = 100, 256, 8, 16, 4, 20_000
@@ -153,27 +151,11 @@ def on_shards(session: Session, optimizer: es.SGD | es.Custom, data: Batches, *,
 @contextmanager
 def processes(num_shards: int, imports: list[str], transport: str) -> Iterator[list[str]]:
     """The addresses of fresh shards in processes of their own."""
-    command = [sys.executable, "-m", "embershard.cli", "ps", "--of", str(num_shards), "--listen", "127.0.0.1:0"]
-    command += [word for module in imports for word in ("--import", module)]
-    command += ["--parent-pid", str(os.getpid())]
-    command += ["--rpc", "127.0.0.1:0", "--insecure-loopback"] if transport == "rpc" else []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    started = [
-        subprocess.Popen(
-            [*command, "--shard", str(shard)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-        )
-        for shard in range(num_shards)
-    ]  # fmt: skip
     # all arrays lie in shared memory, or none; by default the large ones do
     shared_memory.SHARED_FROM_BYTES = stream.SHARED_FROM_BYTES = 1 if "shared" in transport else 2**30
-    try:
-        place = TRANSPORTS[transport.removesuffix(", prefetch")]
-        yield [place(json.loads(shard.stdout.readline())) for shard in started if shard.stdout]
-    finally:
-        for shard in started:
-            shard.kill()
-            shard.communicate()
+    with LocalShards(num_shards, ShardSettings(imports=imports, rpc=transport == "rpc")) as shards:
+        addresses = shards.rpc_addresses if transport == "rpc" else shards.addresses
+        yield [TRANSPORTS[transport.removesuffix(", prefetch")] + address for address in addresses]
 
 
 def runs(optimizer: es.SGD | es.Custom, data: Batches) -> dict[str, Run]:

@@ -16,19 +16,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import random
-import signal
 import socket
 import ssl
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from embershard.deploy.authority import Authority
+from embershard.deploy.supervisor import LocalShards, ShardSettings
 from embershard.proto import spec
 from embershard.proto.errors import AuditDamaged, EmbershardError, NotAllowed, PlaceNotAllowed, TLSRequired
 from embershard.proto.messages import (
@@ -85,21 +80,6 @@ REQUESTS: tuple[Request, ...] = (
     TakeSplit(worker=1, epoch=1, num_splits=1, done=-1), Snapshot(name="s", step="watch"),
     Restore(name="s", step="watch"), Compress(),
 )  # fmt: skip
-
-
-@contextmanager
-def shard(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A shard on loopback, and its address."""
-    command = [sys.executable, "-m", "embershard.cli", "ps", "--shard", "0", "--of", "1", "--listen", "127.0.0.1:0"]
-    command += ["--parent-pid", str(os.getpid()), *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, text=True, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["address"], process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
 
 
 def ask(transport: Transport, request: Request) -> object:
@@ -352,7 +332,8 @@ def attack(folder: Path, authority: Authority | None, args: argparse.Namespace, 
         stranger = ssl.create_default_context(cafile=str(folder / "shard" / "ca.crt"))
         stranger.load_cert_chain(folder / "foreign.pem")
     unix, tcp = ({name: scheme for name, scheme in SCHEMES.items() if bool(scheme) is far} for far in (False, True))
-    with shard(*options) as (address, process), socket.create_server(("127.0.0.1", 0)) as listener:
+    with LocalShards(1, ShardSettings(options=options)) as shard, socket.create_server(("127.0.0.1", 0)) as listener:
+        (address,) = shard.addresses
         failures = wrong_answers(address, by_socket, unix, seen) + wrong_answers(address, peers, tcp, seen)
         if authority is not None:
             for token in filter(None, (peer.token for peer in peers)):
@@ -366,7 +347,7 @@ def attack(folder: Path, authority: Authority | None, args: argparse.Namespace, 
             failures.append(f"memory grew by {grown >> 20} MiB in {args.handshakes} hostile handshakes")
         failures += placed(address, root, listener, seen)
         with closing(peers[0].transport(f"tcp://{address}")) as transport:
-            if process.poll() is not None or not isinstance(ask(transport, Hello()), Greeting):
+            if shard.failure or not isinstance(ask(transport, Hello()), Greeting):
                 failures.append("the shard no longer serves")
     failures += unfound_changes(folder / "shard-0" / "audit.jsonl", chooser)
     return [f"{'without' if authority is None else 'with'} TLS: {failure}" for failure in failures]
