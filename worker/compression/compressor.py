@@ -223,7 +223,6 @@ class Compressor:
             found = state.get(name)
             if found is None:
                 continue
-            found = {"share": self.share, "differences": self.differences, **found}  # earlier versions did not say
             if found["residuals"] and found["differences"] != self.differences:
                 then, now = ("differences of weights", "gradients")[:: 1 if found["differences"] else -1]
                 _log.warning("table %s: its residual is dropped: it is of %s, and pushes are %s", name, then, now)

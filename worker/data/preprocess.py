@@ -127,7 +127,7 @@ class Preprocessor:
                 k: tuple(v) if k in tuples and isinstance(v, list | tuple) else v for k, v in fields.items()
             }
             features[name] = FeatureSpec(**given)
-        return cls(features, values["fitted"], values["labels"], values.get("paired", ()), values.get("missing", ()))
+        return cls(features, values["fitted"], values["labels"], values["paired"], values["missing"])
 
     def with_fitted(self, fitted: Fitted) -> Self:
         """The same features with what was learnt from training data."""

@@ -72,8 +72,8 @@ class Report:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best evaluation from a checkpoint."""
         self._best = None if state["best"] is None else Evaluation(**state["best"])
-        self._evaluations = state.get("evaluations", int(self._best is not None))  # earlier versions did not count
-        self._warnings = list(state.get("warnings", ()))
+        self._evaluations = state["evaluations"]
+        self._warnings = list(state["warnings"])
 
     @property
     def split(self) -> str | None:

@@ -102,8 +102,7 @@ class Throughput:
         self.samples, rest = divmod(int(state["all_samples"]), self._world_size)
         self._counts = {**dict.fromkeys(range(self._world_size), self.samples), _NOBODY: rest}
         self._met_at = self.samples
-        # a checkpoint of an earlier version does not tell them apart
-        workers, data = state.get("waited_for_workers", 0.0), state.get("waited_for_data", 0.0)
+        workers, data = state["waited_for_workers"], state["waited_for_data"]
         self.trained, self.waited = state["trained"], Waited(state["waited"] - workers - data, workers, data)
         self._start = time.perf_counter() - state["seconds"]
 

@@ -97,7 +97,7 @@ def _values(inputs: Mapping[str, Any] | None) -> dict[str, object]:
     """Table or column -> what decides which value has which of its ids, where the files of a job do."""
     inputs = inputs or {}
     columns = [*inputs.get("categorical", ()), *inputs.get("lists", ())]
-    firsts = {column["name"]: (column["first"], list(column.get("values", ()))) for column in columns}
+    firsts = {column["name"]: (column["first"], list(column["values"])) for column in columns}
     return {**inputs.get("fitted", {}).get("vocabularies", {}), **firsts}
 
 

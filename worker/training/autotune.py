@@ -308,7 +308,7 @@ class Trial:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned; a trial that was unfinished, or of other codecs, is repeated."""
         self.left_on = None if state["left_on"] is None else bool(state["left_on"])
-        if self.left_on is not None and state.get("wanted") != self._texts():
+        if self.left_on is not None and state["wanted"] != self._texts():
             self.left_on = None
         if self.left_on is not None:
             self._use(self.left_on)

@@ -364,17 +364,6 @@ def test_gradients_are_not_held_for_a_run_that_pushes_differences(caplog, local)
     assert "table bag: its residual is dropped" in caplog.text
 
 
-def test_a_state_of_before_there_were_shares_is_that_of_the_same_run():
-    run, other = begin(), begin()
-    run.train(0, 6)
-    state = saved(run)
-    for table in state.values():
-        del table["share"], table["differences"]
-    other.compressor.load_state_dict(state)
-    for found, want in zip(held(other, "bag"), held(run, "bag"), strict=True):
-        np.testing.assert_array_equal(found, want)
-
-
 # Dense weights that are pulled by what changed: the same bits as pulled whole.
 
 DIM, ROWS = 64, 40
