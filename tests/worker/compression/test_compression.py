@@ -29,7 +29,7 @@ from embershard.worker.client.membership import Terms
 from embershard.worker.compression.deltas import apply_delta
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, ShardGradients
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
-from embershard.worker.compression.settings import CodecSchedule, Compression, warmup_density
+from embershard.worker.compression.settings import Compression, warmup_density
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.predicted_bytes import predict_volumes
@@ -132,15 +132,6 @@ def test_settings_that_cannot_be_are_refused_at_once(settings):
     ((name, value),) = settings.items()
     with pytest.raises(ValueError, match=value if isinstance(value, str) else name):
         Compression(**settings)
-
-
-def test_a_codec_holds_from_its_step_to_the_next_one():
-    schedule = CodecSchedule.of({100: "int8", 0: "none", 200: "topk:0.01"})
-    found = [str(schedule.codec(step)) for step in (0, 99, 100, 199, 200, 10**9)]
-    assert found == ["none", "none", "int8", "int8", "topk:0.01", "topk:0.01"]
-    for at in ({}, {1: "none"}, {0: "none", -1: "int8"}):
-        with pytest.raises(ValueError, match="step 0"):
-            CodecSchedule.of(at)
 
 
 @pytest.mark.parametrize(
