@@ -220,9 +220,14 @@ def _order(route: Route) -> Ids:
 def _load_first(client: Client, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
     """Load portions of (ids, rows) into a table that `declare` created on these shards, and end its loading."""
     for ids, rows in values:
-        route = make_route(ids, spec.space_key, client.placement)
-        client.load(spec.name, route, rows[_order(route)], shards=shards, last=False)
+        load_portion(client, spec, ids, rows, shards)
     _end_load(client, spec, shards)
+
+
+def load_portion(client: Client, spec: TableSpec, ids: Ids, rows: Floats, shards: frozenset[int] | None = None) -> None:
+    """Load rows ((N, dim) float32) of different ids, in any order; the loading of their table goes on."""
+    route = make_route(ids, spec.space_key, client.placement)
+    client.load(spec.name, route, rows[_order(route)], shards=shards, last=False)
 
 
 def _end_load(client: Client, spec: TableSpec, shards: frozenset[int]) -> None:

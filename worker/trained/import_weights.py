@@ -11,13 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from embershard.proto.arrays import Floats, Ids
+from embershard.proto.arrays import Ids
 from embershard.proto.errors import BadExport, EmbershardError, Status
-from embershard.proto.routing import make_route
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
-from embershard.worker.session.tables import RemoteTable
+from embershard.worker.session.tables import load_portion
 from embershard.worker.trained.folder import DTYPES, MODEL, TABLES, read_facts
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
 from embershard.worker.training.build import choose_strategy, job_model
@@ -120,12 +119,12 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
     with session.registry.keep_closed():
         strategy = choose_strategy(job, plain, session, torch.device("cpu"))
         for name, module in remote_tables(strategy.model).items():
-            table = module.table
+            spec = module.table.spec
             for ids, rows in _portions(file, name, module.num_embeddings, hashed=is_hashed(module)):
-                _load(session, table, ids, rows.to(torch.float32).contiguous().numpy())
-                loaded[table.spec.name] = loaded.get(table.spec.name, 0) + len(ids)
+                load_portion(session.client, spec, ids, rows.to(torch.float32).contiguous().numpy())
+                loaded[spec.name] = loaded.get(spec.name, 0) + len(ids)
         for weights in session.dense_weights:
-            _load(session, session.table(weights.spec), weights.ids, weights.values())
+            load_portion(session.client, weights.spec, weights.ids, weights.values())
             loaded[weights.spec.name] = len(weights.ids)
     return loaded
 
@@ -180,11 +179,3 @@ def _portions(
             yield file.read(f"{name}.ids", start, stop).numpy(), file.read(f"{name}.rows", start, stop)
         else:
             yield np.arange(start, stop), file.read(f"{name}.weight", start, stop)
-
-
-def _load(session: Session, table: RemoteTable, ids: Ids, rows: Floats) -> None:
-    """Assign rows ((N, dim) float32) of unique ids, in any order."""
-    route = make_route(ids, table.spec.space_key, session.placement)
-    order = np.empty(len(route.ids), np.int64)
-    order[route.index] = np.arange(len(ids))
-    session.client.load(table.spec.name, route, rows[order], last=False)
