@@ -141,7 +141,7 @@ def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:
             wanted[f"{name}.weight"] = (module.num_embeddings, module.embedding_dim)
             if module.num_embeddings >= NUM_HASHED_IDS:
                 del wanted[f"{name}.weight"]
-                count = shapes.get(f"{name}.ids", (None,))[0]
+                count = next(iter(shapes.get(f"{name}.ids", ())), None)
                 kinds[f"{name}.ids"] = "I64"
                 wanted |= {f"{name}.ids": (count,), f"{name}.rows": (count, module.embedding_dim)}
     for name in [*wanted, *(name for name in shapes if name not in wanted)]:

@@ -553,6 +553,9 @@ def test_buffers_of_any_type_and_hashed_tables_of_two_names_come_back(make_sessi
     save_file(twice, tmp_path / "tables.safetensors")
     with pytest.raises(CannotImport, match=r"hashed\.ids has an id twice"):
         import_state(tmp_path, settings, SCHEMA, session)
+    save_file({**twice, "hashed.ids": torch.tensor(2)}, tmp_path / "tables.safetensors")
+    with pytest.raises(CannotImport, match=r"hashed\.ids has shape \(\)"):
+        import_state(tmp_path, settings, SCHEMA, session)
 
 
 def test_a_state_that_is_no_tensor_is_named_before_another_export_is_removed(make_session, own_job, tmp_path):
