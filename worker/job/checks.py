@@ -20,8 +20,7 @@ from embershard.worker.job.sections import (
     TwoTowerSection,
 )
 from embershard.worker.job.tabular import TabularSection
-from embershard.worker.job.yaml import Path as Location
-from embershard.worker.job.yaml import Problems
+from embershard.worker.job.yaml import Location, Problems
 
 if TYPE_CHECKING:
     from embershard.worker.data.batch import Dataset

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
+from embershard.proto.spec import MAX_FLOAT32
 from embershard.worker.data.files import as_file, is_delimiter, is_url
 from embershard.worker.job.data_section import SPLITS, DataSection
 from embershard.worker.job.sections import ONE_OR_MORE, Count, Section, Share
@@ -64,11 +65,8 @@ def on_disk(named: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Path, ...]]
     return {field: tuple(map(Path, names)) for field, names in local.items() if names}
 
 
-_LARGEST = 3.4028234663852886e38  # of float32
-
-
 def _of_float32(value: float) -> float:
-    if abs(value) > _LARGEST:
+    if abs(value) > MAX_FLOAT32:
         raise ValueError(f"{value:g} is infinite in float32, which models compute with; give a number below 3.4e38")
     return value
 

@@ -8,7 +8,7 @@ of classes with functions of their own (quantised ones).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -27,11 +27,10 @@ from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
 from embershard.worker.session.dense import BLOCK, DenseWeights, RemoteParameter, layout_seed
 from embershard.worker.session.session import Session
-from embershard.worker.session.tables import RemoteTable
+from embershard.worker.session.tables import RemoteTable, Values
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
-Values = Callable[[], Iterable[tuple[Ids, Floats]]]
 
 _PORTION = 2**18  # rows loaded at a time
 # of a module, what torch calls around it
@@ -408,7 +407,7 @@ def _dense_name(moved: _WrapResult, prefix: str) -> str:
 def elementwise(optimizer: Optimizer) -> Optimizer:
     """The optimizer for blocks of unrelated floats: an accumulator per row means nothing there."""
     if isinstance(optimizer, RowWiseAdagrad):
-        return Adagrad(**{key: value for key, value in optimizer.params().items()})
+        return Adagrad(**optimizer.params())
     return optimizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import JobError
 from embershard.worker.data.files import LOOK_BYTES, Block, read_blocks
-from embershard.worker.data.text import Layout, column, read_tables
+from embershard.worker.data.text import BOM, Layout, column, read_tables
 
 _PAIRS = Layout(columns={"user": "id", "item": "id"}, delimiter="\t")
 _RATING = Layout(columns={"user": "id", "item": "id", "rating": "number", "time": "number"}, delimiter="\t")
@@ -36,7 +35,7 @@ def look_at_ncf(prefix: Path) -> None:
 
 def _lines(block: Block) -> Iterator[tuple[int, bytes]]:
     """Numbers and texts of the lines of a block that are not empty; as Arrow, they end at LF, CR LF or CR."""
-    text = block.text.removeprefix(BOM_UTF8) if block.first_line == 1 else block.text
+    text = block.text.removeprefix(BOM) if block.first_line == 1 else block.text
     return ((number, line) for number, line in enumerate(text.splitlines(), block.first_line) if line.strip())
 
 
