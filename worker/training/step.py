@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,12 @@ from embershard.proto.timing import span
 from embershard.worker.checkpoint.tensors import is_stateful
 from embershard.worker.data.batch import Batch
 from embershard.worker.device import is_dtensor
+from embershard.worker.job.training import StepSection
 from embershard.worker.nn.averaging import Share, WeightAverage
 from embershard.worker.nn.optimizer import gradients
 from embershard.worker.strategy.allreduce import check_reduced, check_used
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.evaluate import to_device
-
-Amp = Literal["off", "bf16", "fp16"]
-NonFinite = Literal["stop", "skip"]
 
 # fp16 begins with a scale of 2**16 and halves it with every step that overflows: 100 in a row are no search any more
 MAX_SKIPS_IN_A_ROW = 100
@@ -37,32 +34,6 @@ class NonFiniteLoss(EmbershardError):
         "worker {worker}: the {what} of step {step} is {value}{after}; "
         "lower the learning rate, add warm-up steps, or look at the data for values without bounds"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """Set how a step is made.
-
-    `amp`: the forward runs in bfloat16 or float16 where torch holds that to be safe; float16 with a scaled loss.
-    `accumulate`: gradients of so many batches make one step, their mean. `clip_norm`: the largest L2 norm of all
-    gradients of this worker together. `non_finite`: a NaN or Inf in the loss or the gradients ends the run, or leaves
-    the step out; gradients are looked at for that where steps may be left out, or a norm is computed anyway.
-    """
-
-    amp: Amp = "off"
-    accumulate: int = 1
-    clip_norm: float | None = None
-    non_finite: NonFinite = "stop"
-
-    def __post_init__(self) -> None:
-        if self.amp not in ("off", "bf16", "fp16"):
-            raise ValueError(f"amp must be off, bf16 or fp16, got {self.amp!r}")
-        if self.non_finite not in ("stop", "skip"):
-            raise ValueError(f"non_finite must be stop or skip, got {self.non_finite!r}")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
-        if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
-            raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
 
 
 class Updater(Protocol):
@@ -82,8 +53,10 @@ class Updater(Protocol):
 class TrainStep:
     """Forward, loss, backward, and with every `accumulate`-th batch the updater's step.
 
-    `loss(module, batch)` gives the mean loss of a batch. `agree` makes one norm of the workers' norms, their maximum,
-    where dense weights are all-reduced: all workers then clip by it, and leave a step out together, when it is inf.
+    `loss(module, batch)` gives the mean loss of a batch. Of the `settings` it uses amp, accumulate, clip_norm and
+    non_finite; gradients are searched for NaN and Inf only where a step may be left out, or their norm is computed
+    anyway. `agree` makes one norm of the workers' norms, their maximum, where dense weights are all-reduced: all
+    workers then clip by it, and leave a step out together, when it is inf.
     """
 
     def __init__(
@@ -91,7 +64,7 @@ class TrainStep:
         module: nn.Module,
         loss: Callable[[nn.Module, Batch], Tensor],
         updater: Updater,
-        settings: StepSettings = StepSettings(),
+        settings: StepSection,
         *,
         device: torch.device = _CPU,
         average: WeightAverage | None = None,
