@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from embershard.worker.job.training import StepSection
 from embershard.worker.nn.averaging import Share, WeightAverage
 from embershard.worker.nn.optimizer import gradients
 from embershard.worker.strategy.allreduce import check_reduced, check_used
-from embershard.worker.strategy.protocol import StepBatch
+from embershard.worker.strategy.protocol import StepBatch, Strategy
 from embershard.worker.training.evaluate import to_device
 
 # fp16 begins with a scale of 2**16 and halves it with every step that overflows: 100 in a row are no search any more
@@ -36,22 +36,8 @@ class NonFiniteLoss(EmbershardError):
     )
 
 
-class Updater(Protocol):
-    """The part of a Strategy that changes the weights."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the optimizers whose parameters have the gradients."""
-
-    def step(self, weight: float) -> None:
-        """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""
-
-    def skip(self) -> None:
-        """A step that changes nothing, in time with the other workers."""
-
-
 class TrainStep:
-    """Forward, loss, backward, and with every `accumulate`-th batch the updater's step.
+    """Forward, loss, backward, and with every `accumulate`-th batch the strategy's step.
 
     `loss(module, batch)` gives the mean loss of a batch. Of the `settings` it uses amp, accumulate, clip_norm and
     non_finite; gradients are searched for NaN and Inf only where a step may be left out, or their norm is computed
@@ -63,7 +49,7 @@ class TrainStep:
         self,
         module: nn.Module,
         loss: Callable[[nn.Module, Batch], Tensor],
-        updater: Updater,
+        strategy: Strategy,
         settings: StepSection,
         *,
         device: torch.device = _CPU,
@@ -71,7 +57,7 @@ class TrainStep:
         agree: Callable[[float], float] | None = None,
         worker: int = 0,
     ) -> None:
-        self._module, self._loss, self._updater, self._settings = module, loss, updater, settings
+        self._module, self._loss, self._strategy, self._settings = module, loss, strategy, settings
         self._device, self._average, self._agree, self._worker = device, average, agree, worker
         self._scaler = torch.amp.GradScaler(device.type) if settings.amp == "fp16" else None
         self.steps = 0  # those that were left out included
@@ -158,7 +144,7 @@ class TrainStep:
         self._turns, self._unit, self._weight, self._bad_loss = [], 0.0, 0.0, False
         self.steps += 1
         if self._scaler is not None:
-            for optimizer in self._updater.optimizers:
+            for optimizer in self._strategy.optimizers:
                 self._scaler.unscale_(optimizer)
         norm = self._norm(weight, bad_loss)
         if math.isinf(norm):
@@ -171,7 +157,7 @@ class TrainStep:
             for gradient in self._gradients():
                 gradient.mul_(factor)
         has_gradients = self._scaler is None or bool(self._gradients())
-        self._updater.step(sum(turn.weight for turn in turns))
+        self._strategy.step(sum(turn.weight for turn in turns))
         self._last_good_batch = next((turn.batch for turn in reversed(turns) if turn.samples), self._last_good_batch)
         self._skipped_in_a_row = 0
         if self._scaler is not None:
@@ -194,7 +180,7 @@ class TrainStep:
             raise self._error("gradient norm", self.steps, math.inf)
         self.skipped += 1
         self._skipped_in_a_row += 1
-        self._updater.skip()
+        self._strategy.skip()
         for buffer, before in self._buffers:  # running statistics would keep a NaN for ever
             buffer.copy_(before)
         if self._scaler is not None:  # by hand: another worker may be the one that overflowed
@@ -205,7 +191,7 @@ class TrainStep:
             raise self._error("loss or gradient norm", self.steps, math.inf, after)
 
     def _gradients(self) -> list[Tensor]:
-        return [gradient for optimizer in self._updater.optimizers for gradient in gradients(optimizer)]
+        return [gradient for optimizer in self._strategy.optimizers for gradient in gradients(optimizer)]
 
     def _error(self, what: str, step: int, value: float, after: str = "") -> NonFiniteLoss:
         return NonFiniteLoss(worker=self._worker, what=what, step=step, value=value, after=after)
