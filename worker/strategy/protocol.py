@@ -23,8 +23,8 @@ class StepBatch:
     """A batch to be trained on.
 
     The gradients of a step are those of its mean loss times `loss_scale`, and count by `weight` among those of the
-    workers that step with it. `samples` is 0 where a worker without data only keeps the others company: it runs forward
-    and backward, for these all-reduce, and changes nothing.
+    workers that step with it. `samples` is 0 where a worker has no data left, and is idle: it runs forward and
+    backward, for these all-reduce, and changes nothing.
     """
 
     epoch: int  # from 0

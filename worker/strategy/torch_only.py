@@ -174,8 +174,8 @@ class TorchStrategy:
 
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """Iterate over the batches of this worker's steps."""
-        turns = step_batches(batches, self._weigh)
-        return turns if self._together is None else self._together.batches(turns)
+        weighed = step_batches(batches, self._weigh)
+        return weighed if self._together is None else self._together.batches(weighed)
 
     def step(self, weight: float) -> None:
         """Apply the optimizers to the weights."""

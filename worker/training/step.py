@@ -63,7 +63,7 @@ class TrainStep:
         self.steps = 0  # those that were left out included
         self.skipped = 0
         self._skipped_in_a_row = 0
-        self._turns: list[StepBatch] = []  # since the last step
+        self._batches: list[StepBatch] = []  # since the last step
         self._unit = 0.0  # weight of the first of them that has one
         self._weight = 0.0  # of all of them, in units
         self._bad_loss = False
@@ -71,39 +71,39 @@ class TrainStep:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
         self._last_good_batch: Batch | None = None  # the last one whose step was made
 
-    def __call__(self, turn: StepBatch) -> float:
+    def __call__(self, step_batch: StepBatch) -> float:
         """The loss of a batch, after all that is to be done with it; accumulated batches count by their weight.
 
         NonFiniteLoss where the settings, or too many steps left out in a row, say so.
         """
-        if not self._turns and self._may_skip:
+        if not self._batches and self._may_skip:
             self._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         # a batch of weight 0 must not add a NaN that was left out before
-        batch = turn.batch if turn.samples or self._last_good_batch is None else self._last_good_batch
+        batch = step_batch.batch if step_batch.samples or self._last_good_batch is None else self._last_good_batch
         with span("forward"), self._autocast():
             loss = self._loss(self._module, to_device(batch, self._device))
         if self._average is not None:
             self._average.observe()
-        self._turns.append(turn)
-        mass = turn.joint or turn.weight  # the same on all workers that step together
+        self._batches.append(step_batch)
+        mass = step_batch.joint or step_batch.weight  # the same on all workers that step together
         self._unit = self._unit or mass
         weight = mass / self._unit if mass else 0.0
         with span("backward"):
-            factor = weight * turn.loss_scale
+            factor = weight * step_batch.loss_scale
             scaled = loss if factor == 1.0 else loss * factor
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
-            if turn.samples or scaled.requires_grad:  # company has no rows of its own, and they may be all that trains
+            if step_batch.samples or scaled.requires_grad:  # an idle worker has no rows, which may be all that trains
                 check_used(self._module, scaled)
                 scaled.backward()  # type: ignore[no-untyped-call]
                 check_reduced(self._module)
             value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
         self._weight += weight
-        if not math.isfinite(value) and turn.samples:
+        if not math.isfinite(value) and step_batch.samples:
             if self._settings.non_finite == "stop":
                 raise self._error("loss", self.steps + 1, value)
             self._bad_loss = True
-        if len(self._turns) == self._settings.accumulate:
+        if len(self._batches) == self._settings.accumulate:
             self._step()
         return value
 
@@ -113,7 +113,7 @@ class TrainStep:
 
     def finish(self) -> None:
         """Make a step of the batches that are too few for one, if there are any."""
-        if self._turns:
+        if self._batches:
             self._step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class TrainStep:
         return torch.autocast(self._device.type, torch.bfloat16 if self._settings.amp == "bf16" else torch.float16)
 
     def _step(self) -> None:
-        turns, weight, bad_loss = self._turns, self._weight or 1.0, self._bad_loss
-        self._turns, self._unit, self._weight, self._bad_loss = [], 0.0, 0.0, False
+        batches, weight, bad_loss = self._batches, self._weight or 1.0, self._bad_loss
+        self._batches, self._unit, self._weight, self._bad_loss = [], 0.0, 0.0, False
         self.steps += 1
         if self._scaler is not None:
             for optimizer in self._strategy.optimizers:
@@ -157,8 +157,9 @@ class TrainStep:
             for gradient in self._gradients():
                 gradient.mul_(factor)
         has_gradients = self._scaler is None or bool(self._gradients())
-        self._strategy.step(sum(turn.weight for turn in turns))
-        self._last_good_batch = next((turn.batch for turn in reversed(turns) if turn.samples), self._last_good_batch)
+        self._strategy.step(sum(step_batch.weight for step_batch in batches))
+        good = [step_batch.batch for step_batch in batches if step_batch.samples]
+        self._last_good_batch = good[-1] if good else self._last_good_batch
         self._skipped_in_a_row = 0
         if self._scaler is not None:
             # where nothing had a gradient it has not looked for overflows, and would not go on
