@@ -69,11 +69,6 @@ def _parse_list(path: Path, number: int, fields: list[bytes]) -> Ids:
     return numbers
 
 
-def read_pairs(path: Path) -> tuple[Ids, Ids]:
-    """(N,) users and items of a file."""
-    return read_actions(path, _PAIRS.delimiter)
-
-
 def read_actions(path: Path, delimiter: str) -> tuple[Ids, Ids]:
     """(N,) users and items of a file, a line `user item` per action, in file order."""
     layout = Layout(columns=_PAIRS.columns, delimiter=delimiter)
