@@ -167,7 +167,7 @@ class _RemoteRows(nn.Module):
             if not bool(over.any()):
                 return
             session, name = self.table.session, self.table.spec.name
-            if not session.has_local_steps and not session.client.compressor.pull_codec(name).is_plain:
+            if session.local_steps is None and not session.client.compressor.pull_codec(name).is_plain:
                 # what a codec made of a row is not to take the place of what the shard keeps
                 (rows,) = session.client.pull([(name, read.route.select(over.cpu().numpy()))], exact=True)
                 read.rows[over] = torch.from_numpy(rows).to(read.rows.device)

@@ -145,11 +145,6 @@ class Session:
         """
         return tuple(map(sum, zip(*(status.staleness_seen for status in self.client.status()), strict=True)))
 
-    @property
-    def has_local_steps(self) -> bool:
-        """Whether steps first change this worker's own copies of the rows (`local_steps`)."""
-        return self.local_steps is not None
-
     def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
         """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.
 
