@@ -55,7 +55,7 @@ class ByteCount(NamedTuple):
         return ByteCount(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def minus(self, other: ByteCount) -> ByteCount:
-        """Without what was moved before."""
+        """Return the difference of both counts."""
         return ByteCount(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
@@ -63,7 +63,7 @@ ByteCounts = Mapping[BytePart, ByteCount]
 
 
 class _Sum:
-    """Moved while it grows."""
+    """A ByteCount that grows with each message."""
 
     __slots__ = ("messages", "raw", "residual", "wire")
 

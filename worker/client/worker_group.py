@@ -84,7 +84,7 @@ class WorkerGroup:
 
     @property
     def reports(self) -> bool:
-        """Whether this worker tells how it goes: the first one, or who stands in for it since it was lost."""
+        """Whether this worker reports the progress of the run: the first one, or another one once it was lost."""
         return self.is_first
 
     @property

@@ -96,7 +96,7 @@ class JobSource:
                 self.mistakes.append(Mistake(where, key, f"{text!r} is not YAML"))
                 continue
             plain = value if isinstance(value, str) else ""
-            if text.strip().removeprefix(plain).lstrip().startswith("#"):  # a path would be another one without a word
+            if text.strip().removeprefix(plain).lstrip().startswith("#"):  # a path would silently be another one
                 reason = f"YAML takes what follows # in {text!r} for a comment; put the value in quotes, as '\"a #b\"'"
                 self.mistakes.append(Mistake(where, key, reason))
                 continue

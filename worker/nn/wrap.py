@@ -226,7 +226,7 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
 
 
 def _validate_names(session: Session, names: Iterable[str]) -> None:
-    """Between workers a table is shared by its name; within one session that would mix two models without a word."""
+    """Between workers a table is shared by its name; within one session that would silently mix two models."""
     if taken := sorted(session.table_names.intersection(names)):
         raise ValueError(
             f"this session has a table {taken[0]!r} already; give this model a prefix of its own: "

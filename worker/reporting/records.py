@@ -144,7 +144,7 @@ class RunResult:
 
 
 class Observer(Protocol):
-    """Someone whom the first worker tells how it goes."""
+    """Receives the facts of a run from the worker that reports."""
 
     def started(self, plan: RunPlan) -> None:
         """Take note that the run begins."""

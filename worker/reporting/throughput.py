@@ -132,14 +132,14 @@ class Throughput:
         return self._new_samples > 0
 
     def resume(self, step: int) -> None:
-        """Training goes on behind a step."""
+        """Count from here on: training goes on after `step`."""
         stats, self._thread = self._waiting.stats, threading.get_ident()
         self._mark, self._waited_at = time.perf_counter(), self._waits(stats)
         self._cached_at = stats.cache_hits, stats.cache_lookups
         self._steps_at, self._moved_at = step, stats.volume
 
     def pause(self, step: int) -> None:
-        """Whether training pauses after a step."""
+        """Count the time until now: training pauses after `step`."""
         self._look(step)
 
     def bytes_per_step(self, expected: Mapping[BytePart, float]) -> list[StepBytes]:

@@ -37,14 +37,14 @@ from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData
 
 WAIT_TIMEOUT = timedelta(minutes=10)  # for one batch; a reader in this process has no limit
-_NEWS = timedelta(seconds=1)  # between two words of a loader that leaves batches out
+_NEWS = timedelta(seconds=1)  # between two messages of a loader that leaves batches out
 _PIPE_BYTES = 1 << 20  # what Linux gives to everyone; the default holds a quarter of a batch
 _F_SETPIPE_SZ = 1031
 _EXIT_TIMEOUT = timedelta(seconds=10)
 
 # kind, samples, columns of ids, dense features or -1, columns of labels or -1, whether there are groups, and weights
 _HEAD = struct.Struct("<7q")
-# kinds; an error's second number is the length of its JSON, and a word that batches are left out has none
+# kinds; an error's second number is the length of its JSON, and a message that batches are left out has none
 _BATCH, _END, _ERROR, _SKIPS = range(4)
 
 
@@ -247,7 +247,7 @@ def _send(batch: Batch, pipe: IO[bytes]) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads any more: end, without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads any more: end, without an error
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anyone prints must not get among the batches
     torch.set_num_threads(1)
