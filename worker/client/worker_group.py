@@ -168,10 +168,6 @@ class WorkerGroup:
         told: T = json.loads(self._all_gather_bytes(np.frombuffer(said, np.uint8))[min(self.present)].tobytes())
         return told
 
-    def decide(self, *flags: bool) -> tuple[bool, ...]:
-        """Return the first worker's flags on all workers."""
-        return tuple(self.broadcast_json(list(flags)))
-
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every worker the first one's values, in place; shapes and dtypes are the same on all of them."""
         kept = [tensor for tensor in tensors if tensor.numel()]

@@ -316,7 +316,7 @@ class Saver:
                 writing.wait()
         except EmbershardError as error:
             failure = error
-        failed, given_up = self._group.decide(failure is not None, isinstance(failure, SnapshotUnknown))
+        failed, given_up = self._group.broadcast_json([failure is not None, isinstance(failure, SnapshotUnknown)])
         if given_up:
             _log.warning("checkpoint %s was dropped: a shard restarted while it was written", self._begun)
             return False
