@@ -48,10 +48,9 @@ from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
-from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.client.routes import Directory, Part, Travels, placed_gradients, placed_reads
 from embershard.worker.client.shard_connection import handshake
-from embershard.worker.compression.compressor import Compressor, rate_of
+from embershard.worker.compression.compressor import Compressor, LrScale, rate_of
 
 if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS

@@ -34,8 +34,7 @@ from embershard.worker.client.connections import (
 )
 from embershard.worker.client.kept import with_first_incomplete
 from embershard.worker.client.membership import Membership
-from embershard.worker.compression.compressor import Compressor, rate_of
-from embershard.worker.compression.compressor import LrScale as LrScale
+from embershard.worker.compression.compressor import Compressor, LrScale, rate_of
 
 # table, or the members of a bundle; where its rows are; (U, dim) in route order
 Gradients = Sequence[tuple[TableKey, Route, Floats]]

@@ -23,8 +23,8 @@ from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client.client import Client
-from embershard.worker.client.push import Gradients, LrScale, Versions
-from embershard.worker.compression.compressor import rate_of
+from embershard.worker.client.push import Gradients, Versions
+from embershard.worker.compression.compressor import LrScale, rate_of
 from embershard.worker.kernels import IdIndex, LocalRowOptimizer, overlap
 from embershard.worker.session.row_source import WrappedSource
 

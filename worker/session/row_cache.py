@@ -19,7 +19,8 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled, inlined
 from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Route, mix64
-from embershard.worker.client.push import Gradients, LrScale, Versions
+from embershard.worker.client.push import Gradients, Versions
+from embershard.worker.compression.compressor import LrScale
 from embershard.worker.session.row_source import RowSource, WrappedSource
 
 Counts = npt.NDArray[np.uint8]

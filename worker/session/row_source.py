@@ -10,7 +10,8 @@ from typing import Protocol
 from embershard.proto.arrays import Floats
 from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Placement, Route
-from embershard.worker.client.push import Gradients, LrScale, Versions
+from embershard.worker.client.push import Gradients, Versions
+from embershard.worker.compression.compressor import LrScale
 
 
 class RowSource(Protocol):

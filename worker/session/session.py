@@ -22,10 +22,11 @@ from embershard.proto.messages import TableKey
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
-from embershard.worker.client.client import Client, LrScale
+from embershard.worker.client.client import Client
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import Versions
+from embershard.worker.compression.compressor import LrScale
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
 from embershard.worker.session.dense import DenseWeights, ParameterChanged, outside_transforms, untraced
