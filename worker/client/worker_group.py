@@ -217,7 +217,7 @@ class TorchGroup(WorkerGroup):
                 world_size=world_size,
                 address=os.environ.get("MASTER_ADDR", "(not set)"),
                 port=os.environ.get("MASTER_PORT", "(not set)"),
-                reason=_first_line(error),
+                reason=first_line(error),
             ) from None
         return cls(rank, world_size)
 
@@ -245,7 +245,7 @@ class TorchGroup(WorkerGroup):
         try:
             yield
         except RuntimeError as error:
-            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=_first_line(error)) from None
+            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=first_line(error)) from None
 
 
 class ShardGroup(WorkerGroup):
@@ -367,7 +367,7 @@ def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline, *,
     return store.add(_NCCL, 0) == world_size
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What torch or gloo says, without the line of its source and its advice."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return re.sub(r"^\[\S+\] ", "", line).partition(" This is typically")[0].rstrip(".")

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.errors import JobError, WorkerLost
+from embershard.worker.client.worker_group import first_line
 from embershard.worker.device import is_dtensor
 from embershard.worker.strategy.protocol import StepBatch
 
@@ -103,8 +104,7 @@ class SynchronousSteps:
         except RuntimeError as error:
             if not _of_collective(error):
                 raise
-            reason = str(error).splitlines()[0]
-            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=reason) from None
+            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=first_line(error)) from None
 
 
 def all_reduced(model: nn.Module, *, views: bool, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
