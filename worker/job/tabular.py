@@ -328,10 +328,8 @@ class TabularSection(DataSection):
         if self.split is not None and (self.valid or self.test):
             return "split", "makes valid and test of the rows of train: remove it, or these files"
         if not self.features:
-            return (
-                "reader",
-                f"{self.reader} needs the section features, which says what to read: features: {{user: {{}}}}",
-            )
+            reason = f"{self.reader} needs the section features, which says what to read: features: {{user: {{}}}}"
+            return "reader", reason
         if not self.label and self.negatives is None:
             return "label", "names no column, so that each row has label 1: add negatives"
         if self.negatives is not None:
