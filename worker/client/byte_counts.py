@@ -187,10 +187,8 @@ class ByteCounter:
     def packed(self, part: BytePart) -> Sequence[Ids]:
         """The ids of the last messages that carried some of this part packed."""
         with self._lock:
-            table = self._tables.get(part.table)
-            return (
-                () if table is None else tuple(table.packed["residual" if part.kind == "residual" else part.direction])
-            )
+            table, way = self._tables.get(part.table), "residual" if part.kind == "residual" else part.direction
+            return () if table is None else tuple(table.packed[way])
 
     def _divide_bundles(self) -> None:
         """Count what travelled in bundles by table."""
