@@ -44,7 +44,6 @@ from embershard.worker.client.connections import (
     ShardConnections,
 )
 from embershard.worker.client.lineage import Lineage
-from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
@@ -279,15 +278,7 @@ class Client:
             if route.epoch != self.placement.epoch:
                 ((_, route, rows),) = placed_gradients([(table, route, rows)], self.placement, lambda _: False)
             whole = Load(table, route.epoch, route.ids, rows, self.worker, last=last, keep_state=keep_state)
-            loaded = load_rows(
-                self.connections,
-                self.limits,
-                whole,
-                route,
-                shards=shards,
-                member=self.membership,
-                pushes=self._pushes,
-            )
+            loaded = self._pushes.load(whole, route, shards=shards, member=self.membership)
             if loaded and not keep_state:
                 self.compressor.forget(table, route)
 
