@@ -31,6 +31,7 @@ from embershard.worker.session.tables import RemoteTable, Values
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
+Tables = dict[str, Embedding | EmbeddingBag]  # by module name, every name of a module that has several
 
 _PORTION = 2**18  # rows loaded at a time
 # of a module, what torch calls around it
@@ -128,12 +129,12 @@ def wrap(
         raise ValueError(f"beyond_limit must be error or batch_rows, got {beyond_limit!r}")
     batch_rows = beyond_limit == "batch_rows"
     settings = _Settings(optimizers, _rules(initializer), seed, prefix, whole_limit, batch_rows, dense == "ps")
-    moved = _move_tables(model, session, settings, id_space)
-    weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix)) if dense == "ps" else None
+    model, tables = _move_tables(model, session, settings, id_space)
+    weights = _dense(model, session, of_dense, _dense_name(tables, prefix)) if dense == "ps" else None
     if dense != "ps" and session.membership is not None:
         session.membership.may_rejoin = session.membership.terms.staleness is None
-    install(moved.model, session, moved.tables, weights)
-    return moved.model
+    install(model, session, tables, weights)
+    return model
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -179,15 +180,10 @@ class _Settings:
         return self.are_parameters and not weight.is_meta and 4 * weight.numel() <= self.whole_limit
 
 
-@dataclass(frozen=True, slots=True)
-class _WrapResult:
-    """A model whose embeddings were replaced."""
-
-    model: nn.Module
-    tables: dict[str, Embedding | EmbeddingBag]  # by module name, every name of a module that has several
-
-
-def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]) -> _WrapResult:
+def _move_tables(
+    model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]
+) -> tuple[nn.Module, Tables]:
+    """The model with remote embeddings in the place of its own, and these."""
     groups = _groups(model)
     _validate(model, groups, id_space, settings)
     names = _table_names(groups, settings.prefix)
@@ -222,7 +218,7 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
         for key, child in parent._modules.items():
             if child is not None and child in replaced:
                 parent._modules[key] = replaced[child]
-    return _WrapResult(replaced.get(model, model), tables)
+    return replaced.get(model, model), tables
 
 
 def _validate_names(session: Session, names: Iterable[str]) -> None:
@@ -398,9 +394,9 @@ def _table_names(groups: list[_TableModules], prefix: str) -> list[str]:
     return names
 
 
-def _dense_name(moved: _WrapResult, prefix: str) -> str:
+def _dense_name(tables: Tables, prefix: str) -> str:
     name = f"{prefix}dense"
-    taken = any(module.table.spec.name == name for module in moved.tables.values())
+    taken = any(module.table.spec.name == name for module in tables.values())
     return f"{name}.blocks" if taken else name
 
 
