@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.proto.errors import CannotWrite
-from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
+from embershard.worker.reporting.records import Evaluation, Interval, Observer, RunPlan, RunResult
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,7 +55,7 @@ def make_folder(path: Path) -> Path:
         raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
 
 
-class RunEvents:
+class RunEvents(Observer):
     """Logs what happens to a run, with the fields of log.jsonl, for programs that collect logs."""
 
     def started(self, plan: RunPlan) -> None:
@@ -66,9 +66,6 @@ class RunEvents:
         """Log the steps since the last call."""
         self._write("train", dataclasses.asdict(interval))
 
-    def evaluating(self) -> None:
-        """Do nothing: an evaluation is logged once it is done."""
-
     def evaluated(self, evaluation: Evaluation) -> None:
         """Log the figures of an evaluation."""
         self._write("eval", dataclasses.asdict(evaluation))
@@ -76,9 +73,6 @@ class RunEvents:
     def finished(self, result: RunResult) -> None:
         """Log the result of the run."""
         self._write("result", dataclasses.asdict(result))
-
-    def close(self) -> None:
-        """Do nothing: the log goes on."""
 
     def _write(self, record: str, fields: dict[str, object]) -> None:
         _log.info(record, extra={"fields": finite(fields)})
@@ -125,7 +119,7 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-class TensorBoardLog:
+class TensorBoardLog(Observer):
     """Scalars over the number of samples."""
 
     def __init__(self, folder: Path) -> None:
@@ -149,18 +143,12 @@ class TensorBoardLog:
         if interval.cached_share is not None:
             self._add("train/cached_share", interval.cached_share, interval.samples)
 
-    def evaluating(self) -> None:
-        """Do nothing: events are written once an evaluation is done."""
-
     def evaluated(self, evaluation: Evaluation) -> None:
         """Every figure of every split."""
         for split, figures in evaluation.figures.items():
             for name, value in figures.items():
                 self._add(f"{split}/{name}", value, evaluation.samples)
         self._writer.flush()
-
-    def finished(self, result: RunResult) -> None:
-        """Do nothing: everything is written already."""
 
     def close(self) -> None:
         """Close the file of the events."""
