@@ -96,6 +96,7 @@ ONLY_FOR_TYPES = {
     ("proto/transport/stream_connection.py", "proto/transport/stream.py"),
     ("ps/table/frozen.py", "ps/table/table.py"),
     ("ps/transport/stream_connection.py", "ps/transport/stream.py"),
+    ("worker/session/tables.py", "worker/session/session.py"),
 }
 MOST_FILES = 12  # of a folder of proto/, ps/ and worker/
 MOST_FILES_OF_WORKER = 8  # of its root

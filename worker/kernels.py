@@ -18,9 +18,12 @@ from embershard.proto.routing import mix64
 from embershard.proto.spec import Optimizer
 
 Cells = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 _SMALLEST = 1024  # cells
 _U, _0 = np.uint64, np.uint64(0)
+_IDS = types.Array(types.int64, 1, "C", readonly=True)
+_ROWS = types.float32[:, ::1]
 
 
 class IdIndex:
@@ -52,15 +55,7 @@ class IdIndex:
         return numbers
 
 
-@compiled(
-    types.int64(
-        types.Array(types.int64, 1, "C", readonly=True),
-        types.int64,
-        types.int64[::1],
-        types.int64[::1],
-        types.int64[::1],
-    )
-)
+@compiled(types.int64(_IDS, types.int64, types.int64[::1], types.int64[::1], types.int64[::1]))
 def _number(ids: Ids, count: int, known: Ids, cells: Cells, numbers: Ids) -> int:
     """Fill `numbers`; how many ids there are now."""
     for i in range(ids.size):
@@ -73,17 +68,11 @@ def _number(ids: Ids, count: int, known: Ids, cells: Cells, numbers: Ids) -> int
     return count
 
 
-Mask = npt.NDArray[np.bool_]
-
-
 def overlap(ids: Ids, others: Ids) -> Mask:
     """(U,) bool: whether ids[u] is among `others`. Both int64, in any order; without sorting, and without the GIL."""
     found = np.empty(len(ids), np.bool_)
     _overlap(ids, others, found)
     return found
-
-
-_IDS = types.Array(types.int64, 1, "C", readonly=True)
 
 
 @compiled(types.void(_IDS, _IDS, types.boolean[::1]), at_start=True)
@@ -132,9 +121,6 @@ def _overlap_by_part(ids: Ids, ends: Ids, others: Ids, other_ends: Ids, found: M
         begin, other_begin = ends[p], other_ends[p]
 
 
-_ROWS = types.float32[:, ::1]
-
-
 class LocalRowOptimizer:
     """One of the shards' row optimizers and its settings, compiled. KeyError for a user-defined optimizer.
 
@@ -152,7 +138,7 @@ class LocalRowOptimizer:
         """(num_state,), the first state of a row."""
         return self._optimizer.initial(dim, self.settings)
 
-    def update(self, rows: Floats, state: Floats, numbers: Ids, gradients: Floats, lr: float) -> npt.NDArray[np.bool_]:
+    def update(self, rows: Floats, state: Floats, numbers: Ids, gradients: Floats, lr: float) -> Mask:
         """Change rows (N, dim) and their state (N, num_state) at `numbers` (U,) by gradients (U, dim), clipped.
 
         A row whose gradient has a NaN or Inf is left alone. Returns which were changed, (U,).
@@ -178,7 +164,7 @@ def _update(
     hyper: npt.NDArray[np.float64],
     clips: npt.NDArray[np.float64],
     function: int,
-    changed: npt.NDArray[np.bool_],
+    changed: Mask,
 ) -> None:
     """both: the rows and their state. clips: (2,) clip_value, clip_norm."""
     rows, state, gradients, hyper = detached(both[0]), detached(both[1]), detached(gradients), detached(hyper)

@@ -1,8 +1,8 @@
 """Quality of a recommender: AUC, GAUC, logloss, normalised entropy, calibration; HR@K, NDCG@K, MAP@K, Recall@K.
 
 Functions take whole arrays; where samples have weights, each counts as often as its weight says. The collectors take
-batches, merge what several workers saw, and end in named figures. A figure that is not defined (AUC of one class, say)
-is NaN. All arithmetic is float64 over exact ranks.
+batches, and end in named figures; worker/training/evaluate.py joins those of several workers by their lists. A figure
+that is not defined (AUC of one class, say) is NaN. All arithmetic is float64 over exact ranks.
 """
 
 from __future__ import annotations
@@ -200,13 +200,6 @@ class Pointwise:
         if weights is not None and logits.ndim == 1:
             self.weights.append(_floats(weights))
 
-    def merge(self, other: Pointwise) -> None:
-        """Add what another worker collected."""
-        self.labels += other.labels
-        self.logits += other.logits
-        self.groups += other.groups
-        self.weights += other.weights
-
     def arrays(self) -> Scored:
         """All samples with a label; no groups, and no weights, where a batch had none."""
         labels = np.concatenate([np.empty(0, np.float32), *self.labels])
@@ -265,11 +258,6 @@ class Labels:
         for i, part in enumerate(self.parts):
             part.update(logits[:, i], labels[:, i], groups, weights)
 
-    def merge(self, other: Labels) -> None:
-        """Add what another worker collected."""
-        for part, others in zip(self.parts, other.parts, strict=True):
-            part.merge(others)
-
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
         found = [part.compute() for part in self.parts]
@@ -303,10 +291,6 @@ class Candidates:
         if groups is None:
             raise ValueError("candidates need the groups of their batch")
         self.ranks.append(candidate_ranks(_floats(logits), _floats(labels), _integers(groups)))
-
-    def merge(self, other: Candidates) -> None:
-        """Add what another worker collected."""
-        self.ranks += other.ranks
 
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
@@ -363,14 +347,6 @@ class FullRanking:
         self.precisions.append(averages / np.minimum(counts, len(places))[has])
         self.shown.append(np.unique(top[values != -math.inf]).astype(np.int64))
         self.num_items = scores.shape[1]
-
-    def merge(self, other: FullRanking) -> None:
-        """Add what another worker collected."""
-        self.recalls += other.recalls
-        self.ndcgs += other.ndcgs
-        self.precisions += other.precisions
-        self.shown += other.shown
-        self.num_items = max(self.num_items, other.num_items)
 
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""

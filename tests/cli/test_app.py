@@ -248,7 +248,7 @@ def test_a_worker_that_could_not_write_to_stdout_is_no_failed_worker(run, monkey
 
 def test_a_figure_that_is_not_defined_is_null(run, monkeypatch):
     figures = {"valid": {"auc": math.nan, "logloss": 0.5}}  # of a split with one class alone
-    monkeypatch.setattr(evaluate, "TrainedEvaluator", lambda *_, **__: SimpleNamespace(evaluate=lambda: figures))
+    monkeypatch.setattr(evaluate, "trained_evaluator", lambda *_, **__: SimpleNamespace(evaluate=lambda: figures))
     monkeypatch.setattr(evaluate, "open_source", lambda *_, **__: Source(None, None, None))
     done = run("evaluate", "job.yaml", "--ps", "127.0.0.1:1")
     assert done.exit_code == 0, done.output

@@ -75,13 +75,11 @@ def test_predicting_the_mean_label_has_entropy_one_and_calibration_one():
     assert calibration(labels, np.zeros(4)) == pytest.approx(2.0, rel=1e-12)
 
 
-def test_half_precision_is_taken_and_a_nan_prediction_of_any_worker_shows_in_every_figure():
+def test_half_precision_is_taken_and_a_nan_prediction_of_any_batch_shows_in_every_figure():
     figures = Pointwise()
     figures.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([1.0, 0.0]))
     assert figures.compute()["auc"] == 1.0
-    other = Pointwise()
-    other.update(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 0.0]))
-    figures.merge(other)
+    figures.update(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 0.0]))
     found = figures.compute()
     assert found["samples"] == 4
     assert all(math.isnan(found[name]) for name in ("auc", "logloss", "ne", "calibration"))
@@ -120,13 +118,12 @@ def test_candidates_over_batches_equal_the_whole():
     scores, groups = rng.normal(size=(50, 20)).astype(np.float32), np.repeat(np.arange(50), 20).reshape(50, 20)
     labels = np.zeros((50, 20), np.float32)
     labels[:, 7] = 1
-    parts = Candidates(k=5), Candidates(k=5)
+    figures = Candidates(k=5)
     for i in range(50):
-        parts[i % 2].update(*(torch.from_numpy(x[i]) for x in (scores, labels, groups)))
-    parts[0].merge(parts[1])
+        figures.update(*(torch.from_numpy(x[i]) for x in (scores, labels, groups)))
     ranks = (scores > scores[:, 7:8]).sum(axis=1)
     want = {"hr@5": hit_rate(ranks, 5), "ndcg@5": ndcg_one(ranks, 5), "map@5": map_one(ranks, 5), "users": 50.0}
-    assert parts[0].compute() == want
+    assert figures.compute() == want
     assert math.isnan(Candidates().compute()["hr@10"])
     with pytest.raises(ValueError, match="groups"):
         Candidates().update(scores[0], labels[0])
@@ -235,9 +232,7 @@ def test_several_labels_have_figures_of_their_own_without_what_is_missing():
     labels = torch.tensor([[1.0, math.nan], [0.0, 1.0], [1.0, 0.0]])
     figures = Labels(("a", "b"))
     figures.update(logits[:2], labels[:2])
-    other = Labels(("a", "b"))
-    other.update(logits[2:], labels[2:])
-    figures.merge(other)
+    figures.update(logits[2:], labels[2:])
     found = figures.compute()
     assert (found["samples"], found["samples:b"]) == (len(labels), 2)
     assert found["logloss:b"] == pytest.approx(logloss(np.array([1.0, 0.0]), np.array([2.0, -3.0])))

@@ -32,8 +32,7 @@ from embershard.proto.errors import EmbershardError, JobError, SnapshotUnreadabl
 from embershard.proto.snapshot.sealed import check_json
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import read_manifest
-from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, NAME
-from embershard.worker.checkpoint.names import MANIFEST as MANIFEST
+from embershard.worker.checkpoint.owner import BEST_FILE, FOLDER, MANIFEST, NAME
 from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job

@@ -26,8 +26,7 @@ from embershard.worker.checkpoint.checkpoint import (
     checkpoint_names,
     time_of_newest,
 )
-from embershard.worker.checkpoint.names import BEST_FILE, FOLDER, MANIFEST, NAME
-from embershard.worker.checkpoint.owner import CheckpointFolderTaken, FolderOwner
+from embershard.worker.checkpoint.owner import BEST_FILE, FOLDER, MANIFEST, NAME, CheckpointFolderTaken, FolderOwner
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job

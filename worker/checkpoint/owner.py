@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -15,8 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embershard.proto.errors import EmbershardError, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
-from embershard.worker.checkpoint.names import BEST_FILE, MANIFEST, NAME, OWNER_FILE
 
+# the names of checkpoints, and of files in them and beside them
+FOLDER = "step-"
+NAME = re.compile(rf"{FOLDER}\d{{9,}}(-\d+)?")
+MANIFEST = "checkpoint.json"
+BEST_FILE, _OWNER_FILE = "BEST", "OWNER"
 _FORMER = 1000  # owners that are remembered
 
 
@@ -67,7 +72,7 @@ class FolderOwner:
                 raise self._taken(present)
         former = [] if present is None else [*present.former, present.owner][-_FORMER:]
         record = _Record(owner=owner, former=former, host=socket.gethostname(), since=time.time())
-        self._storage.replace(OWNER_FILE, record.model_dump_json(indent=1).encode())
+        self._storage.replace(_OWNER_FILE, record.model_dump_json(indent=1).encode())
 
     def check(self) -> None:
         """CheckpointFolderTaken unless the folder belongs to this job, or to none. SnapshotUnreadable."""
@@ -81,12 +86,12 @@ class FolderOwner:
 
     def _read(self) -> _Record | None:
         try:
-            return _Record.model_validate(json.loads(self._storage.read(OWNER_FILE)))
+            return _Record.model_validate(json.loads(self._storage.read(_OWNER_FILE)))
         except FileNotFoundError:
             return None
         except (ValueError, ValidationError, RecursionError) as error:
             reason = f"it is damaged ({str(error).splitlines()[0]}); remove it"
-            raise SnapshotUnreadable(path=self._storage.at(OWNER_FILE), reason=reason) from None
+            raise SnapshotUnreadable(path=self._storage.at(_OWNER_FILE), reason=reason) from None
 
 
 def remove_unfinished(url: str, owner: str) -> None:

@@ -55,7 +55,7 @@ class ByteCount(NamedTuple):
         return ByteCount(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def minus(self, other: ByteCount) -> ByteCount:
-        """Without what was moved before."""
+        """Return the difference of both counts."""
         return ByteCount(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
@@ -63,7 +63,7 @@ ByteCounts = Mapping[BytePart, ByteCount]
 
 
 class _Sum:
-    """Moved while it grows."""
+    """A ByteCount that grows with each message."""
 
     __slots__ = ("messages", "raw", "residual", "wire")
 
@@ -187,10 +187,8 @@ class ByteCounter:
     def packed(self, part: BytePart) -> Sequence[Ids]:
         """The ids of the last messages that carried some of this part packed."""
         with self._lock:
-            table = self._tables.get(part.table)
-            return (
-                () if table is None else tuple(table.packed["residual" if part.kind == "residual" else part.direction])
-            )
+            table, way = self._tables.get(part.table), "residual" if part.kind == "residual" else part.direction
+            return () if table is None else tuple(table.packed[way])
 
     def _divide_bundles(self) -> None:
         """Count what travelled in bundles by table."""

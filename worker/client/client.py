@@ -44,14 +44,12 @@ from embershard.worker.client.connections import (
     ShardConnections,
 )
 from embershard.worker.client.lineage import Lineage
-from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
-from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.client.routes import Directory, Part, Travels, placed_gradients, placed_reads
 from embershard.worker.client.shard_connection import handshake
-from embershard.worker.compression.compressor import Compressor, rate_of
+from embershard.worker.compression.compressor import Compressor, LrScale, rate_of
 
 if TYPE_CHECKING:
     from embershard.proto.transport.client_tls import ClientTLS
@@ -280,15 +278,7 @@ class Client:
             if route.epoch != self.placement.epoch:
                 ((_, route, rows),) = placed_gradients([(table, route, rows)], self.placement, lambda _: False)
             whole = Load(table, route.epoch, route.ids, rows, self.worker, last=last, keep_state=keep_state)
-            loaded = load_rows(
-                self.connections,
-                self.limits,
-                whole,
-                route,
-                shards=shards,
-                member=self.membership,
-                pushes=self._pushes,
-            )
+            loaded = self._pushes.load(whole, route, shards=shards, member=self.membership)
             if loaded and not keep_state:
                 self.compressor.forget(table, route)
 

@@ -88,8 +88,7 @@ class Terms:
 
 
 class Membership:
-    """One worker of a job. Every method may be called from any thread; from `join` to `leave` a thread
-    sends heartbeats.
+    """One worker of a job, for which a thread sends heartbeats from `join` to `leave`. Any thread may call it.
 
     Waits for other workers last as long as these keep their lease, at most `terms.wait_timeout`: then WorkerLost.
     """

@@ -1,4 +1,4 @@
-"""Pushes on their way to the shards: kept until they are acknowledged, and sent again as they were."""
+"""Pushes and loads on their way to the shards; pushes are kept until they are acknowledged, to be sent again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 from embershard.proto.arrays import Floats
 from embershard.proto.errors import (
@@ -33,8 +34,7 @@ from embershard.worker.client.connections import (
 )
 from embershard.worker.client.kept import with_first_incomplete
 from embershard.worker.client.membership import Membership
-from embershard.worker.compression.compressor import Compressor, rate_of
-from embershard.worker.compression.compressor import LrScale as LrScale
+from embershard.worker.compression.compressor import Compressor, LrScale, rate_of
 
 # table, or the members of a bundle; where its rows are; (U, dim) in route order
 Gradients = Sequence[tuple[TableKey, Route, Floats]]
@@ -60,7 +60,10 @@ class Update:
 
 
 class PushQueue:
-    """The pushes of one incarnation of a worker, in order, per shard. Its owner sees to it that one thread uses it."""
+    """The pushes and loads of one incarnation of a worker, numbered together, in order, per shard.
+
+    Its owner sees to it that one thread uses it.
+    """
 
     def __init__(
         self,
@@ -161,14 +164,45 @@ class PushQueue:
     def _first_incomplete(self, shard: int, seq: int) -> int:
         return seq if self._kept.is_empty else self._kept.first_incomplete(shard, seq)
 
-    def next_load_token(self, shard: int) -> PushToken:
-        """The idempotency key of the next load, which ends before the push after it: see `loaded`."""
+    def load(self, whole: Load, route: Route, *, shards: Iterable[int] | None, member: Membership | None) -> bool:
+        """Send `whole`, rows of a route that are assigned and not trained, in messages that its shards take.
+
+        False where the change is dropped, because the member's lease was lost. Each message says that those before it
+        were answered, or a shard that has lost one of them with its machine's power would take it.
+        """
+        queues: dict[int, deque[Load]] = {}
+        row_bytes = 8 + whole.rows.itemsize * whole.rows.shape[1]
+        for shard in self._limits if shards is None else shards:
+            messages = split_into_messages([(whole.table, route)], shard, [row_bytes], self._limits[shard])
+            rows = [chunk.rows for (chunk,) in messages]
+            if whole.last and not rows:
+                rows = [slice(0, 0)]  # a shard without rows is told of the end, too
+            queues[shard] = deque(
+                replace(whole, ids=whole.ids[part], rows=whole.rows[part], last=whole.last and part is rows[-1])
+                for part in rows
+            )
+        while batch := {
+            shard: replace(queue.popleft(), token=self._next_load_token(shard), term=self._connections.term(shard))
+            for shard, queue in queues.items()
+            if queue
+        }:
+            lost_leases, ask = 0 if member is None else member.lost_leases, partial(self._connections.call, batch)
+            outcomes = ask() if member is None or whole.keep_state else member.call_with_rejoin(ask)
+            self._loaded(batch, outcomes)
+            if member is not None and whole.keep_state and any(isinstance(one, LeaseLost) for one in outcomes.values()):
+                member.rejoin(lost_leases)
+                return False
+            raise_first(outcomes)
+        return True
+
+    def _next_load_token(self, shard: int) -> PushToken:
+        """The idempotency key of the next load, which ends before the push after it: see `_loaded`."""
         token = self._next_token(shard)
         self._kept.load_begins(shard, token.seq)
         self._next_seq[shard] = token.seq + 1
         return token
 
-    def loaded(self, loads: Mapping[int, Load], outcomes: Mapping[int, Outcome]) -> None:
+    def _loaded(self, loads: Mapping[int, Load], outcomes: Mapping[int, Outcome]) -> None:
         """Note which loads were answered: they and all before them are safe. One that was refused or got no answer is
         not acknowledged: its shard may never have seen it.
         """

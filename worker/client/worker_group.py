@@ -84,7 +84,7 @@ class WorkerGroup:
 
     @property
     def reports(self) -> bool:
-        """Whether this worker tells how it goes: the first one, or who stands in for it since it was lost."""
+        """Whether this worker reports the progress of the run: the first one, or another one once it was lost."""
         return self.is_first
 
     @property
@@ -168,10 +168,6 @@ class WorkerGroup:
         told: T = json.loads(self._all_gather_bytes(np.frombuffer(said, np.uint8))[min(self.present)].tobytes())
         return told
 
-    def decide(self, *flags: bool) -> tuple[bool, ...]:
-        """Return the first worker's flags on all workers."""
-        return tuple(self.broadcast_json(list(flags)))
-
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every worker the first one's values, in place; shapes and dtypes are the same on all of them."""
         kept = [tensor for tensor in tensors if tensor.numel()]
@@ -221,7 +217,7 @@ class TorchGroup(WorkerGroup):
                 world_size=world_size,
                 address=os.environ.get("MASTER_ADDR", "(not set)"),
                 port=os.environ.get("MASTER_PORT", "(not set)"),
-                reason=_first_line(error),
+                reason=first_line(error),
             ) from None
         return cls(rank, world_size)
 
@@ -249,7 +245,7 @@ class TorchGroup(WorkerGroup):
         try:
             yield
         except RuntimeError as error:
-            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=_first_line(error)) from None
+            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=first_line(error)) from None
 
 
 class ShardGroup(WorkerGroup):
@@ -371,7 +367,7 @@ def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline, *,
     return store.add(_NCCL, 0) == world_size
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What torch or gloo says, without the line of its source and its advice."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return re.sub(r"^\[\S+\] ", "", line).partition(" This is typically")[0].rstrip(".")

@@ -33,13 +33,12 @@ _SHARD_BITS = 12  # a placement has 4096 shards at most
 class Compressor:
     """Encode the gradients and decode the rows of one client's tables, from one push or pull to the next.
 
-    `find` gives the values codecs of this process. One thread packs pushes; no push is under way while a table is
-    chosen another codec, or a state is taken or loaded.
+    One thread packs pushes; no push is under way while a table is chosen another codec, or a state is taken or loaded.
     """
 
-    def __init__(self, worker: int, placement: Placement, find: Callable[[str], ValuesCodec] = find_values) -> None:
+    def __init__(self, worker: int, placement: Placement) -> None:
         self.settings = Compression()
-        self.find = find
+        self.find: Callable[[str], ValuesCodec] = find_values  # gives the values codecs of this process
         self.workers = 1  # that push to these tables
         self.share = 1.0  # of what is pushed of a clock: what a push of this worker counts
         self.differences = False  # whether pushes are of differences of weights, as those of local steps
@@ -78,14 +77,14 @@ class Compressor:
 
     def _is_new(self, table: str, dense: bool) -> bool:
         """A snapshot that was restored does not say which tables are dense."""
-        way = self._tables.get(table)
-        return way is None or (dense and not way.is_dense)
+        compressor = self._tables.get(table)
+        return compressor is None or (dense and not compressor.is_dense)
 
     def follow(self, placement: Placement) -> None:
         """Keep each residual for the shard that has its id from here on."""
         self._placement = placement
-        for way in self._tables.values():
-            way.follow(placement)
+        for compressor in self._tables.values():
+            compressor.follow(placement)
 
     def lay_out(self, table: str, layout: DenseLayout) -> None:
         """Say what the blocks of a dense table are: some codecs ask for it."""
@@ -97,12 +96,12 @@ class Compressor:
 
     def check(self, table: str, push: CodecName | None = None, pull: CodecName | None = None) -> Directions:
         """Return the codecs of a table after a change (None: unchanged). ValueError where they cannot serve it."""
-        way = self._tables[table]
-        before = way.directions
+        compressor = self._tables[table]
+        before = compressor.directions
         after = Directions(before.push if push is None else push, before.pull if pull is None else pull)
-        after.push.check("push", way.is_dense)
-        after.pull.check("pull", way.is_dense)
-        self._check(way.spec, after.push)
+        after.push.check("push", compressor.is_dense)
+        after.pull.check("pull", compressor.is_dense)
+        self._check(compressor.spec, after.push)
         return after
 
     def choose(self, table: str, push: CodecName | None = None, pull: CodecName | None = None) -> None:
@@ -111,7 +110,7 @@ class Compressor:
 
     def directions(self) -> dict[str, Directions]:
         """Return the codecs that every table uses now."""
-        return {name: way.directions for name, way in self._tables.items()}
+        return {name: compressor.directions for name, compressor in self._tables.items()}
 
     def residual(self, table: str) -> ResidualRows:
         """Return the residuals of a table, each row with its age and the rate by which it counts."""
@@ -119,7 +118,9 @@ class Compressor:
 
     def residual_rows(self) -> dict[str, int]:
         """The number of rows whose gradients wait in this worker, of every table that has some."""
-        counts = {name: len(way.residual().ids) for name, way in self._tables.items()} if self.has_feedback else {}
+        if not self.has_feedback:
+            return {}
+        counts = {name: len(compressor.residual().ids) for name, compressor in self._tables.items()}
         return {name: count for name, count in counts.items() if count}
 
     def is_dense(self, table: str) -> bool:
@@ -160,9 +161,9 @@ class Compressor:
 
     def pack(self, part: TableGradients, shard: int, start: int) -> list[TableGradients]:
         """Encode a part of a push, which starts at row `start` of those for its shard."""
-        way = self._tables[part.table]
+        compressor = self._tables[part.table]
         with span("encode"):
-            parts, skipped = way.pack(part, shard, self._key(way, shard, start))
+            parts, skipped = compressor.pack(part, shard, self._key(compressor, shard, start))
         self.skipped_rows += skipped
         self.also_changed += [(other.table, other.ids) for other in parts[1:]]
         return parts
@@ -172,9 +173,11 @@ class Compressor:
 
         It leaves the residual.
         """
-        ways = [way for way in self._tables.values() if way.drains]
+        draining = [compressor for compressor in self._tables.values() if compressor.drains]
+        parts: list[TableGradients] = []
         with span("encode"):
-            parts = [part for way in ways for part in way.drain(shard, rate_of(lr_scale, way.spec.name), limit)]
+            for compressor in draining:
+                parts += compressor.drain(shard, rate_of(lr_scale, compressor.spec.name), limit)
         self.also_changed += [(part.table, part.ids) for part in parts]
         return parts
 
@@ -199,7 +202,7 @@ class Compressor:
     def state_dict(self) -> Mapping[str, object]:
         """Return the state of every table, by which a resumed run has the same bits."""
         counts = {"share": self.share, "differences": self.differences}
-        return {name: {**way.state_dict(), **counts} for name, way in self._tables.items()}
+        return {name: {**compressor.state_dict(), **counts} for name, compressor in self._tables.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. ValueError where it is of other tables.
@@ -207,33 +210,32 @@ class Compressor:
         A residual counts as much as it would have then, whatever a push counts now. Gradients are dropped, and said,
         where pushes are differences of weights now, and the other way round.
         """
-        for way, found in self._found(state):
-            way.load_state_dict(found, found["share"] / self.share)
+        for compressor, found in self._found(state):
+            compressor.load_state_dict(found, found["share"] / self.share)
             self.has_feedback |= bool(found["residuals"])
 
     def hold(self, state: Mapping[str, Any]) -> None:
         """Add the residuals of another worker, who is gone, as `load_state_dict` does."""
-        for way, found in self._found(state):
-            way.hold(found, found["share"] / self.share)
+        for compressor, found in self._found(state):
+            compressor.hold(found, found["share"] / self.share)
             self.has_feedback |= bool(found["residuals"])
 
     def _found(self, state: Mapping[str, Any]) -> Iterator[tuple[TableCompressor, Mapping[str, Any]]]:
         """The tables of which a state says something, and what they can take of it."""
-        for name, way in self._tables.items():
+        for name, compressor in self._tables.items():
             found = state.get(name)
             if found is None:
                 continue
-            found = {"share": self.share, "differences": self.differences, **found}  # earlier versions did not say
             if found["residuals"] and found["differences"] != self.differences:
                 then, now = ("differences of weights", "gradients")[:: 1 if found["differences"] else -1]
                 _log.warning("table %s: its residual is dropped: it is of %s, and pushes are %s", name, then, now)
                 found = {**found, "residuals": {}}
-            yield way, found
+            yield compressor, found
 
     def clear_residuals(self) -> None:
         """Drop the residuals of all tables."""
-        for way in self._tables.values():
-            way.clear_residuals()
+        for compressor in self._tables.values():
+            compressor.clear_residuals()
 
     def _check(self, spec: TableSpec, push: CodecName) -> None:
         check_momentum(spec, push, self.settings.momentum)
@@ -249,10 +251,10 @@ class Compressor:
             else:
                 codecs[table] = codec
 
-    def _key(self, way: TableCompressor, shard: int, start: int) -> int:
+    def _key(self, compressor: TableCompressor, shard: int, start: int) -> int:
         """A key of random numbers, that of no other part of any push."""
-        key = np.uint64(way.spec.row_seed)
-        for number in (self._worker, way.pushes, start << _SHARD_BITS | shard):
+        key = np.uint64(compressor.spec.row_seed)
+        for number in (self._worker, compressor.pushes, start << _SHARD_BITS | shard):
             key = np.uint64(mix64(np.uint64(number), key))
         return int(key)
 

@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels et al. 2019): gradients of dense matrices as two thin factors, with error feedback (feedback.py).
+"""PowerSGD (Vogels et al. 2019): gradients of dense matrices as two thin factors, with error feedback.
 
 Every worker has factors of its own, and a shard adds their products: there is no all-reduce that would need one P for
 all workers.

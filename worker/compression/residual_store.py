@@ -92,7 +92,7 @@ class ResidualMemory(NamedTuple):
         return int(self.counters[0][name])
 
     def link(self) -> None:
-        """Lead from every id that is held to its slot."""
+        """Build the cells anew from the ids of the slots."""
         self.cells[:] = FREE
         _insert_all(self.live(), self)
 
@@ -151,7 +151,7 @@ def _copy(source: Floats, i: int, target: Floats, k: int) -> None:
 
 @inlined
 def _give(id_: np.int64, rows: Floats, i: int, age: np.float32, rate: np.float32, gone: ResidualRows, k: int) -> None:
-    """Let row i of rows be the kth that is gone."""
+    """Write row i of rows as the kth evicted one."""
     gone.ids[k], gone.ages[k], gone.rates[k] = id_, age, rate
     _copy(rows, i, gone.rows, k)
 
@@ -170,7 +170,7 @@ def _worth_holding(rows: Floats, momenta: Floats, i: int) -> bool:
 
 @inlined
 def _release(slot: int, store: ResidualMemory) -> None:
-    """Hold nothing in a slot any more."""
+    """Free a slot."""
     _unlink(store.ids[slot], store)
     store.last[slot] = -1
     counters = store.counters[0]
@@ -209,7 +209,7 @@ def _evict_clock_hand(store: ResidualMemory) -> int:
 
 @inlined
 def _take(slot: int, id_: np.int64, store: ResidualMemory) -> None:
-    """Let an id have a slot."""
+    """Give a slot to an id."""
     store.ids[slot] = id_
     store.cells[_cell_of(id_, store)] = slot
     store.last[slot] = store.counters[0]["now"]

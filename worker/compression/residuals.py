@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
-from embershard.worker.compression import residual_store as held_rows
+from embershard.worker.compression import residual_store
 from embershard.worker.compression.residual_store import ResidualMemory, ResidualRows
 
 _BY_SLOT = ResidualMemory._fields[:8]
@@ -33,12 +33,13 @@ class Residuals:
         """The slot of each id ((U,) int64, unique), -1 where it has none; they stay with their ids until `keep`."""
         self._store.counters["now"] += 1
         slots = np.empty(len(ids), np.int64)
-        held_rows.find(ids, self._store, slots)
+        residual_store.find(ids, self._store, slots)
         return slots
 
     def add_to(self, slots: Ids, rows: Floats, ages: Floats, rate: float, momenta: Floats | None = None) -> None:
         """Add the residual to rows ((U, dim)) that count by `rate`, and to ages; copy momenta ((U, dim)), if wanted."""
-        held_rows.add(slots, self._store, np.float32(rate), rows, ages, rows[:, :0] if momenta is None else momenta)
+        momenta = rows[:, :0] if momenta is None else momenta
+        residual_store.add(slots, self._store, np.float32(rate), rows, ages, momenta)
 
     def keep(
         self, ids: Ids, slots: Ids, rows: Floats, ages: Floats, rate: float, momenta: Floats | None = None
@@ -57,7 +58,7 @@ class Residuals:
             np.empty(most, np.int64), np.empty((most, self.dim), np.float32),
             np.empty(most, np.float32), np.empty(most, np.float32),
         )  # fmt: skip
-        count = held_rows.keep(ids, slots, (rows, ages, momenta), np.float32(rate), self._store, capacity, gone)
+        count = residual_store.keep(ids, slots, (rows, ages, momenta), np.float32(rate), self._store, capacity, gone)
         return gone.some(slice(count))
 
     def restore_residual(self, residual: ResidualRows, rate: float) -> None:

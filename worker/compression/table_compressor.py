@@ -28,7 +28,7 @@ Find = Callable[[str], ValuesCodec]
 
 
 class TableCompressor:
-    """The way of one table's gradients."""
+    """Encodes the gradients of one table, and keeps what a codec leaves out of them, by shard."""
 
     def __init__(self, spec: TableSpec, placement: Placement, find: Find, *, dense: bool) -> None:
         self.spec = spec
@@ -53,7 +53,7 @@ class TableCompressor:
         return bool(self._feedbacks) and not self.directions.push.has_feedback
 
     def lay_out(self, layout: DenseLayout) -> None:
-        """Take the blocks for these."""
+        """Set which parameters the blocks of a dense table hold."""
         self.layout = layout
         is_even = np.array_equal(layout.ids, even_ids(len(layout.ids), self.spec.space_key))
         self._block_order = np.argsort(layout.ids) if is_even and len(layout.ids) else None

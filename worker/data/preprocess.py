@@ -115,6 +115,7 @@ class Preprocessor:
         self.features, self.labels, self.paired = dict(features), tuple(labels), tuple(paired)
         self.missing = tuple(missing)
         self.fitted: Fitted = fitted or {}
+        self._vocabularies: dict[str, tuple[Ids, Ids]] = {}  # of the tables that were asked for
         self._tables = self._settings_of_tables()
 
     @classmethod
@@ -127,7 +128,7 @@ class Preprocessor:
                 k: tuple(v) if k in tuples and isinstance(v, list | tuple) else v for k, v in fields.items()
             }
             features[name] = FeatureSpec(**given)
-        return cls(features, values["fitted"], values["labels"], values.get("paired", ()), values.get("missing", ()))
+        return cls(features, values["fitted"], values["labels"], values["paired"], values["missing"])
 
     def with_fitted(self, fitted: Fitted) -> Self:
         """The same features with what was learnt from training data."""
@@ -307,10 +308,6 @@ class Preprocessor:
             order = np.argsort(hashes)
             self._vocabularies[table] = hashes[order], order
         return self._vocabularies[table]
-
-    @cached_property
-    def _vocabularies(self) -> dict[str, tuple[Ids, Ids]]:
-        return {}
 
     def _weights_of(self, name: str, feature: FeatureSpec, arrays: Columns, values: ColumnValues) -> Floats:
         """The weight of each of a list's values."""

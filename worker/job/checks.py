@@ -20,8 +20,7 @@ from embershard.worker.job.sections import (
     SimpleXSection,
     TwoTowerSection,
 )
-from embershard.worker.job.yaml import Path as Location
-from embershard.worker.job.yaml import Problems
+from embershard.worker.job.yaml import Location, Problems
 
 if TYPE_CHECKING:
     from embershard.worker.data.batch import Dataset
@@ -115,10 +114,8 @@ def _data_parallel(job: Job) -> Problems:
     elif job.train.device == "cpu":
         yield ("train", "device"), "strategy dp needs GPUs; remove it"
     if job.model.name == "two_tower":
-        yield (
-            ("model", "name"),
-            "two_tower compares each sample with the whole batch, which strategy dp splits; use ddp",
-        )
+        reason = "two_tower compares each sample with the whole batch, which strategy dp splits; use ddp"
+        yield ("model", "name"), reason
 
 
 def _dense(job: Job) -> Problems:
@@ -226,21 +223,14 @@ def check_workers(job: Job) -> Problems:
     if not survives:
         yield at, f"gives workers different numbers of steps, but with {mode} all workers make every step together"
     if job.train.budget is not None and job.train.budget[0] != "epochs":
-        yield (
-            at,
-            (
-                f"divides whole epochs into input splits: set train.epochs instead of train.{job.train.budget[0]}, or "
-                f"remove it"
-            ),
-        )
+        reason = f"divides whole epochs into input splits: set train.epochs instead of train.{job.train.budget[0]}"
+        yield at, f"{reason}, or remove it"
     if isinstance(job.data.splits, int) and job.data.splits < job.workers:
         yield at, f"must be at least as many as workers, which are {job.workers}"
     gzipped = [str(file) for file in job.data.files().get("train", ()) if file.suffix == ".gz"]
     if gzipped and job.data.streams_text:
-        yield (
-            at,
-            (f"{gzipped[0]} would be read from its start for every input split; decompress it, or remove data.splits"),
-        )
+        reason = f"{gzipped[0]} would be read from its start for every input split"
+        yield at, f"{reason}; decompress it, or remove data.splits"
 
 
 def check_step(job: Job) -> Problems:
@@ -385,10 +375,8 @@ def _loss(job: Job) -> Problems:
     name, model = job.loss.code, job.model
     lists = isinstance(model, TwoTowerSection | SimpleXSection | SASRecSection)
     if name != "bce" and not lists:
-        yield (
-            ("loss",),
-            f"{name} compares items of lists, which two_tower and sasrec are trained on, {model.name} is not",
-        )
+        reason = f"{name} compares items of lists, which two_tower and sasrec are trained on, {model.name} is not"
+        yield ("loss",), reason
     if lists and isinstance(job.loss, BceSection) and job.loss.label_weights:
         reason = f"weigh several labels, and {model.name} learns from lists of items; remove them"
         yield ("loss", "label_weights"), reason
@@ -401,10 +389,8 @@ def _loss(job: Job) -> Problems:
 def _features(job: Job) -> Problems:
     if not isinstance(job.data, TabularSection):
         if isinstance(job.model, DINSection):
-            yield (
-                ("model", "name"),
-                f"din needs a sequence, which data.reader {job.data.reader} has not: take tabular",
-            )
+            reason = f"din needs a sequence, which data.reader {job.data.reader} has not: take tabular"
+            yield ("model", "name"), reason
         if job.features:
             yield ("features",), f"has a meaning for data.reader tabular, and not for {job.data.reader}"
         return
@@ -494,20 +480,14 @@ def _judging(job: Job) -> Problems:
     for position, metric in enumerate(job.metrics):
         if not metric.is_custom and metric.code not in job.built_in_metrics:
             known = ", ".join(job.built_in_metrics)
-            if (
-                metric.code.partition(":")[0] == "gauc"
-                and job.data.evaluation == "pointwise"
-                and not job.evaluate.groups
-            ):
-                yield ("metrics", position), f"{metric.code!r} needs evaluate.groups, a feature such as the user"
-                continue
             reason = f"is no metric of data.reader {job.data.reader}, which has {known}; one of your own is module:name"
+            is_gauc = metric.code.partition(":")[0] == "gauc"
+            if is_gauc and job.data.evaluation == "pointwise" and not job.evaluate.groups:
+                reason = "needs evaluate.groups, a feature such as the user"
             yield ("metrics", position), f"{metric.code!r} {reason}"
         elif names.index(metric.short_name) < position:
-            yield (
-                ("metrics", position),
-                f"{metric.short_name!r} is the name of an earlier one; rename one of them",
-            )
+            reason = f"{metric.short_name!r} is the name of an earlier one; rename one of them"
+            yield ("metrics", position), reason
     if job.metrics and job.data.evaluation == "ranking" and any(metric.is_custom for metric in job.metrics):
         yield ("metrics",), f"data.reader {job.data.reader} ranks all items, of which no metric of your own is computed"
     if job.metric not in names:

@@ -1,18 +1,15 @@
-"""The section of a job file that says how rows and gradients travel, and which of its fields contradict the job."""
+"""The section of a job file that says by which codecs rows and gradients travel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from embershard.proto.codec.name import CodecName
-from embershard.worker.compression.settings import CodecSchedule, Compression
+from embershard.worker.compression.settings import Compression
 from embershard.worker.job.sections import Count, Section, is_off
-
-if TYPE_CHECKING:
-    pass
 
 Direction = Literal["push", "pull"]
 DENSE = "dense"  # what the tables of dense weights are called, or begin with
@@ -35,7 +32,8 @@ def _schedule(value: object) -> object:
 
 
 def _from_step_0(at: dict[int, str]) -> dict[int, str]:
-    CodecSchedule.of(at)
+    if 0 not in at:
+        raise ValueError("a schedule of codecs begins with step 0")
     return at
 
 
@@ -46,14 +44,13 @@ class CodecsSection(Section):
     """Step -> the codec from this step on; step 0 must be there."""
 
     @property
-    def schedule(self) -> CodecSchedule:
-        """Return the schedule for the trainer."""
-        return CodecSchedule.of(self.at)
-
-    @property
     def codecs(self) -> list[CodecName]:
         """All codecs of the schedule, in its order."""
-        return list(self.schedule.at.values())
+        return [CodecName.parse(text) for text in self.at.values()]
+
+    def codec(self, step: int) -> CodecName:
+        """The codec of a step."""
+        return CodecName.parse(self.at[max(start for start in self.at if start <= step)])
 
 
 Codecs = Annotated[
@@ -125,7 +122,7 @@ class CompressionSection(DirectionsSection):
 
 
 def _at(section: DirectionsSection, step: int) -> dict[str, CodecName]:
-    return {direction: codecs.schedule.codec(step) for direction, codecs in section.given()}
+    return {direction: codecs.codec(step) for direction, codecs in section.given()}
 
 
 def of_dense(pattern: str) -> bool:

@@ -18,8 +18,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.job.readers.user_defined import UserReaderSection
 from embershard.worker.job.sections import CUSTOM, CodeSection
 from embershard.worker.job.training import BUDGETS
-from embershard.worker.job.yaml import JobSource, Mistake
-from embershard.worker.job.yaml import Path as Location
+from embershard.worker.job.yaml import JobSource, Location, Mistake
 
 
 class JobFileError(JobError):

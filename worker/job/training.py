@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
@@ -21,9 +21,6 @@ from embershard.worker.job.sections import (
     is_off,
 )
 from embershard.worker.nn.lr_schedule import Shape
-
-if TYPE_CHECKING:
-    pass
 
 
 def _argument(value: object) -> object:

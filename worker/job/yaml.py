@@ -11,8 +11,8 @@ from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent
 
-Path = tuple[str | int, ...]
-Problems = Iterator[tuple[Path, str]]  # which field contradicts others, and why
+Location = tuple[str | int, ...]  # the sections that a field is in, and its name
+Problems = Iterator[tuple[Location, str]]  # which field contradicts others, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class JobSource:
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)  # as ruamel.yaml gives them: `lc` has the lines
-    overrides: dict[Path, str] = field(default_factory=dict)
+    overrides: dict[Location, str] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
 
     @classmethod
@@ -96,7 +96,7 @@ class JobSource:
                 self.mistakes.append(Mistake(where, key, f"{text!r} is not YAML"))
                 continue
             plain = value if isinstance(value, str) else ""
-            if text.strip().removeprefix(plain).lstrip().startswith("#"):  # a path would be another one without a word
+            if text.strip().removeprefix(plain).lstrip().startswith("#"):  # a path would silently be another one
                 reason = f"YAML takes what follows # in {text!r} for a comment; put the value in quotes, as '\"a #b\"'"
                 self.mistakes.append(Mistake(where, key, reason))
                 continue
@@ -111,7 +111,7 @@ class JobSource:
         if isinstance(section, dict):
             section.pop(parts[-1], None)
 
-    def where(self, path: Path) -> str:
+    def where(self, path: Location) -> str:
         """file:line (or the override) of a field, or of the section that it is missing from."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.overrides:

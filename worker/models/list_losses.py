@@ -133,8 +133,8 @@ class FrequencyEstimator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self._last, self._interval, self._step = state["last"], state["interval"], state["step"]
-        self._times = state.get("times", torch.ones_like(self._interval))  # older checkpoints have none
+        self._last, self._interval = state["last"], state["interval"]
+        self._times, self._step = state["times"], state["step"]
 
 
 def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:

@@ -95,6 +95,10 @@ class _RemoteRows(nn.Module):
         assert anchor is not None
         return anchor.device
 
+    def how(self, ids: torch.Tensor) -> How:
+        """Return "rows" where these ids can be looked up in a bundle with other tables; "" where not."""
+        return "rows" if self._takes_bundle() else ""
+
     def _takes_bundle(self) -> bool:
         """Whether rows may come in a bundle: where nothing but their sum counts of a gradient."""
         if not CAN_READ or self.padding_idx is not None or self.max_norm is not None or self.scale_grad_by_freq:
@@ -163,7 +167,7 @@ class _RemoteRows(nn.Module):
             if not bool(over.any()):
                 return
             session, name = self.table.session, self.table.spec.name
-            if not session.has_local_steps and not session.client.compressor.pull_codec(name).is_plain:
+            if session.local_steps is None and not session.client.compressor.pull_codec(name).is_plain:
                 # what a codec made of a row is not to take the place of what the shard keeps
                 (rows,) = session.client.pull([(name, read.route.select(over.cpu().numpy()))], exact=True)
                 read.rows[over] = torch.from_numpy(rows).to(read.rows.device)
@@ -278,10 +282,6 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
         if rows.requires_grad and rows.device.type == "cpu":
             return _RowLookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(index, rows, padding)
-
-    def how(self, ids: torch.Tensor) -> How:
-        """Return "rows" where these ids can be looked up in a bundle with other tables; "" where not."""
-        return "rows" if self._takes_bundle() else ""
 
 
 class _RowLookup(torch.autograd.Function):

@@ -134,7 +134,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    """ParameterChanged: a loop that never calls session.step() would train this process alone, without a word."""
+    """ParameterChanged: a loop that never calls session.step() would train this process alone, silently."""
     for weights in {parameter.weights for parameter in _remote_parameters(optimizer)}:  # each looks at all of its own
         weights.check_unchanged()
 

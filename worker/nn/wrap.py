@@ -8,7 +8,7 @@ of classes with functions of their own (quantised ones).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -27,11 +27,11 @@ from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
 from embershard.worker.session.dense import BLOCK, DenseWeights, RemoteParameter, layout_seed
 from embershard.worker.session.session import Session
-from embershard.worker.session.tables import RemoteTable
+from embershard.worker.session.tables import RemoteTable, Values
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
-Values = Callable[[], Iterable[tuple[Ids, Floats]]]
+Tables = dict[str, Embedding | EmbeddingBag]  # by module name, every name of a module that has several
 
 _PORTION = 2**18  # rows loaded at a time
 # of a module, what torch calls around it
@@ -133,12 +133,12 @@ def wrap(
         raise ValueError(f"beyond_limit must be error or batch_rows, got {beyond_limit!r}")
     batch_rows = beyond_limit == "batch_rows"
     settings = _Settings(optimizers, _rules(initializer), seed, prefix, whole_limit, batch_rows, dense == "ps")
-    moved = _move_tables(model, session, settings, id_space)
-    weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix)) if dense == "ps" else None
+    model, tables = _move_tables(model, session, settings, id_space)
+    weights = _dense(model, session, of_dense, _dense_name(tables, prefix)) if dense == "ps" else None
     if dense != "ps" and session.membership is not None:
         session.membership.may_rejoin = session.membership.terms.staleness is None
-    install(moved.model, session, moved.tables, weights)
-    return moved.model
+    install(model, session, tables, weights)
+    return model
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -194,15 +194,10 @@ class _Settings:
         return self.are_parameters and not weight.is_meta and 4 * weight.numel() <= self.whole_limit
 
 
-@dataclass(frozen=True, slots=True)
-class _WrapResult:
-    """A model whose embeddings were replaced."""
-
-    model: nn.Module
-    tables: dict[str, Embedding | EmbeddingBag]  # by module name, every name of a module that has several
-
-
-def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]) -> _WrapResult:
+def _move_tables(
+    model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]
+) -> tuple[nn.Module, Tables]:
+    """The model with remote embeddings in the place of its own, and these."""
     groups = _groups(model)
     _validate(model, groups, id_space, settings)
     names = _table_names(groups, settings.prefix)
@@ -237,11 +232,11 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
         for key, child in parent._modules.items():
             if child is not None and child in replaced:
                 parent._modules[key] = replaced[child]
-    return _WrapResult(replaced.get(model, model), tables)
+    return replaced.get(model, model), tables
 
 
 def _validate_names(session: Session, names: Iterable[str]) -> None:
-    """Between workers a table is shared by its name; within one session that would mix two models without a word."""
+    """Between workers a table is shared by its name; within one session that would silently mix two models."""
     if taken := sorted(session.table_names.intersection(names)):
         raise ValueError(
             f"this session has a table {taken[0]!r} already; give this model a prefix of its own: "
@@ -413,16 +408,16 @@ def _table_names(groups: list[_TableModules], prefix: str) -> list[str]:
     return names
 
 
-def _dense_name(moved: _WrapResult, prefix: str) -> str:
+def _dense_name(tables: Tables, prefix: str) -> str:
     name = f"{prefix}dense"
-    taken = any(module.table.spec.name == name for module in moved.tables.values())
+    taken = any(module.table.spec.name == name for module in tables.values())
     return f"{name}.blocks" if taken else name
 
 
 def elementwise(optimizer: Optimizer) -> Optimizer:
     """The optimizer for blocks of unrelated floats: an accumulator per row means nothing there."""
     if isinstance(optimizer, RowWiseAdagrad):
-        return Adagrad(**{key: value for key, value in optimizer.params().items()})
+        return Adagrad(**optimizer.params())
     return optimizer
 
 

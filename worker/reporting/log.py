@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.proto.errors import CannotWrite
-from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
+from embershard.worker.reporting.records import Evaluation, Interval, Observer, RunPlan, RunResult
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,8 +55,31 @@ def make_folder(path: Path) -> Path:
         raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
 
 
-class JsonLog:
-    """Writes log.jsonl, a line at a time, flushed."""
+class RunEvents(Observer):
+    """Logs what happens to a run, with the fields of log.jsonl, for programs that collect logs."""
+
+    def started(self, plan: RunPlan) -> None:
+        """Log that the run begins, or that another worker reports from here on."""
+        self._write("config" if plan.reporter is None else "takeover", dataclasses.asdict(plan))
+
+    def trained(self, interval: Interval) -> None:
+        """Log the steps since the last call."""
+        self._write("train", dataclasses.asdict(interval))
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Log the figures of an evaluation."""
+        self._write("eval", dataclasses.asdict(evaluation))
+
+    def finished(self, result: RunResult) -> None:
+        """Log the result of the run."""
+        self._write("result", dataclasses.asdict(result))
+
+    def _write(self, record: str, fields: dict[str, object]) -> None:
+        _log.info(record, extra={"fields": finite(fields)})
+
+
+class JsonLog(RunEvents):
+    """Writes log.jsonl, a line at a time, flushed; the first one also tells the versions of packages."""
 
     def __init__(self, folder: Path) -> None:
         self.path = make_folder(folder) / FILE_NAME
@@ -65,64 +88,17 @@ class JsonLog:
         except OSError as error:
             raise CannotWrite(path=str(self.path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
 
-    def started(self, plan: RunPlan) -> None:
-        """One `config` line, or one `takeover`."""
-        versions = {name: _version(name) for name in ("embershard", "torch", "numpy")}
-        record = "config" if plan.reporter is None else "takeover"
-        self._write(record, {**dataclasses.asdict(plan), "python": platform.python_version(), "versions": versions})
-
-    def trained(self, interval: Interval) -> None:
-        """Write one `train` line to the log."""
-        self._write("train", dataclasses.asdict(interval))
-
-    def evaluating(self) -> None:
-        """Do nothing: the log has a line once an evaluation is done."""
-
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """Write one `eval` line to the log."""
-        self._write("eval", dataclasses.asdict(evaluation))
-
-    def finished(self, result: RunResult) -> None:
-        """Write one `result` line to the log."""
-        self._write("result", dataclasses.asdict(result))
-
     def close(self) -> None:
         """Close the file of the log."""
         self._file.close()
 
     def _write(self, record: str, fields: dict[str, object]) -> None:
+        if record in ("config", "takeover"):
+            versions = {name: _version(name) for name in ("embershard", "torch", "numpy")}
+            fields = {**fields, "python": platform.python_version(), "versions": versions}
         line = {"record": record, "time": round(time.time(), 3), **fields}
         self._file.write(json.dumps(finite(line), separators=(",", ":")) + "\n")
         self._file.flush()
-
-
-class RunEvents:
-    """Logs what happens to a run, with the fields of log.jsonl, for programs that collect logs."""
-
-    def started(self, plan: RunPlan) -> None:
-        """Log that the run begins."""
-        self._log("config" if plan.reporter is None else "takeover", dataclasses.asdict(plan))
-
-    def trained(self, interval: Interval) -> None:
-        """Log the steps since the last call."""
-        self._log("train", dataclasses.asdict(interval))
-
-    def evaluating(self) -> None:
-        """Do nothing: an evaluation is logged once it is done."""
-
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """Log the figures of an evaluation."""
-        self._log("eval", dataclasses.asdict(evaluation))
-
-    def finished(self, result: RunResult) -> None:
-        """Write the result of the run to the log."""
-        self._log("result", dataclasses.asdict(result))
-
-    def close(self) -> None:
-        """Do nothing: the log goes on."""
-
-    def _log(self, event: str, fields: dict[str, object]) -> None:
-        _log.info(event, extra={"fields": finite(fields)})
 
 
 def finite(value: object) -> object:
@@ -143,7 +119,7 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-class TensorBoardLog:
+class TensorBoardLog(Observer):
     """Scalars over the number of samples."""
 
     def __init__(self, folder: Path) -> None:
@@ -167,18 +143,12 @@ class TensorBoardLog:
         if interval.cached_share is not None:
             self._add("train/cached_share", interval.cached_share, interval.samples)
 
-    def evaluating(self) -> None:
-        """Do nothing: events are written once an evaluation is done."""
-
     def evaluated(self, evaluation: Evaluation) -> None:
         """Every figure of every split."""
         for split, figures in evaluation.figures.items():
             for name, value in figures.items():
                 self._add(f"{split}/{name}", value, evaluation.samples)
         self._writer.flush()
-
-    def finished(self, result: RunResult) -> None:
-        """Do nothing: everything is written already."""
 
     def close(self) -> None:
         """Close the file of the events."""

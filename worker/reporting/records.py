@@ -144,7 +144,7 @@ class RunResult:
 
 
 class Observer(Protocol):
-    """Someone whom the first worker tells how it goes."""
+    """Receives the facts of a run from the worker that reports."""
 
     def started(self, plan: RunPlan) -> None:
         """Take note that the run begins."""
@@ -154,12 +154,15 @@ class Observer(Protocol):
 
     def evaluating(self) -> None:
         """Take note that an evaluation begins."""
+        return
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Take note of an evaluation's figures."""
 
     def finished(self, result: RunResult) -> None:
         """The run is over, and well."""
+        return
 
     def close(self) -> None:
         """Close the files; call it after an error too."""
+        return

@@ -15,7 +15,6 @@ from embershard.worker.client.worker_group import Evicted, WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.advice import first_warning, waiting_advice
-from embershard.worker.reporting.mode import mode_of
 from embershard.worker.reporting.records import (
     BestWeights,
     Evaluation,
@@ -72,8 +71,8 @@ class Report:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best evaluation from a checkpoint."""
         self._best = None if state["best"] is None else Evaluation(**state["best"])
-        self._evaluations = state.get("evaluations", int(self._best is not None))  # earlier versions did not count
-        self._warnings = list(state.get("warnings", ()))
+        self._evaluations = state["evaluations"]
+        self._warnings = list(state["warnings"])
 
     @property
     def split(self) -> str | None:
@@ -261,6 +260,30 @@ class Report:
         dataset = self._dataset
         splits = dataset.splits
         return {split: dataset.best(split) for split in splits} if _is_planted(dataset) else {}
+
+
+def mode_of(job: Job, *, workers: int, shards: int, codecs: str) -> RunMode:
+    """The mode of a job that runs on so many workers and shards, with these codecs."""
+    strategy: str = job.strategy
+    staleness = prefetch = ""
+    if job.has_shards:
+        if job.dense_mode != "ps":
+            strategy += f" (dense weights by {job.dense_mode})"
+        prefetch = "off" if job.train.prefetch is None else str(job.train.prefetch)
+        match job.train.staleness:
+            case None:
+                staleness = "unbounded (asynchronous)"
+            case 0:
+                staleness = "0 (synchronous)"
+            case int(bound):
+                staleness = f"at most {bound}"
+            case str(local):
+                staleness = local
+    elif job.all_reduces:
+        staleness = "0 (synchronous)"
+    return RunMode(
+        strategy=strategy, workers=workers, shards=shards, staleness=staleness, prefetch=prefetch, codecs=codecs
+    )
 
 
 def _is_planted(dataset: Dataset) -> TypeGuard[Planted]:

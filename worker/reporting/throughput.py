@@ -73,7 +73,7 @@ class Throughput:
         self._steps = self._steps_at = 0  # of this process, and the number of the last one at the last look
         self.moved: dict[BytePart, ByteCount] = {}  # in these
         self._moved_at: ByteCounts = {}  # at the last look
-        self._workers = world_size  # that train
+        self.workers = world_size  # that train now, by which the samples of the others are told
         self.last: Interval | None = None  # that was reported
         self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
         self._met_at = 0  # samples of this worker then
@@ -84,7 +84,7 @@ class Throughput:
         counts = group.retry_on_membership_change(lambda: group.collect(np.array([self.samples])))
         samples = {**known, **{worker: int(part[0]) for worker, part in counts.items()}}
         self._counts.update((worker, max(count, self._counts.get(worker, 0))) for worker, count in samples.items())
-        self._workers, self._met_at, self._others = len(counts), self.samples, 0
+        self.workers, self._met_at, self._others = len(counts), self.samples, 0
 
     def state_dict(self) -> Mapping[str, float]:
         """Return the counters, for a checkpoint. Call it while no step runs."""
@@ -102,8 +102,7 @@ class Throughput:
         self.samples, rest = divmod(int(state["all_samples"]), self._world_size)
         self._counts = {**dict.fromkeys(range(self._world_size), self.samples), _NOBODY: rest}
         self._met_at = self.samples
-        # a checkpoint of an earlier version does not tell them apart
-        workers, data = state.get("waited_for_workers", 0.0), state.get("waited_for_data", 0.0)
+        workers, data = state["waited_for_workers"], state["waited_for_data"]
         self.trained, self.waited = state["trained"], Waited(state["waited"] - workers - data, workers, data)
         self._start = time.perf_counter() - state["seconds"]
 
@@ -124,17 +123,8 @@ class Throughput:
     @property
     def all_samples(self) -> int:
         """Samples of all workers, the others taken to be as fast as this one since their counts were exchanged."""
-        others = self._others + self._new_samples * (self._workers - 1)
+        others = self._others + self._new_samples * (self.workers - 1)
         return sum(self._counts.values()) + self.samples - self._met_at + others
-
-    @property
-    def workers(self) -> int:
-        """How many workers train now; setting it changes what is added for the others."""
-        return self._workers
-
-    @workers.setter
-    def workers(self, number: int) -> None:
-        self._workers = number
 
     @property
     def has_news(self) -> bool:
@@ -142,14 +132,14 @@ class Throughput:
         return self._new_samples > 0
 
     def resume(self, step: int) -> None:
-        """Training goes on behind a step."""
+        """Count from here on: training goes on after `step`."""
         stats, self._thread = self._waiting.stats, threading.get_ident()
         self._mark, self._waited_at = time.perf_counter(), self._waits(stats)
         self._cached_at = stats.cache_hits, stats.cache_lookups
         self._steps_at, self._moved_at = step, stats.volume
 
     def pause(self, step: int) -> None:
-        """Whether training pauses after a step."""
+        """Count the time until now: training pauses after `step`."""
         self._look(step)
 
     def bytes_per_step(self, expected: Mapping[BytePart, float]) -> list[StepBytes]:
@@ -201,7 +191,7 @@ class Throughput:
             samples=self.all_samples,
             seconds=self.seconds,
             loss=self._new_loss / self._new_counted if self._new_counted else math.nan,
-            samples_per_second=self._new_samples * self._workers / self._new_trained,
+            samples_per_second=self._new_samples * self.workers / self._new_trained,
             wait_share=self._new_waited.total / self._new_trained,
             wait_shards=self._new_waited.shards / self._new_trained,
             wait_workers=self._new_waited.workers / self._new_trained,
@@ -209,7 +199,7 @@ class Throughput:
             lr_scale=lr_scale,
             cached_share=self._new_hits / self._new_lookups if self._new_lookups else None,
         )
-        self._others += self._new_samples * (self._workers - 1)
+        self._others += self._new_samples * (self.workers - 1)
         self._new_hits = self._new_lookups = 0
         self._new_samples = self._new_counted = 0
         self._new_loss = 0.0

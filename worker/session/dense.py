@@ -78,7 +78,7 @@ class ParameterChanged(EmbershardError):
 
 @dataclass(frozen=True, slots=True)
 class _ParameterSlice:
-    """Where a parameter lies."""
+    """A parameter, and the blocks that it fills."""
 
     name: str
     parameter: nn.Parameter

@@ -5,35 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from embershard.proto.spec import TableSpec
-from embershard.worker.session.reads import How, Lookup
+from embershard.worker.session.reads import EmbeddingModule, How, Lookup
 
 B = TypeVar("B")
 Inputs = Callable[[B], Mapping[str, torch.Tensor]]
-
-
-class EmbeddingModule(Protocol):
-    """A module that reads a table."""
-
-    @property
-    def spec(self) -> TableSpec:
-        """The specification of the table that is read."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """Return the device for its rows; None for that of the ids."""
-
-    @property
-    def frozen(self) -> bool:
-        """Whether rows are read and never pushed."""
-
-    def how(self, ids: torch.Tensor) -> How:
-        """Return how a module reduces the rows of these ids (see How); "" where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

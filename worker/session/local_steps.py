@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import Pushed, TableKey
-from embershard.proto.routing import Placement, Route, ascending, make_route
+from embershard.proto.routing import Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client.client import Client
-from embershard.worker.client.push import Gradients, LrScale, Versions
-from embershard.worker.compression.compressor import rate_of
+from embershard.worker.client.push import Gradients, Versions
+from embershard.worker.compression.compressor import LrScale, rate_of
 from embershard.worker.kernels import IdIndex, LocalRowOptimizer, overlap
+from embershard.worker.session.row_source import WrappedSource
 
 # those of the shards whose rows may also change by another way: an FTRL row is a function of its state
 LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
@@ -101,18 +100,19 @@ def _grown(array: Floats, more: int, row: Floats | float) -> Floats:
 
 
 def _name(table: TableKey) -> str:
-    """The table; never a bundle, see LocalSteps.in_bundles."""
+    """The table; never a bundle, see WrappedSource.in_bundles."""
     assert isinstance(table, str)
     return table
 
 
-class LocalSteps:
+class LocalSteps(WrappedSource):
     """A client's pulls and pushes, by way of copies that `steps` pushes change before the shards see any of it.
 
     Pulls and pushes may come from two threads. A pull that the end of a round overtakes brings rows of that round.
     """
 
     def __init__(self, client: Client, steps: int) -> None:
+        super().__init__(client)
         self.skipped_rows = 0  # gradient rows that held NaN or Inf
         self._client, self._steps = client, steps
         client.compressor.differences = True
@@ -122,29 +122,6 @@ class LocalSteps:
         self._lost_leases = client.lost_leases  # when it began
         self._clock = 0  # rounds
         self._lock = threading.Lock()  # of the copies; never held during a call
-
-    @property
-    def timeout(self) -> timedelta:
-        """Time limit of a call."""
-        return self._client.timeout
-
-    @property
-    def placement(self) -> Placement:
-        """Which shard has an id."""
-        return self._client.placement
-
-    @property
-    def lost_leases(self) -> int:
-        """Times that the other workers went on without this one."""
-        return self._client.lost_leases
-
-    def packs_ids(self, table: str) -> bool:
-        """Whether ids of a table may travel packed."""
-        return self._client.packs_ids(table)
-
-    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
-        """None: copies are kept by table."""
-        return frozenset()
 
     @property
     def clock(self) -> int:

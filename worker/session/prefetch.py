@@ -189,7 +189,7 @@ class Prefetcher(Generic[B]):
                 self._failure = None
 
     def _pull(self, batches: Iterator[B]) -> None:
-        """The puller."""
+        """Run the puller's thread."""
         try:
             previous: PullBatch | None = None
             for number, batch in enumerate(self._timed(batches)):
@@ -264,7 +264,7 @@ class Prefetcher(Generic[B]):
             self._changed.notify_all()
 
     def _push(self) -> None:
-        """The pusher."""
+        """Run the pusher's thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pushes or self._closing)

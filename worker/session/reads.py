@@ -29,13 +29,23 @@ MANY_IDS = 1 << 17  # a GPU needs about a millisecond to find the distinct ones,
 How = Literal["", "rows", "sum", "mean"]
 
 
-class RowReader(Protocol):
-    """A module that reads rows."""
+class EmbeddingModule(Protocol):
+    """A module that reads a table."""
+
+    @property
+    def spec(self) -> TableSpec:
+        """The specification of the table that is read."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Return the device for its rows; None for that of the ids."""
 
     @property
     def frozen(self) -> bool:
         """Whether rows are read and never pushed."""
-        ...
+
+    def how(self, ids: torch.Tensor) -> How:
+        """Return how a module reduces the rows of these ids (see How); "" where that is not known."""
 
 
 class Lookup(NamedTuple):
@@ -45,7 +55,7 @@ class Lookup(NamedTuple):
     ids: torch.Tensor  # any shape, int32 or int64
     device: torch.device
     how: How = ""
-    reader: RowReader | None = None  # that module, where it can read them from a bundle
+    reader: EmbeddingModule | None = None  # that module, where it can read them from a bundle
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +69,7 @@ class BundleRows:
     flat: Ids  # (N,) the ids themselves
     shapes: list[torch.Size]  # of each table's ids
     how: How  # what the readers make of their rows
-    readers: list[RowReader | None]  # of each table
+    readers: list[EmbeddingModule | None]  # of each table
     least: list[int]  # id of each table; 0 where it has none
     largest: list[int]
     specs: Mapping[str, TableSpec]  # by table

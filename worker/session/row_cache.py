@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +18,10 @@ from numba import types
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled, inlined
 from embershard.proto.messages import Pushed, TableKey
-from embershard.proto.routing import Placement, Route, mix64
-from embershard.worker.client.push import Gradients, LrScale, Versions
-from embershard.worker.session.row_source import RowSource
+from embershard.proto.routing import Route, mix64
+from embershard.worker.client.push import Gradients, Versions
+from embershard.worker.compression.compressor import LrScale
+from embershard.worker.session.row_source import RowSource, WrappedSource
 
 Counts = npt.NDArray[np.uint8]
 Places = tuple[Ids, Ids, Counts, Counts]
@@ -90,7 +89,7 @@ class CacheCounts:
     lookups: int = 0
 
 
-class CachedRows:
+class CachedRows(WrappedSource):
     """A source of rows that keeps copies of at most `rows` rows of each table and gives them for `staleness` clocks.
 
     `age` is the clock by which copies age; its owner sets it before a pull. Dense weights are always pulled.
@@ -110,34 +109,12 @@ class CachedRows:
             raise ValueError(f"cache rows must be at least 1, got {rows}")
         if staleness < 1:
             raise ValueError(f"cache staleness must be at least 1 clock, got {staleness}; without a cache it is 0")
+        super().__init__(source)
         self.staleness, self.age = staleness, 0
         self.counts = counts or CacheCounts()
-        self._source, self._size, self._is_dense = source, rows, is_dense
+        self._size, self._is_dense = rows, is_dense
         self._tables: dict[str, RowCache] = {}
         self._lock = threading.Lock()
-
-    @property
-    def placement(self) -> Placement:
-        """Which shard has an id."""
-        return self._source.placement
-
-    @property
-    def timeout(self) -> timedelta:
-        """Time limit of a call."""
-        return self._source.timeout
-
-    @property
-    def lost_leases(self) -> int:
-        """Times that the other workers went on without this one."""
-        return self._source.lost_leases
-
-    def packs_ids(self, table: str) -> bool:
-        """Whether ids of a table may travel packed."""
-        return self._source.packs_ids(table)
-
-    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
-        """None: copies are found by table."""
-        return frozenset()
 
     def for_another_clock(self) -> CachedRows:
         """An empty cache over the same source, with the same counters."""
@@ -173,7 +150,7 @@ class CachedRows:
         kept: list[tuple[RowCache, Ids, Floats, Ids, Floats]] = []
         for (table, route), rows in zip(reads, out, strict=True):
             pulled = rows
-            assert isinstance(table, str)  # see in_bundles
+            assert isinstance(table, str)  # see WrappedSource.in_bundles
             if not self._is_dense(table):
                 cache = self._cache_of(table, rows.shape[1])
                 missed = cache.lookup(route.ids, age, rows)

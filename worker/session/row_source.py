@@ -10,7 +10,8 @@ from typing import Protocol
 from embershard.proto.arrays import Floats
 from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Placement, Route
-from embershard.worker.client.push import Gradients, LrScale, Versions
+from embershard.worker.client.push import Gradients, Versions
+from embershard.worker.compression.compressor import LrScale
 
 
 class RowSource(Protocol):
@@ -67,3 +68,33 @@ class RowSource(Protocol):
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows to the ids of a route."""
         ...
+
+
+class WrappedSource:
+    """A row source around another one: what it does not do itself, that one does. It reads no tables in bundles."""
+
+    def __init__(self, source: RowSource) -> None:
+        self._source = source
+
+    @property
+    def placement(self) -> Placement:
+        """Which shard has an id."""
+        return self._source.placement
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time limit of a call."""
+        return self._source.timeout
+
+    @property
+    def lost_leases(self) -> int:
+        """Times that the other workers went on without this one."""
+        return self._source.lost_leases
+
+    def packs_ids(self, table: str) -> bool:
+        """Whether ids of a table may travel packed."""
+        return self._source.packs_ids(table)
+
+    def in_bundles(self, tables: Sequence[str]) -> AbstractSet[str]:
+        """None: its copies are found by table."""
+        return frozenset()

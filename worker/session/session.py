@@ -22,10 +22,11 @@ from embershard.proto.messages import TableKey
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
-from embershard.worker.client.client import Client, LrScale
+from embershard.worker.client.client import Client
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import Versions
+from embershard.worker.compression.compressor import LrScale
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
 from embershard.worker.session.dense import DenseWeights, ParameterChanged, outside_transforms, untraced
@@ -144,11 +145,6 @@ class Session:
         Pushes of rows whose version is not known, as with a cache, are not counted.
         """
         return tuple(map(sum, zip(*(status.staleness_seen for status in self.client.status()), strict=True)))
-
-    @property
-    def has_local_steps(self) -> bool:
-        """Whether steps first change this worker's own copies of the rows (`local_steps`)."""
-        return self.local_steps is not None
 
     def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
         """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.

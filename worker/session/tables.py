@@ -4,85 +4,34 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import Pull, TableIds
-from embershard.proto.routing import Placement, Route, make_route
+from embershard.proto.routing import Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import raise_first
 from embershard.worker.patterns import matches
 from embershard.worker.session.dense import DenseWeights
-from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.inputs import Inputs, WrappedModel, lookups_of_batches
-from embershard.worker.session.reads import Lookup, LookupResult, LookupResults, flat_ids
+from embershard.worker.session.reads import Lookup, flat_ids
+
+if TYPE_CHECKING:
+    from embershard.worker.session.session import Session
 
 B = TypeVar("B")
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]  # the first rows of a table, in portions
 
 _PORTION = 2**16  # rows that are assigned at once
 _LAST_TRY = timedelta(seconds=0.1)  # for a shard that is asked once more, to say which worker loads
-
-
-class TableSession(Protocol):
-    """The part of a Session that its tables, and the embeddings over them, use."""
-
-    client: Client
-
-    @property
-    def placement(self) -> Placement:
-        """Which shard has an id."""
-        ...
-
-    @property
-    def clock(self) -> int:
-        """The number of steps that this worker has taken."""
-        ...
-
-    @property
-    def has_local_steps(self) -> bool:
-        """Whether steps change copies of this worker first."""
-        ...
-
-    def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
-        """Return the rows of `ids` for a forward."""
-        ...
-
-    def read_all(self, reader: WholeTable, spec: TableSpec, num_rows: int, device: torch.device) -> LookupResult:
-        """Rows 0 to num_rows - 1 for a forward; `reader` is told when they change."""
-        ...
-
-    def gradient_of(self, table: str) -> RowGradients | None:
-        """The gradients of a table's rows that were read since the last step; None where it has none."""
-        ...
-
-    def drop_gradients(self, table: str) -> None:
-        """Forget those of one table."""
-        ...
-
-    def pull(self, lookups: Sequence[Lookup]) -> LookupResults:
-        """Rows as the shards keep them now."""
-        ...
-
-    def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
-        """Assign rows on the shards, past the optimizer."""
-        ...
-
-    def assign(self, table: str, route: Route, rows: Floats) -> None:
-        """Assign rows on the shards, whatever was read before; their optimizer's state stays."""
-        ...
-
-    def collect(self, gradients: RowGradients) -> None:
-        """Keep gradients until the next step."""
-        ...
 
 
 class WholeTable(Protocol):
@@ -108,7 +57,7 @@ class WholeTable(Protocol):
 class RemoteTable:
     """One table of a session, declared on every shard."""
 
-    def __init__(self, session: TableSession, spec: TableSpec) -> None:
+    def __init__(self, session: Session, spec: TableSpec) -> None:
         self.session = session
         self.spec = spec
         self._parameter: weakref.ref[torch.Tensor] | None = None  # which holds this table
@@ -220,9 +169,14 @@ def _order(route: Route) -> Ids:
 def _load_first(client: Client, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
     """Load portions of (ids, rows) into a table that `declare` created on these shards, and end its loading."""
     for ids, rows in values:
-        route = make_route(ids, spec.space_key, client.placement)
-        client.load(spec.name, route, rows[_order(route)], shards=shards, last=False)
+        load_portion(client, spec, ids, rows, shards)
     _end_load(client, spec, shards)
+
+
+def load_portion(client: Client, spec: TableSpec, ids: Ids, rows: Floats, shards: frozenset[int] | None = None) -> None:
+    """Load rows ((N, dim) float32) of different ids, in any order; the loading of their table goes on."""
+    route = make_route(ids, spec.space_key, client.placement)
+    client.load(spec.name, route, rows[_order(route)], shards=shards, last=False)
 
 
 def _end_load(client: Client, spec: TableSpec, shards: frozenset[int]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.errors import JobError, WorkerLost
+from embershard.worker.client.worker_group import first_line
 from embershard.worker.device import is_dtensor
 from embershard.worker.strategy.protocol import StepBatch
 
@@ -23,8 +24,8 @@ from embershard.worker.strategy.protocol import StepBatch
 class SynchronousSteps:
     """This worker's part in steps that all workers make.
 
-    A worker that comes to the end of its data keeps the others company with its last batch, which then weighs nothing,
-    until all are there: forward and backward hold collectives that every worker must join.
+    A worker that comes to the end of its data is idle: it repeats its last batch, which then weighs nothing, until all
+    are there, because forward and backward hold collectives that every worker must join.
     """
 
     @classmethod
@@ -37,15 +38,15 @@ class SynchronousSteps:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.waited = 0.0  # seconds, for the others
         self.any_idle = False  # whether somebody has come to the end of its data before the others
-        self._share = 0.0  # of a turn's weight: this worker's
+        self._share = 0.0  # of a batch's weight: this worker's
         self._weighs = False
-        self._set_idle = set_idle  # told whether the next turn is one without data of its own
+        self._set_idle = set_idle  # told whether the next batch is one without data of its own
 
     def weigh_gradients_of(self, module: DistributedDataParallel) -> None:
         """Multiply its gradients by each worker's share of the weight, and add them up: a sum as on the shards.
 
-        Turns keep their weight then, and losses are not scaled, which would round elsewhere. Call it before the
-        first turn, and not where several turns make one step: each has shares of its own.
+        Batches keep their weight then, and losses are not scaled, which would round elsewhere. Call it before the
+        first batch, and not where several batches make one step: each has shares of its own.
         """
         self._weighs = True
         # torch looks at the hook's annotations, and takes them for wrong where they are texts
@@ -60,28 +61,28 @@ class SynchronousSteps:
         summed: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(gradients, async_op=True).get_future()
         return summed.then(lambda done: done.value()[0])
 
-    def batches(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Yield as many turns on all workers; a step's gradient is the mean over the batches of all of them."""
+    def batches(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """Yield as many batches on all workers; a step's gradient is the mean over the batches of all of them."""
         last: StepBatch | None = None
         while True:
-            turn = next(turns, None)
-            weight, idle = (0.0, 1) if turn is None else (turn.weight, 0)
+            batch = next(batches, None)
+            weight, idle = (0.0, 1) if batch is None else (batch.weight, 0)
             total, idle_workers = self._reduce([weight, idle], dist.ReduceOp.SUM)
             if idle_workers == self.world_size:
                 return
             self.any_idle = idle_workers > 0
-            self._set_idle(turn is None)
-            if turn is None and last is not None:
-                turn = replace(last, samples=0, weight=0.0)
-            if turn is None:
+            self._set_idle(batch is None)
+            if batch is None and last is not None:
+                batch = replace(last, samples=0, weight=0.0)
+            if batch is None:
                 reason = f"worker {self.rank} has no batch to begin with; use fewer workers or smaller batches"
                 raise JobError(where="workers", reason=reason)
-            last, self._share = turn, turn.weight / total if total else 0.0
+            last, self._share = batch, batch.weight / total if total else 0.0
             if self._weighs:
-                yield replace(turn, joint=total)
+                yield replace(batch, joint=total)
             else:  # gradients are averaged over the workers, whatever each one's batch
-                scale = turn.weight * self.world_size / total if total else 0.0
-                yield replace(turn, loss_scale=scale, weight=1.0, joint=total)
+                scale = batch.weight * self.world_size / total if total else 0.0
+                yield replace(batch, loss_scale=scale, weight=1.0, joint=total)
 
     def agree(self, norm: float) -> float:
         """The largest of all workers' norms."""
@@ -103,8 +104,7 @@ class SynchronousSteps:
         except RuntimeError as error:
             if not _of_collective(error):
                 raise
-            reason = str(error).splitlines()[0]
-            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=reason) from None
+            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=first_line(error)) from None
 
 
 def all_reduced(model: nn.Module, *, views: bool, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:

@@ -69,11 +69,11 @@ class ReplicatedDense:
         for part in self._sharded:
             part.unshard()
 
-    def gathered(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """The turns, each with all weights here."""
-        for turn in turns:
+    def gathered(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
+        """The batches, each with all weights here."""
+        for batch in batches:
             self.gather()
-            yield turn
+            yield batch
 
 
 def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:

@@ -64,8 +64,8 @@ def dense_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer in this process that does to dense parameters what a shard does to their blocks.
 
-    `make`: torch's own, or the shards' (FormulaOptimizer). ValueError for what torch has not: FTRL, optimizers of the
-    user's own, clip_norm.
+    `make`: torch's own, or the shards' (RowFormulaOptimizer). ValueError for what torch has not: FTRL, optimizers of
+    the user's own, clip_norm.
     """
     optimizer = make(spec, list(parameters))
     if getattr(spec, "clip_norm", 0.0):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,8 +23,8 @@ class StepBatch:
     """A batch to be trained on.
 
     The gradients of a step are those of its mean loss times `loss_scale`, and count by `weight` among those of the
-    workers that step with it. `samples` is 0 where a worker without data only keeps the others company: it runs forward
-    and backward, for these all-reduce, and changes nothing.
+    workers that step with it. `samples` is 0 where a worker has no data left, and is idle: it runs forward and
+    backward, for these all-reduce, and changes nothing.
     """
 
     epoch: int  # from 0
@@ -42,15 +42,14 @@ def step_batches(batches: Iterator[EpochBatch], weigh: Callable[[Batch], float])
 
 
 class Strategy(Protocol):
-    """One worker's hold on the weights of a job."""
+    """One worker's hold on the weights of a job. Where a member has a body, it is that of a strategy without shards."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The model over its weights, for evaluation."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that a training step calls: the model, or torch's wrapper around it."""
+    model: nn.Module
+    """The model over its weights, for evaluation."""
+    module: nn.Module
+    """The module that a training step calls: the model, or torch's wrapper around it."""
+    optimizers: list[torch.optim.Optimizer]
+    """The optimizers, whose parameters have all gradients, dense and by row; a step uses their groups' "lr"."""
 
     @property
     def num_shards(self) -> int:
@@ -62,16 +61,14 @@ class Strategy(Protocol):
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """Return the bytes that were expected for what was moved: worker/strategy/predicted_bytes.py."""
+        return {}
 
     def codecs(self) -> str:
         """Return the codecs of rows and gradients now (compression.settings.describe_codecs); empty without shards."""
+        return ""
 
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers, whose parameters have all gradients, dense and by row; a step uses their groups' "lr"."""
 
     def step(self, weight: float) -> None:
         """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""
@@ -96,21 +93,27 @@ class Strategy(Protocol):
 
     def pause(self) -> None:
         """Training pauses: the other workers' clock does not wait for this one."""
+        return
 
     def resume(self, clock: int) -> None:
         """Training goes on, from a clock that all workers agree on, or as soon after it as the shards do."""
+        return
 
     def refresh(self) -> None:
         """Show at the next forward what other workers changed."""
+        return
 
     def exact(self) -> AbstractContextManager[None]:
         """Inside, forwards read the weights themselves, where training reads them rounded by a codec."""
+        return nullcontext()
 
     def expired_leases(self) -> int:
         """Return how often a worker was evicted since this one started."""
+        return 0
 
     def staleness_seen(self) -> tuple[int, ...]:
         """Pushes since the start by the updates that their rows had missed: 0, 1, ...; the last: so many or more."""
+        return ()
 
     def table_rows(self) -> dict[str, int]:
         """Table -> rows that exist."""

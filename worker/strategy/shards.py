@@ -155,10 +155,10 @@ class ShardStrategy:
         if self._ahead is not None and (inputs := self._inputs) is not None:
             # a loss may call the model in its own way, but on these ids
             batches = self.session.prefetch(batches, staleness=self._ahead, inputs=lambda item: inputs(item[1]))
-        turns = step_batches(batches, self._weigh)
+        weighed = step_batches(batches, self._weigh)
         if self._together is None or self._dense is None:
-            return turns
-        return self._dense.gathered(self._together.batches(turns))
+            return weighed
+        return self._dense.gathered(self._together.batches(weighed))
 
     def step(self, weight: float) -> None:
         """Push what backward left, and change the weights that are here."""

@@ -14,7 +14,6 @@ from torch.nn.parallel import DataParallel
 from embershard.proto.errors import JobError
 from embershard.proto.monitoring.memory import usable_memory
 from embershard.proto.spec import Constant, Initializer, Normal, Uniform, name_key
-from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.job.job import Job
 from embershard.worker.models.loss import weight_by
@@ -22,7 +21,7 @@ from embershard.worker.nn.activations import TABLES
 from embershard.worker.patterns import first_match
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
 from embershard.worker.strategy.optimizers import all_rows, by_spec, dense_optimizer, dense_specs, table_optimizer
-from embershard.worker.strategy.protocol import EpochBatch, StepBatch, step_batches
+from embershard.worker.strategy.protocol import EpochBatch, StepBatch, Strategy, step_batches
 from embershard.worker.strategy.state import TorchWeights
 
 Table = nn.Embedding | nn.EmbeddingBag
@@ -125,7 +124,7 @@ def _bring_ids(
     return tuple(map(bring, inputs)), {name: bring(value) for name, value in named.items()}
 
 
-class TorchStrategy:
+class TorchStrategy(Strategy):
     """nn.Embedding tables with sparse gradients, beside the dense weights."""
 
     num_shards = clock = 0
@@ -164,18 +163,10 @@ class TorchStrategy:
         skipped = sum(lazy.skipped for lazy in self._lazy)
         return ClientStats(wait_seconds=waited, workers_wait_seconds=waited, skipped_rows=skipped)
 
-    def codecs(self) -> str:
-        """Return an empty text: without shards no codec is used."""
-        return ""
-
-    def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
-        """Return nothing: no shard is asked."""
-        return {}
-
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """Iterate over the batches of this worker's steps."""
-        turns = step_batches(batches, self._weigh)
-        return turns if self._together is None else self._together.batches(turns)
+        weighed = step_batches(batches, self._weigh)
+        return weighed if self._together is None else self._together.batches(weighed)
 
     def step(self, weight: float) -> None:
         """Apply the optimizers to the weights."""
@@ -190,19 +181,6 @@ class TorchStrategy:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def pause(self) -> None:
-        """Do nothing: no other worker waits for this one between its steps."""
-
-    def resume(self, clock: int) -> None:
-        """Do nothing: a pause released nothing."""
-
-    def refresh(self) -> None:
-        """All workers hold the same weights."""
-
-    def exact(self) -> AbstractContextManager[None]:
-        """Return an empty context: no codec rounds these weights."""
-        return nullcontext()
-
     def collective_errors(self) -> AbstractContextManager[None]:
         """WorkerLost where a collective fails."""
         return nullcontext() if self._together is None else self._together.collective_errors()
@@ -211,14 +189,6 @@ class TorchStrategy:
     def local_weights(self) -> TorchWeights:
         """All weights of the model, with their optimizers."""
         return TorchWeights(self.model, self.optimizers)
-
-    def expired_leases(self) -> int:
-        """Return 0: there are no leases without shards."""
-        return 0
-
-    def staleness_seen(self) -> tuple[int, ...]:
-        """Return an empty histogram: nothing is pushed."""
-        return ()
 
     def table_rows(self) -> dict[str, int]:
         """Return the number of rows of each table."""

@@ -17,57 +17,43 @@ from embershard.worker.job.readers.tabular import TabularSection
 from embershard.worker.job.readers.user_defined import UserReaderSection
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.trained.reading import ReadOnlySession, average_of, trained
-from embershard.worker.training.evaluate import Evaluator, Figures
+from embershard.worker.training.evaluate import Evaluator
 from embershard.worker.training.trainer import build_model, device_of
 
 
-class TrainedEvaluator:
-    """Scores a job's model with its trained weights, in one process.
+def trained_evaluator(
+    job: Job,
+    dataset: Dataset,
+    session: ReadOnlySession | None,
+    checkpoint: Checkpoint | None,
+    *,
+    curves: bool = False,
+) -> Evaluator:
+    """Return what scores a job's model with its trained weights, in one process.
 
     `session` leads to the shards, for a job that has some, and is no member of the job: the workers need not stop for
     it, so that rows of one evaluation may be some steps apart. Weights and running statistics that are in the workers,
     and the average that a run evaluates with, come from `checkpoint`. JobError where the data has nothing to evaluate
     on, or nothing in it; errors as of `trained`.
     """
-
-    def __init__(
-        self,
-        job: Job,
-        dataset: Dataset,
-        session: ReadOnlySession | None,
-        checkpoint: Checkpoint | None,
-        *,
-        curves: bool = False,
-    ) -> None:
-        if not dataset.splits:
-            raise JobError(
-                where="data",
-                reason="there is nothing to evaluate on: name a file in data.valid or data.test, or by --on",
-            )
-        device = device_of(job)
-        # the layers that the run computed with: others round elsewhere
-        model = build_model(job, dataset)
-        forward = forward_of(model, job.model.name)
-        strategy = trained(job, dataset, session, checkpoint, model=model, device=device)
-        self._evaluator = Evaluator(
-            job,
-            dataset,
-            strategy,
-            WorkerGroup(),
-            forward=forward,
-            device=device,
-            averaged=average_of(job, strategy, session, checkpoint),
-            curves=curves,
-        )
-
-    def evaluate(self) -> dict[str, Figures]:
-        """Split -> metric -> value."""
-        return self._evaluator.evaluate()
-
-    @property
-    def curves(self) -> dict[str, list[tuple[float, float, int]]]:
-        """Split -> mean prediction, mean label and samples of each bin, of the last evaluation."""
-        return self._evaluator.curves
+    if not dataset.splits:
+        reason = "there is nothing to evaluate on: name a file in data.valid or data.test, or by --on"
+        raise JobError(where="data", reason=reason)
+    device = device_of(job)
+    # the layers that the run computed with: others round elsewhere
+    model = build_model(job, dataset)
+    forward = forward_of(model, job.model.name)
+    strategy = trained(job, dataset, session, checkpoint, model=model, device=device)
+    return Evaluator(
+        job,
+        dataset,
+        strategy,
+        WorkerGroup(),
+        forward=forward,
+        device=device,
+        averaged=average_of(job, strategy, session, checkpoint),
+        curves=curves,
+    )
 
 
 def open_file(job: Job, base: Path, path: Path) -> Dataset:

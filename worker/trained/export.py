@@ -1,4 +1,4 @@
-"""Trained weights as files that torch, ONNX and others read without a word of shards: see worker/trained/folder.py."""
+"""Write trained weights as files that torch, ONNX and others read without shards: see worker/trained/folder.py."""
 
 from __future__ import annotations
 

@@ -203,11 +203,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor | TensorStream]
     _write(path, parts())
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """A small file, whole or not there. CannotExport where the disk does not take it."""
-    _write(path, [data])
-
-
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     new = path.with_name(f"{path.name}.new")
     try:
@@ -247,7 +242,7 @@ def write_facts(out: Path, facts: ExportFacts) -> None:
         "tables": {name: asdict(table) for name, table in facts.tables.items()},
         "files": {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()},
     }
-    write_bytes(out / FACTS, seal_json(json.dumps(told, indent=1).encode()))
+    _write(out / FACTS, [seal_json(json.dumps(told, indent=1).encode())])
 
 
 def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:

@@ -12,14 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from embershard.proto.arrays import Floats, Ids
+from embershard.proto.arrays import Ids
 from embershard.proto.errors import BadExport, EmbershardError, RowsLost, ShardRestarted, Status
-from embershard.proto.routing import make_route
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.data.inputs.rows import earlier_names, other_order
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
-from embershard.worker.session.tables import RemoteTable
+from embershard.worker.session.tables import load_portion
 from embershard.worker.trained.folder import DTYPES, MODEL, TABLES, read_facts
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
 from embershard.worker.training.build import choose_strategy, job_model
@@ -133,7 +132,7 @@ def _columns(inputs: Mapping[str, Any]) -> list[str]:
 def _values(inputs: Mapping[str, Any]) -> dict[str, object]:
     """Table or column -> what decides which value has which of its ids, where the files of a job do."""
     columns = [*inputs.get("categorical", ()), *inputs.get("lists", ())]
-    firsts = {column["name"]: (column["first"], list(column.get("values", ()))) for column in columns}
+    firsts = {column["name"]: (column["first"], list(column["values"])) for column in columns}
     return {**inputs.get("fitted", {}).get("vocabularies", {}), **firsts}
 
 
@@ -156,12 +155,12 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
     with _lost_shards_named(path), session.registry.keep_closed():
         strategy = choose_strategy(job, plain, session, torch.device("cpu"))
         for name, module in remote_tables(strategy.model).items():
-            table = module.table
+            spec = module.table.spec
             for ids, rows in _portions(file, name, module.num_embeddings, hashed=is_hashed(module)):
-                _load(session, table, ids, rows.to(torch.float32).contiguous().numpy())
-                loaded[table.spec.name] = loaded.get(table.spec.name, 0) + len(ids)
+                load_portion(session.client, spec, ids, rows.to(torch.float32).contiguous().numpy())
+                loaded[spec.name] = loaded.get(spec.name, 0) + len(ids)
         for weights in session.dense_weights:
-            _load(session, session.table(weights.spec), weights.ids, weights.values())
+            load_portion(session.client, weights.spec, weights.ids, weights.values())
             loaded[weights.spec.name] = len(weights.ids)
     return loaded
 
@@ -189,7 +188,7 @@ def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:
             wanted[f"{name}.weight"] = (module.num_embeddings, module.embedding_dim)
             if module.num_embeddings >= NUM_HASHED_IDS:
                 del wanted[f"{name}.weight"]
-                count = shapes.get(f"{name}.ids", (None,))[0]
+                count = next(iter(shapes.get(f"{name}.ids", ())), None)
                 kinds[f"{name}.ids"] = "I64"
                 wanted |= {f"{name}.ids": (count,), f"{name}.rows": (count, module.embedding_dim)}
     for name in [*wanted, *(name for name in shapes if name not in wanted)]:
@@ -227,11 +226,3 @@ def _portions(
             yield file.read(f"{name}.ids", start, stop).numpy(), file.read(f"{name}.rows", start, stop)
         else:
             yield np.arange(start, stop), file.read(f"{name}.weight", start, stop)
-
-
-def _load(session: Session, table: RemoteTable, ids: Ids, rows: Floats) -> None:
-    """Assign rows ((N, dim) float32) of unique ids, in any order."""
-    route = make_route(ids, table.spec.space_key, session.placement)
-    order = np.empty(len(route.ids), np.int64)
-    order[route.index] = np.arange(len(ids))
-    session.client.load(table.spec.name, route, rows[order], last=False)

@@ -226,7 +226,7 @@ def export_onnx(part: DensePart, schema: Schema, out: Path) -> Path:
         fixed = [
             dim for one in program.model.graph.inputs if one.shape for dim in one.shape[:1] if isinstance(dim, int)
         ]
-        if fixed:  # torch.export takes the numbers of its samples, without a word
+        if fixed:  # torch.export silently takes the numbers of its samples
             reason = "its forward makes a number of the batch's size, as len(ids) does: write ids.shape[0]"
             raise RuntimeError(f"it would take {fixed[0]} rows alone, for {reason}, or leave --onnx out")
         move(new, path)

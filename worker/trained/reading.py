@@ -23,7 +23,7 @@ from embershard.worker.session.tables import RemoteTable, await_loaded
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training import build
 from embershard.worker.training.build import choose_strategy, job_model
-from embershard.worker.training.saver import LOCAL_WEIGHTS, NUMBERING, Buffers, Numbering, load_parts, load_shared
+from embershard.worker.training.saver import LOCAL_WEIGHTS, NUMBERING, Buffers, Numbering, load_parts
 
 PORTION = 2**18  # rows of one request
 _CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def trained(
     held, buffers = strategy.local_weights, Buffers(strategy.model)
     if checkpoint is not None:
         parts: dict[str, Stateful] = {NUMBERING: Numbering(dataset)}
-        load_shared(checkpoint, parts if held is None else {**parts, LOCAL_WEIGHTS: held})
+        load_parts(checkpoint, checkpoint.shared(), parts if held is None else {**parts, LOCAL_WEIGHTS: held})
         load_parts(checkpoint, checkpoint.first_worker(), {"buffers": buffers})
     elif held is not None:
         raise OnlyInWorkers(what="weights")

@@ -42,7 +42,7 @@ class FeatureInputs:
         from embershard.worker.data.preprocess import Preprocessor, preprocessed_columns
 
         self._preprocessor = Preprocessor.from_dict(data)
-        self._ignored = (*self._preprocessor.labels, *data.get("ignored", ()))
+        self._ignored = (*self._preprocessor.labels, *data["ignored"])
         self.names = tuple(self._preprocessor.columns)
         many = [(name, feature) for name, feature in self._preprocessor.features.items() if feature.is_many]
         self._lists = {column for name, one in many for column in (one.column or name, one.weights)}

@@ -39,23 +39,16 @@ _ROWS = 65_536  # of which a codec is timed
 _TRIES = 3  # the fastest counts: others were disturbed
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The measured speed of one direction: bytes per second beyond the round trip."""
+def link_speed(calls: Sequence[tuple[int, float]], round_trip: float) -> float | None:
+    """Bytes per second beyond the round trip, by calls (bytes, seconds) of one direction; None without calls.
 
-    bytes_per_second: float
-
-    @staticmethod
-    def of(calls: Sequence[tuple[int, float]], round_trip: float) -> Link | None:
-        """Estimate the speed from calls (bytes, seconds); None without calls.
-
-        The best quarter of the larger ones counts: the others waited for something else, as for other workers.
-        """
-        if not calls:
-            return None
-        middle = float(np.median([size for size, _ in calls]))
-        rates = [size / max(seconds - round_trip, 1e-9) for size, seconds in calls if size >= middle]
-        return Link(float(np.quantile(rates, 0.75)))
+    The best quarter of the larger ones counts: the others waited for something else, as for other workers.
+    """
+    if not calls:
+        return None
+    middle = float(np.median([size for size, _ in calls]))
+    rates = [size / max(seconds - round_trip, 1e-9) for size, seconds in calls if size >= middle]
+    return float(np.quantile(rates, 0.75))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +66,15 @@ class Cost:
         """Bytes per second of the link below which it pays."""
         return (self.raw_bytes - self.coded_bytes) / max(self.encode + self.decode, 1e-9)
 
-    def saving(self, link: Link) -> float:
-        """Seconds per step; below zero it costs."""
-        return (self.raw_bytes - self.coded_bytes) / link.bytes_per_second - self.encode - self.decode
-
-    def pays(self, link: Link) -> bool:
-        """Whether it saves time beyond doubt."""
-        return self.break_even > MARGIN * link.bytes_per_second
+    def saving(self, link: float) -> float:
+        """Seconds per step over a link of so many bytes per second; below zero it costs."""
+        return (self.raw_bytes - self.coded_bytes) / link - self.encode - self.decode
 
 
-def best(costs: Sequence[Cost], link: Link) -> tuple[Cost | None, str]:
-    """Return the codec that saves the most time, None where none does, and the reason."""
-    paying = [cost for cost in costs if cost.pays(link)]
-    speed = _speed(link.bytes_per_second)
+def best(costs: Sequence[Cost], link: float) -> tuple[Cost | None, str]:
+    """Return the codec that saves the most time on a link (bytes per second), None where none does, and the reason."""
+    paying = [cost for cost in costs if cost.break_even > MARGIN * link]
+    speed = _speed(link)
     if not paying:
         nearest = max(costs, key=lambda cost: cost.break_even)
         return (
@@ -230,7 +219,7 @@ class CodecTuner:
                     self._choose(step, table.spec, direction)
 
     def _choose(self, step: int, spec: TableSpec, direction: Direction) -> None:
-        link = Link.of(self._calls[direction], self._round_trip)
+        link = link_speed(self._calls[direction], self._round_trip)
         raw = 4 * spec.dim * self._rows.get((spec.name, direction), 0) / STEPS
         if link is None or raw == 0:
             return
@@ -308,7 +297,7 @@ class Trial:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned; a trial that was unfinished, or of other codecs, is repeated."""
         self.left_on = None if state["left_on"] is None else bool(state["left_on"])
-        if self.left_on is not None and state.get("wanted") != self._texts():
+        if self.left_on is not None and state["wanted"] != self._texts():
             self.left_on = None
         if self.left_on is not None:
             self._use(self.left_on)

@@ -20,7 +20,7 @@ from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.strategy.shards import ShardStrategy
 from embershard.worker.strategy.torch_only import TorchStrategy
-from embershard.worker.training.step import StepSettings, TrainStep
+from embershard.worker.training.step import TrainStep
 
 
 def choose_strategy(job: Job, model: nn.Module, session: Session | None, device: torch.device) -> Strategy:
@@ -78,14 +78,11 @@ def step_of(
         checkpoint_activations(model)
     if train.compile:
         compile_dense(model)
-    settings = StepSettings(
-        amp=train.amp, accumulate=train.accumulate, clip_norm=train.clip_norm, non_finite=train.non_finite
-    )
     return TrainStep(
         strategy.module,
         job_loss(job, model, forward, log_q),
         strategy,
-        settings,
+        train,
         device=device,
         average=average_of(job, model, session),
         agree=strategy.agree,

@@ -248,15 +248,13 @@ class Best:
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resumed run, or a late worker, has to know."""
-        best = {"value": self.value, "worse_in_a_row": self.worse_in_a_row, "checkpoint": self.checkpoint}
-        return {**best, "metric": self.metric}
+        return {name: getattr(self, name) for name in ("metric", "value", "worse_in_a_row", "checkpoint")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned; the best by another metric is forgotten."""
-        if state.get("metric", self.metric) != self.metric:  # older checkpoints do not name it
-            return
-        self.value, self.worse_in_a_row = state["value"], state["worse_in_a_row"]
-        self.checkpoint = state.get("checkpoint")  # older checkpoints know of none
+        if state["metric"] == self.metric:
+            self.value, self.worse_in_a_row = state["value"], state["worse_in_a_row"]
+            self.checkpoint = state["checkpoint"]
 
     def observe(self, value: float) -> bool:
         """Take note of an evaluation; whether it is better than the best by more than `min_delta`."""

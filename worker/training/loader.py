@@ -37,14 +37,14 @@ from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData
 
 WAIT_TIMEOUT = timedelta(minutes=10)  # for one batch; a reader in this process has no limit
-_NEWS = timedelta(seconds=1)  # between two words of a loader that leaves batches out
+_NEWS = timedelta(seconds=1)  # between two messages of a loader that leaves batches out
 _PIPE_BYTES = 1 << 20  # what Linux gives to everyone; the default holds a quarter of a batch
 _F_SETPIPE_SZ = 1031
 _EXIT_TIMEOUT = timedelta(seconds=10)
 
 # kind, samples, columns of ids, dense features or -1, columns of labels or -1, whether there are groups, and weights
 _HEAD = struct.Struct("<7q")
-# kinds; an error's second number is the length of its JSON, and a word that batches are left out has none
+# kinds; an error's second number is the length of its JSON, and a message that batches are left out has none
 _BATCH, _END, _ERROR, _SKIPS = range(4)
 
 
@@ -81,7 +81,7 @@ class LoaderProcess:
 
     def __init__(self, share: DataShare, *, wait_timeout: timedelta = WAIT_TIMEOUT) -> None:
         self._share, self._wait_timeout = share, wait_timeout
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes]  # inside the context
         self._epoch = share.epoch
 
     def __enter__(self) -> Self:
@@ -105,7 +105,6 @@ class LoaderProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process is not None
         self._end_group()  # it holds nothing that would be lost
         with self._process:  # closes the pipe and waits
             pass
@@ -143,7 +142,6 @@ class LoaderProcess:
             )
 
     def _ask(self, epoch: int, split: int) -> None:
-        assert self._process is not None
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is noticed at the first batch
             self._process.stdin.write(b"%d %d\n" % (epoch, split))
@@ -155,7 +153,6 @@ class LoaderProcess:
 
     def _read(self, into: Bytes) -> memoryview:
         """Fill `into` from the pipe."""
-        assert self._process is not None
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         poll = select.poll()
@@ -171,7 +168,6 @@ class LoaderProcess:
         return into.data
 
     def _end(self) -> str:
-        assert self._process is not None
         end = time.monotonic() + _EXIT_TIMEOUT.total_seconds()
         while time.monotonic() < end:
             ended = not hasattr(os, "waitid")  # macOS, until Python 3.13: it is waited for at once
@@ -184,14 +180,12 @@ class LoaderProcess:
 
     def _end_group(self) -> None:
         """End the process and all that a user's reader started in it, while its number is still its own."""
-        assert self._process is not None
         if self._process.returncode is None:
             self._process.kill()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _lost(self, how: str) -> LoaderLost:
-        assert self._process is not None
         return LoaderLost(worker=self._share.rank, pid=self._process.pid, how=how)
 
 
@@ -247,7 +241,7 @@ def _send(batch: Batch, pipe: IO[bytes]) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads any more: end, without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads any more: end, without an error
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anyone prints must not get among the batches
     torch.set_num_threads(1)

@@ -327,7 +327,7 @@ class Saver:
                 writing.wait()
         except EmbershardError as error:
             failure = error
-        failed, given_up = self._group.decide(failure is not None, isinstance(failure, SnapshotUnknown))
+        failed, given_up = self._group.broadcast_json([failure is not None, isinstance(failure, SnapshotUnknown)])
         if given_up:
             _log.warning("checkpoint %s was dropped: a shard restarted while it was written", self._begun)
             return False
@@ -350,7 +350,7 @@ class Saver:
         """
         own = checkpoint.worker(self._group.rank)
         others = own or checkpoint.first_worker()
-        load_shared(checkpoint, self._shared)
+        load_parts(checkpoint, checkpoint.shared(), self._shared)
         if self._best.checkpoint is not None:
             self._best.checkpoint = whole_checkpoint(self._best.checkpoint, checkpoint.url)
         without = {COMPRESSION, LOCAL_STEPS, TRIAL} - others.keys()  # which a job may have since
@@ -396,7 +396,7 @@ class Saver:
             reason = "another worker could not restore them; see its output"
         if state is None or reason:
             raise BestNotRestored(path=path, reason=reason, snapshot=SNAPSHOT)
-        load_shared(checkpoint, {k: part for k, part in self._shared.items() if k == LOCAL_WEIGHTS})
+        load_parts(checkpoint, checkpoint.shared(), {k: part for k, part in self._shared.items() if k == LOCAL_WEIGHTS})
         load_parts(checkpoint, state, {BUFFERS: self._own[BUFFERS]})
         return state
 
@@ -445,13 +445,6 @@ def check_restored(client: Client, checkpoint: Checkpoint) -> None:
 
 def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
     return {name: part.state_dict() for name, part in parts.items()}
-
-
-def load_shared(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
-    """Give parts the state that all workers share; see `load_parts`."""
-    state = checkpoint.shared()
-    newer = {NUMBERING, FILES} - state.keys()  # than the checkpoint
-    load_parts(checkpoint, state, {name: part for name, part in parts.items() if name not in newer})
 
 
 def load_parts(checkpoint: Checkpoint, state: Mapping[str, object], parts: Mapping[str, Stateful]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,12 @@ from embershard.proto.timing import span
 from embershard.worker.checkpoint.tensors import is_stateful
 from embershard.worker.data.batch import Batch
 from embershard.worker.device import is_dtensor
+from embershard.worker.job.training import StepSection
 from embershard.worker.nn.averaging import Share, WeightAverage
 from embershard.worker.nn.optimizer import gradients
 from embershard.worker.strategy.allreduce import check_reduced, check_used
-from embershard.worker.strategy.protocol import StepBatch
+from embershard.worker.strategy.protocol import StepBatch, Strategy
 from embershard.worker.training.evaluate import to_device
-
-Amp = Literal["off", "bf16", "fp16"]
-NonFinite = Literal["stop", "skip"]
 
 # fp16 begins with a scale of 2**16 and halves it with every step that overflows: 100 in a row are no search any more
 MAX_SKIPS_IN_A_ROW = 100
@@ -39,72 +36,34 @@ class NonFiniteLoss(EmbershardError):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """Set how a step is made.
-
-    `amp`: the forward runs in bfloat16 or float16 where torch holds that to be safe; float16 with a scaled loss.
-    `accumulate`: gradients of so many batches make one step, their mean. `clip_norm`: the largest L2 norm of all
-    gradients of this worker together. `non_finite`: a NaN or Inf in the loss or the gradients ends the run, or leaves
-    the step out; gradients are looked at for that where steps may be left out, or a norm is computed anyway.
-    """
-
-    amp: Amp = "off"
-    accumulate: int = 1
-    clip_norm: float | None = None
-    non_finite: NonFinite = "stop"
-
-    def __post_init__(self) -> None:
-        if self.amp not in ("off", "bf16", "fp16"):
-            raise ValueError(f"amp must be off, bf16 or fp16, got {self.amp!r}")
-        if self.non_finite not in ("stop", "skip"):
-            raise ValueError(f"non_finite must be stop or skip, got {self.non_finite!r}")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
-        if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
-            raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
-
-
-class Updater(Protocol):
-    """The part of a Strategy that changes the weights."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the optimizers whose parameters have the gradients."""
-
-    def step(self, weight: float) -> None:
-        """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""
-
-    def skip(self) -> None:
-        """A step that changes nothing, in time with the other workers."""
-
-
 class TrainStep:
-    """Forward, loss, backward, and with every `accumulate`-th batch the updater's step.
+    """Forward, loss, backward, and with every `accumulate`-th batch the strategy's step.
 
-    `loss(module, batch)` gives the mean loss of a batch. `agree` makes one norm of the workers' norms, their maximum,
-    where dense weights are all-reduced: all workers then clip by it, and leave a step out together, when it is inf.
+    `loss(module, batch)` gives the mean loss of a batch. Of the `settings` it uses amp, accumulate, clip_norm and
+    non_finite; gradients are searched for NaN and Inf only where a step may be left out, or their norm is computed
+    anyway. `agree` makes one norm of the workers' norms, their maximum, where dense weights are all-reduced: all
+    workers then clip by it, and leave a step out together, when it is inf.
     """
 
     def __init__(
         self,
         module: nn.Module,
         loss: Callable[[nn.Module, Batch], Tensor],
-        updater: Updater,
-        settings: StepSettings = StepSettings(),
+        strategy: Strategy,
+        settings: StepSection,
         *,
         device: torch.device = _CPU,
         average: WeightAverage | None = None,
         agree: Callable[[float], float] | None = None,
         worker: int = 0,
     ) -> None:
-        self._module, self._loss, self._updater, self._settings = module, loss, updater, settings
+        self._module, self._loss, self._strategy, self._settings = module, loss, strategy, settings
         self._device, self._average, self._agree, self._worker = device, average, agree, worker
         self._scaler = torch.amp.GradScaler(device.type) if settings.amp == "fp16" else None
         self.steps = 0  # those that were left out included
         self.skipped = 0
         self._skipped_in_a_row = 0
-        self._turns: list[StepBatch] = []  # since the last step
+        self._batches: list[StepBatch] = []  # since the last step
         self._unit = 0.0  # weight of the first of them that has one
         self._weight = 0.0  # of all of them, in units
         self._bad_loss = False
@@ -112,39 +71,39 @@ class TrainStep:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
         self._last_good_batch: Batch | None = None  # the last one whose step was made
 
-    def __call__(self, turn: StepBatch) -> float:
+    def __call__(self, step_batch: StepBatch) -> float:
         """The loss of a batch, after all that is to be done with it; accumulated batches count by their weight.
 
         NonFiniteLoss where the settings, or too many steps left out in a row, say so.
         """
-        if not self._turns and self._may_skip:
+        if not self._batches and self._may_skip:
             self._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         # a batch of weight 0 must not add a NaN that was left out before
-        batch = turn.batch if turn.samples or self._last_good_batch is None else self._last_good_batch
+        batch = step_batch.batch if step_batch.samples or self._last_good_batch is None else self._last_good_batch
         with span("forward"), self._autocast():
             loss = self._loss(self._module, to_device(batch, self._device))
         if self._average is not None:
             self._average.observe()
-        self._turns.append(turn)
-        mass = turn.joint or turn.weight  # the same on all workers that step together
+        self._batches.append(step_batch)
+        mass = step_batch.joint or step_batch.weight  # the same on all workers that step together
         self._unit = self._unit or mass
         weight = mass / self._unit if mass else 0.0
         with span("backward"):
-            factor = weight * turn.loss_scale
+            factor = weight * step_batch.loss_scale
             scaled = loss if factor == 1.0 else loss * factor
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
-            if turn.samples or scaled.requires_grad:  # company has no rows of its own, and they may be all that trains
+            if step_batch.samples or scaled.requires_grad:  # an idle worker has no rows, which may be all that trains
                 check_used(self._module, scaled)
                 scaled.backward()  # type: ignore[no-untyped-call]
                 check_reduced(self._module)
             value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
         self._weight += weight
-        if not math.isfinite(value) and turn.samples:
+        if not math.isfinite(value) and step_batch.samples:
             if self._settings.non_finite == "stop":
                 raise self._error("loss", self.steps + 1, value)
             self._bad_loss = True
-        if len(self._turns) == self._settings.accumulate:
+        if len(self._batches) == self._settings.accumulate:
             self._step()
         return value
 
@@ -154,7 +113,7 @@ class TrainStep:
 
     def finish(self) -> None:
         """Make a step of the batches that are too few for one, if there are any."""
-        if self._turns:
+        if self._batches:
             self._step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,11 +140,11 @@ class TrainStep:
         return torch.autocast(self._device.type, torch.bfloat16 if self._settings.amp == "bf16" else torch.float16)
 
     def _step(self) -> None:
-        turns, weight, bad_loss = self._turns, self._weight or 1.0, self._bad_loss
-        self._turns, self._unit, self._weight, self._bad_loss = [], 0.0, 0.0, False
+        batches, weight, bad_loss = self._batches, self._weight or 1.0, self._bad_loss
+        self._batches, self._unit, self._weight, self._bad_loss = [], 0.0, 0.0, False
         self.steps += 1
         if self._scaler is not None:
-            for optimizer in self._updater.optimizers:
+            for optimizer in self._strategy.optimizers:
                 self._scaler.unscale_(optimizer)
         norm = self._norm(weight, bad_loss)
         if math.isinf(norm):
@@ -198,8 +157,9 @@ class TrainStep:
             for gradient in self._gradients():
                 gradient.mul_(factor)
         has_gradients = self._scaler is None or bool(self._gradients())
-        self._updater.step(sum(turn.weight for turn in turns))
-        self._last_good_batch = next((turn.batch for turn in reversed(turns) if turn.samples), self._last_good_batch)
+        self._strategy.step(sum(step_batch.weight for step_batch in batches))
+        good = [step_batch.batch for step_batch in batches if step_batch.samples]
+        self._last_good_batch = good[-1] if good else self._last_good_batch
         self._skipped_in_a_row = 0
         if self._scaler is not None:
             # where nothing had a gradient it has not looked for overflows, and would not go on
@@ -221,7 +181,7 @@ class TrainStep:
             raise self._error("gradient norm", self.steps, math.inf)
         self.skipped += 1
         self._skipped_in_a_row += 1
-        self._updater.skip()
+        self._strategy.skip()
         for buffer, before in self._buffers:  # running statistics would keep a NaN for ever
             buffer.copy_(before)
         if self._scaler is not None:  # by hand: another worker may be the one that overflowed
@@ -232,7 +192,7 @@ class TrainStep:
             raise self._error("loss or gradient norm", self.steps, math.inf, after)
 
     def _gradients(self) -> list[Tensor]:
-        return [gradient for optimizer in self._updater.optimizers for gradient in gradients(optimizer)]
+        return [gradient for optimizer in self._strategy.optimizers for gradient in gradients(optimizer)]
 
     def _error(self, what: str, step: int, value: float, after: str = "") -> NonFiniteLoss:
         return NonFiniteLoss(worker=self._worker, what=what, step=step, value=value, after=after)

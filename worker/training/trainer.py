@@ -200,12 +200,12 @@ class Trainer:
         self._meter.resume(self._learn.steps)
         for part in parts:
             begin_step()
-            for turn in self.strategy.batches(self._meter.timed(part)):
-                self._epoch = turn.epoch + 1
+            for batch in self.strategy.batches(self._meter.timed(part)):
+                self._epoch = batch.epoch + 1
                 self._rates.set(self._learn.steps)
                 self._codecs.before_step(self._learn.steps)
-                loss = self._learn(turn)
-                self._meter.add(turn.samples, loss)
+                loss = self._learn(batch)
+                self._meter.add(batch.samples, loss)
                 if self._meter.due():
                     self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
                 end_step()

@@ -22,7 +22,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import with_preprocessing
 from embershard.worker.job.load import load_job
 from embershard.worker.reporting.log import finite
-from embershard.worker.trained.evaluation import TrainedEvaluator, open_file
+from embershard.worker.trained.evaluation import open_file, trained_evaluator
 from embershard.worker.training.evaluate import Figures
 
 
@@ -87,7 +87,7 @@ def evaluate(
         )
         if every is not None and not found.is_running:
             raise typer.BadParameter("--every is for running shards: a checkpoint does not change")
-        evaluator = TrainedEvaluator(
+        evaluator = trained_evaluator(
             settings, dataset, found.session, found.checkpoint, curves=calibration_plot is not None
         )
         while True:

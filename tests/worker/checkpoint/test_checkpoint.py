@@ -19,7 +19,6 @@ from embershard.proto.errors import JobError, SnapshotNotWritten, SnapshotUnknow
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import read_manifest
 from embershard.worker.checkpoint.checkpoint import (
-    MANIFEST,
     SNAPSHOT,
     BadCheckpoint,
     Checkpoint,
@@ -32,6 +31,7 @@ from embershard.worker.checkpoint.folder import (
     CheckpointNotWritten,
     WritingCheckpoint,
 )
+from embershard.worker.checkpoint.owner import MANIFEST
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.worker_group import WorkerGroup
@@ -217,11 +217,8 @@ class Second(WorkerGroup):
     def gather(self, values):
         return []
 
-    def decide(self, *flags):
-        return self.failed, False
-
     def broadcast_json(self, value):
-        return "of the first"
+        return [self.failed, False] if isinstance(value, list) else "of the first"
 
 
 def test_a_worker_that_is_not_the_first_writes_nothing_and_hears_of_errors(tmp_path):

@@ -13,8 +13,7 @@ from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint import folder as folder_module
 from embershard.worker.checkpoint.checkpoint import Checkpoint, checkpoint_names
 from embershard.worker.checkpoint.folder import CheckpointFolder, CheckpointNotWritten
-from embershard.worker.checkpoint.names import MANIFEST
-from embershard.worker.checkpoint.owner import CheckpointFolderTaken, FolderOwner, remove_unfinished
+from embershard.worker.checkpoint.owner import MANIFEST, CheckpointFolderTaken, FolderOwner, remove_unfinished
 from embershard.worker.checkpoint.tensors import pack
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.training.evaluate import Best

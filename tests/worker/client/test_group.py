@@ -57,7 +57,6 @@ def take_part(group):
     assert group.sum(rank + 1.5) == 4.0
     assert group.any(rank == 1)
     assert not group.any(False)
-    assert group.decide(rank == 0, rank == 1) == (True, False)
     assert group.broadcast_json({"auc": 0.1 + rank, "split": ["valid"]}) == {"auc": 0.1, "split": ["valid"]}
     buffers = [torch.full((2, 2), float(rank)), torch.tensor(rank + 5), torch.full((2, 4), float(rank))[:, ::2]]
     group.broadcast(buffers)

@@ -325,7 +325,7 @@ def test_what_follows_says_that_a_load_and_all_before_it_are_safe(what):
         replace(reply, acknowledged=0) if isinstance(reply := real(request), Pushed) else reply
     )
     if what == "messages of one load":
-        client.limits = dict.fromkeys(client.limits, 360)
+        client.limits.update(dict.fromkeys(client.limits, 360))
     step(client, 0)
     route = make_route(np.arange(20, dtype=np.int64), SPEC.space_key, client.placement)
     client.load("t", route, np.zeros((20, SPEC.dim), np.float32))

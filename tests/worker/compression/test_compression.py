@@ -29,7 +29,7 @@ from embershard.worker.client.membership import Terms
 from embershard.worker.compression.deltas import apply_delta
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, ShardGradients
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
-from embershard.worker.compression.settings import CodecSchedule, Compression, warmup_density
+from embershard.worker.compression.settings import Compression, warmup_density
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.predicted_bytes import predict_volumes
@@ -132,15 +132,6 @@ def test_settings_that_cannot_be_are_refused_at_once(settings):
     ((name, value),) = settings.items()
     with pytest.raises(ValueError, match=value if isinstance(value, str) else name):
         Compression(**settings)
-
-
-def test_a_codec_holds_from_its_step_to_the_next_one():
-    schedule = CodecSchedule.of({100: "int8", 0: "none", 200: "topk:0.01"})
-    found = [str(schedule.codec(step)) for step in (0, 99, 100, 199, 200, 10**9)]
-    assert found == ["none", "none", "int8", "int8", "topk:0.01", "topk:0.01"]
-    for at in ({}, {1: "none"}, {0: "none", -1: "int8"}):
-        with pytest.raises(ValueError, match="step 0"):
-            CodecSchedule.of(at)
 
 
 @pytest.mark.parametrize(
@@ -362,17 +353,6 @@ def test_gradients_are_not_held_for_a_run_that_pushes_differences(caplog, local)
     other.compressor.hold(saved(run))
     assert not other.compressor.residual_rows()
     assert "table bag: its residual is dropped" in caplog.text
-
-
-def test_a_state_of_before_there_were_shares_is_that_of_the_same_run():
-    run, other = begin(), begin()
-    run.train(0, 6)
-    state = saved(run)
-    for table in state.values():
-        del table["share"], table["differences"]
-    other.compressor.load_state_dict(state)
-    for found, want in zip(held(other, "bag"), held(run, "bag"), strict=True):
-        np.testing.assert_array_equal(found, want)
 
 
 # Dense weights that are pulled by what changed: the same bits as pulled whole.

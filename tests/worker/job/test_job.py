@@ -21,6 +21,7 @@ from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
 from embershard.worker.data.batch import Field, IdTable, Schema
 from embershard.worker.data.text import Layout
+from embershard.worker.job.compression import CodecsSection
 from embershard.worker.job.compression_checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import JobFileError, load_job
@@ -118,9 +119,9 @@ SAID = [
     (CODECS, "compression=auto", "compression.auto, compression.allow", (True, ())),
     (CODECS, "compression={auto: true, allow: [topk:0.01]}", "compression.allow", ("topk:0.01",)),
     (CODECS, "compression={auto: true, tables: {linear: {push: none}}}", "compression.auto", True),
-    (CODECS, "compression={push: topk:0.01+fp16s}", "compression.push.schedule.at", {0: "topk:0.01+fp16s"}),
-    (CODECS, "compression={pull: fp16s}", "compression.pull.schedule.at", {0: "fp16s"}),
-    (CODECS, "compression={dense: {push: {at: {0: off, 10: topk:0.01}}}}", "compression.dense.push.schedule.at",
+    (CODECS, "compression={push: topk:0.01+fp16s}", "compression.push.at", {0: "topk:0.01+fp16s"}),
+    (CODECS, "compression={pull: fp16s}", "compression.pull.at", {0: "fp16s"}),
+    (CODECS, "compression={dense: {push: {at: {0: off, 10: topk:0.01}}}}", "compression.dense.push.at",
      {0: "none", 10: "topk:0.01"}),
     (CODECS, "compression={push: int8}", "changes_codecs", False),
     *((CODECS, f"compression={given}", "changes_codecs", True) for given in
@@ -143,8 +144,16 @@ SAID = [
 @pytest.mark.parametrize(("text", "overrides", "fields", "want"), SAID)
 def test_a_job_says(folder, text, overrides, fields, want):
     job = load(folder, text, *filter(None, overrides.split("; ")))
-    found = fields(job) if callable(fields) else attrgetter(*fields.split(", "))(job)
-    assert ({at: str(codec) for at, codec in found.items()} if isinstance(want, dict) else found) == want
+    assert (fields(job) if callable(fields) else attrgetter(*fields.split(", "))(job)) == want
+
+
+def test_a_codec_holds_from_its_step_to_the_next_one():
+    schedule = CodecsSection(at={100: "int8", 0: "none", 200: "topk:0.01"})
+    found = [str(schedule.codec(step)) for step in (0, 99, 100, 199, 200, 10**9)]
+    assert found == ["none", "none", "int8", "int8", "topk:0.01", "topk:0.01"]
+    for at, reason in (({}, "step 0"), ({1: "none"}, "step 0"), ({0: "none", -1: "int8"}, "greater than")):
+        with pytest.raises(ValueError, match=reason):
+            CodecsSection(at=at)
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "data #2", "a: b", "{x", "12 "])  # a path is no YAML

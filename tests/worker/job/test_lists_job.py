@@ -11,7 +11,7 @@ from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.job.training import CheckpointSection
-from embershard.worker.trained.evaluation import TrainedEvaluator
+from embershard.worker.trained.evaluation import trained_evaluator
 from embershard.worker.training.trainer import Trainer
 from harness.raises import raises
 
@@ -80,7 +80,7 @@ def test_weights_are_not_taken_for_those_of_other_items_once_there_is_a_new_user
     with raises(JobError, where="data", reason=error):
         resume()
     with raises(JobError, where="data", reason=error):
-        TrainedEvaluator(job, job.data.open(tmp_path, 0), make_session(2), kept)
+        trained_evaluator(job, job.data.open(tmp_path, 0), make_session(2), kept)
 
 
 @pytest.mark.parametrize(

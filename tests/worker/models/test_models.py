@@ -189,7 +189,6 @@ def test_the_frequency_estimator_counts_an_item_as_often_as_it_is_in_a_batch():
     again, state = FrequencyEstimator(slots=64), copy.deepcopy(estimator.state_dict())
     again.load_state_dict(state)
     assert torch.equal(again.update(items), estimator.update(items))
-    again.load_state_dict({name: value for name, value in state.items() if name != "times"})  # as before it was there
 
 
 def test_cin_is_the_papers_sum_over_pairs():

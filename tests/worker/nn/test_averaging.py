@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embershard as es
+from embershard.worker.job.training import StepSection
 from embershard.worker.nn.averaging import WeightAverage
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import StepBatch
-from embershard.worker.training.step import StepSettings, TrainStep
+from embershard.worker.training.step import TrainStep
 
 
 class Net(nn.Module):
@@ -45,7 +46,7 @@ def trained(session, steps, *, decay=0.8, each=lambda *_: None, loss=loss_of, **
     average = WeightAverage(model.parameters(), decay=decay, read=session.read_dense)
     rows = es.ShardOptimizer(session)
     updater = SimpleNamespace(optimizers=[rows], skip=rows.skip, step=lambda weight: rows.step())
-    step = TrainStep(model, loss, updater, StepSettings(**settings), average=average)
+    step = TrainStep(model, loss, updater, StepSection(**settings), average=average)
     expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(decay))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for ids in batches(steps):

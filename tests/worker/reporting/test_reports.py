@@ -26,10 +26,9 @@ from embershard.worker.nn.lr_schedule import Schedule
 from embershard.worker.reporting import log as reporting
 from embershard.worker.reporting.advice import first_warning, waiting_advice
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
-from embershard.worker.reporting.mode import mode_of
 from embershard.worker.reporting.profile import TRACED_STEPS, WARM_UP_STEPS, Profile
 from embershard.worker.reporting.records import BestWeights, Evaluation, Interval, RunMode, RunPlan, RunResult
-from embershard.worker.reporting.report import Report
+from embershard.worker.reporting.report import Report, mode_of
 from embershard.worker.reporting.terminal import Terminal, result_table
 from embershard.worker.reporting.throughput import Throughput, Waited
 from embershard.worker.training.evaluate import Best

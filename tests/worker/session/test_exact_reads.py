@@ -10,7 +10,7 @@ from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
-from embershard.worker.trained.evaluation import TrainedEvaluator
+from embershard.worker.trained.evaluation import trained_evaluator
 from embershard.worker.trained.reading import NotTrained, ReadOnlySession
 from embershard.worker.training.trainer import Trainer
 from harness.models import BagModel
@@ -140,7 +140,7 @@ def job(**sections):
 
 def live(job, session):
     data = job.data.open(Path(), job.train.seed)
-    return TrainedEvaluator(job, data, ReadOnlySession(session.client), None).evaluate()
+    return trained_evaluator(job, data, ReadOnlySession(session.client), None).evaluate()
 
 
 def figures(job, session):

@@ -243,6 +243,7 @@ def test_workers_agree_on_the_largest_norm():
         (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]"), WorkerLost),
         (RuntimeError("Application timeout caused pair closure (gloo)"), WorkerLost),
         (dist.DistNetworkError("The client socket has timed out"), WorkerLost),
+        (dist.DistBackendError(""), WorkerLost),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
     ],
 )

@@ -30,13 +30,13 @@ from embershard.worker.trained import export as export_module
 from embershard.worker.trained import import_weights
 from embershard.worker.trained.export import export_weights
 from embershard.worker.trained.folder import (
+    FACTS,
     UNFINISHED,
     CannotExport,
     ExportFacts,
     TableFacts,
     export_into,
     make_folder,
-    write_bytes,
     write_facts,
     write_tensors,
 )
@@ -192,11 +192,17 @@ def test_without_a_snapshot_nothing_says_which_rows_were_trained(run, tmp_path):
     assert first["embedding"].trained == IDS // 2
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.json"])
-def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.safetensors", lambda folder: write_tensors(folder / "a.safetensors", {"a": torch.ones(2)})),
+        (FACTS, lambda folder: write_facts(folder, ExportFacts(job={}, schema=SCHEMA, inputs=None, tables={}))),
+    ],
+)
+def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp_path, name, write):
     (tmp_path / name / "taken").mkdir(parents=True)
     with pytest.raises(CannotExport, match=rf"cannot write .*/{name}: Is a directory; export to another folder"):
-        write_tensors(tmp_path / name, {"a": torch.ones(2)}) if "tensors" in name else write_bytes(tmp_path / name, b"")
+        write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotExport):
@@ -552,6 +558,9 @@ def test_buffers_of_any_type_and_hashed_tables_of_two_names_come_back(make_sessi
     twice = {name: torch.cat([value] * 2) for name, value in load_file(tmp_path / "tables.safetensors").items()}
     save_file(twice, tmp_path / "tables.safetensors")
     with pytest.raises(CannotImport, match=r"hashed\.ids has an id twice"):
+        import_state(tmp_path, settings, SCHEMA, session)
+    save_file({**twice, "hashed.ids": torch.tensor(2)}, tmp_path / "tables.safetensors")
+    with pytest.raises(CannotImport, match=r"hashed\.ids has shape \(\)"):
         import_state(tmp_path, settings, SCHEMA, session)
 
 

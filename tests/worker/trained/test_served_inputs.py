@@ -18,7 +18,7 @@ GOOD = {"user": ["1", "2"], "tags": [["1", "a"], []], "age": [1.5, 2]}
 
 @pytest.fixture(scope="module")
 def inputs():
-    return FeatureInputs(Preprocessor(FEATURES).to_dict())
+    return FeatureInputs({**Preprocessor(FEATURES).to_dict(), "ignored": []})
 
 
 def same(one, other):

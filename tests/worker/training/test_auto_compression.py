@@ -12,7 +12,7 @@ from embershard.proto.messages import Compress, TableCodecs, bulk_bytes
 from embershard.worker.client import connections
 from embershard.worker.session import session as session_module
 from embershard.worker.training import autotune as auto
-from embershard.worker.training.autotune import CodecTuner, Cost, Link, best, candidates, measure
+from embershard.worker.training.autotune import CodecTuner, Cost, best, candidates, link_speed, measure
 from embershard.worker.training.codecs import JobCodecs
 from harness.job import make_job
 
@@ -31,7 +31,7 @@ COSTS = [cost(FP16S, 2e6, 0.001), cost(INT8, 1e6, 0.003)]  # break-even at 2 GB/
     ("bytes_per_second", "want"), [(1e7, INT8), (4e8, INT8), (6e8, FP16S), (1.5e9, FP16S), (1.7e9, None), (1e12, None)]
 )
 def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second, want):
-    found, why = best(COSTS, Link(bytes_per_second))
+    found, why = best(COSTS, bytes_per_second)
     assert (found and found.codec) == want
     if found is None:
         assert "fp16s would pay below 12.8 Gbit/s" in why
@@ -42,9 +42,8 @@ def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second, want):
 def test_a_link_is_what_its_larger_and_faster_calls_saw():
     waited = [(1_000_000, 5.0)] * 10  # for another worker
     calls = [(1_000_000, 0.11)] * 10 + waited + [(10, 0.01)] * 12  # the last say nothing of the link
-    link = Link.of(calls, round_trip=0.01)
-    assert link.bytes_per_second == pytest.approx(1e7)
-    assert Link.of([], 0.0) is None
+    assert link_speed(calls, round_trip=0.01) == pytest.approx(1e7)
+    assert link_speed([], 0.0) is None
 
 
 ALLOW = [CodecName.parse(text) for text in ("topk:0.01", "onebit", "bf16", "dgc:0.01")]

@@ -16,6 +16,7 @@ from torch import nn
 import embershard as es
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
+from embershard.worker.job.training import StepSection
 from embershard.worker.models.ctr.dlrm import DLRM
 from embershard.worker.models.ctr.fm import DeepFM
 from embershard.worker.models.loss import bce, loss_of, weight_by
@@ -26,7 +27,7 @@ from embershard.worker.nn.compile import compile_dense
 from embershard.worker.strategy.allreduce import all_reduced
 from embershard.worker.strategy.dense import _shard
 from embershard.worker.strategy.protocol import StepBatch, step_batches
-from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep
+from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, TrainStep
 
 ROWS, F, D = 30, 3, 2
 
@@ -81,7 +82,7 @@ class OnShards:
             rows.step()
 
         self.updater = SimpleNamespace(rows=rows, optimizers=[rows], skip=rows.skip, step=update)
-        self.step = TrainStep(self.model, loss, self.updater, StepSettings(**settings), agree=agree)
+        self.step = TrainStep(self.model, loss, self.updater, StepSection(**settings), agree=agree)
 
     def train(self, parts):
         return [self.step(turn(part)) for part in parts]
@@ -186,7 +187,7 @@ def test_sparse_gradients_of_torch_are_clipped_like_dense_ones():
     for model in (dense, sparse):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         updater = SimpleNamespace(optimizers=[optimizer], step=lambda weight, it=optimizer: (it.step(), it.zero_grad()))
-        step = TrainStep(model, lambda m, b: m(b.ids).square().sum(), updater, StepSettings(clip_norm=0.2))
+        step = TrainStep(model, lambda m, b: m(b.ids).square().sum(), updater, StepSection(clip_norm=0.2))
         for part in batches(8, 8):
             step(turn(part))
     torch.testing.assert_close(sparse.weight, dense.weight)
@@ -220,7 +221,8 @@ class HalfUsed(nn.Module):
 def test_a_parameter_without_a_gradient_that_workers_would_sum_ends_the_run_at_once(joined):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        step = TrainStep(joined(HalfUsed()), lambda module, batch: module(batch).mean(), SimpleNamespace(optimizers=[]))
+        updater = SimpleNamespace(optimizers=[])
+        step = TrainStep(joined(HalfUsed()), lambda module, batch: module(batch).mean(), updater, StepSection())
         with pytest.raises(JobError, match=r"a batch left layer\.bias without a gradient, for which the other workers"):
             step(turn(batches(4)[0]))
     finally:
@@ -438,4 +440,4 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
 )
 def test_settings_out_of_range_are_named(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
-        StepSettings(**settings)
+        StepSection(**settings)

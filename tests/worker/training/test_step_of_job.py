@@ -14,7 +14,6 @@ from embershard.worker.patterns import choose, freeze, matches
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.build import choose_strategy, step_of
-from embershard.worker.training.step import StepSettings
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import Notes, click_data, click_job, copied
 from harness.job_files import mistakes
@@ -248,11 +247,6 @@ def made(worker=0, **train):
 def turn():
     batch = next(iter(click_data(train=8).train(0, 0, 1, 8)))
     return StepBatch(0, batch, len(batch))
-
-
-def test_a_step_has_the_settings_of_the_job():
-    train = {"amp": "bf16", "accumulate": 3, "clip_norm": 0.5, "non_finite": "skip"}
-    assert made(**train)[0]._settings == StepSettings(**train)
 
 
 def test_workers_leave_out_together_what_one_of_them_must(monkeypatch):

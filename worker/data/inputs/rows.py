@@ -102,9 +102,7 @@ class RowInputs:
         return cls(
             categorical=tuple(CategoricalInput(**{**c, "values": tuple(c["values"])}) for c in data["categorical"]),
             numeric=tuple(NumericInput(**n) for n in data["numeric"]),
-            lists=tuple(  # of earlier exports none, or without values
-                ListInput(**{**one, "values": tuple(one.get("values", ()))}) for one in data.get("lists", ())
-            ),
+            lists=tuple(ListInput(**{**one, "values": tuple(one["values"])}) for one in data["lists"]),
             ignored=tuple(data["ignored"]),
         )
 

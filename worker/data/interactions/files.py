@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import JobError
 from embershard.worker.data.files import LOOK_BYTES, Block, read_blocks
-from embershard.worker.data.text import Layout, column, read_tables
+from embershard.worker.data.text import BOM, Layout, column, read_tables
 
 _PAIRS = Layout(columns={"user": "id", "item": "id"}, delimiter="\t")
 _RATING = Layout(columns={"user": "id", "item": "id", "rating": "number", "time": "number"}, delimiter="\t")
@@ -36,7 +35,7 @@ def look_at_ncf(prefix: Path) -> None:
 
 def _lines(block: Block) -> Iterator[tuple[int, bytes]]:
     """Numbers and texts of the lines of a block that are not empty; as Arrow, they end at LF, CR LF or CR."""
-    text = block.text.removeprefix(BOM_UTF8) if block.first_line == 1 else block.text
+    text = block.text.removeprefix(BOM) if block.first_line == 1 else block.text
     return ((number, line) for number, line in enumerate(text.splitlines(), block.first_line) if line.strip())
 
 
@@ -68,11 +67,6 @@ def _parse_list(path: Path, number: int, fields: list[bytes]) -> Ids:
     if numbers.min() < 0:
         raise JobError(where=f"{path}:{number}", reason="expected a user and its items, as integers >= 0")
     return numbers
-
-
-def read_pairs(path: Path) -> tuple[Ids, Ids]:
-    """(N,) users and items of a file."""
-    return read_actions(path, _PAIRS.delimiter)
 
 
 def read_actions(path: Path, delimiter: str) -> tuple[Ids, Ids]:

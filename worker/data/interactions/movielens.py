@@ -11,7 +11,7 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.inputs.rows import RowInputs
-from embershard.worker.data.interactions.files import read_candidates, read_pairs
+from embershard.worker.data.interactions.files import read_actions, read_candidates
 from embershard.worker.data.interactions.interactions import (
     Interactions,
     check_numbering,
@@ -36,7 +36,7 @@ class NcfData:
             raise ValueError(f"negatives must be >= 0, got {negatives}")
         self._negatives, self._seed = negatives, seed
         self._where = f"{prefix}.train.pairs"
-        users, items = read_pairs(Path(self._where))
+        users, items = read_actions(Path(self._where), delimiter="\t")
         test_users, test_items, test_labels = read_candidates(prefix)
         num_users = int(max(users.max(), test_users.max())) + 1
         num_items = int(max(items.max(), test_items.max())) + 1

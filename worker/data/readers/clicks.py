@@ -1,6 +1,6 @@
 """A click stream shaped like Criteo's, made up as it is read: nothing to download, and the best AUC is known.
 
-Ids follow the cardinalities and the skew of click_columns.py. Labels are drawn from a planted model: each id has an
+Ids follow the cardinalities and the skew of criteo_statistics.py. Labels are drawn from a planted model: each id has an
 effect, a few pairs of columns interact through latent vectors, and dense features add their part. The planted logits
 rank the samples as well as anything can, so their AUC on a split is the best that a trained model could reach there.
 

@@ -25,7 +25,7 @@ from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import BLOCK_BYTES, LOOK_BYTES, Block, File, expand, read_blocks
 from embershard.worker.data.readers.parquet import LOOK_ROWS, READ_ROWS, ParquetSource
 from embershard.worker.data.stream import BlockSource
-from embershard.worker.data.text import Kind, Layout, TextSource, line_of, parse, read_header, recoded
+from embershard.worker.data.text import BOM, Kind, Layout, TextSource, line_of, parse, read_header, recoded
 from embershard.worker.data.values import BadFeature, BadValue
 
 Format = Literal["parquet", "csv", "tsv", "jsonl"]
@@ -277,7 +277,7 @@ def read_vocabulary(path: File, table: str) -> list[int]:
     from embershard.worker.data.hashing import hash_texts  # here: its kernels need numba, and a look at files not
 
     lines = [line.rstrip(b"\r") for block in read_blocks(path) for line in block.text.removesuffix(b"\n").split(b"\n")]
-    lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")  # of Windows programs
+    lines[0] = lines[0].removeprefix(BOM)  # of Windows programs
     first: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):
         if first.setdefault(line, number) != number:
@@ -309,7 +309,7 @@ def _json_schema(paths: Sequence[File], wanted: Wanted) -> pa.Schema:
     names: dict[str, None] = {}
     looked, has_lines = 0, False
     for path, block in ((own, block) for own in paths for block in read_blocks(own, LOOK_BYTES)):
-        for number, line in enumerate(block.text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), block.first_line):
+        for number, line in enumerate(block.text.removeprefix(BOM).split(b"\n"), block.first_line):
             if line.strip():
                 has_lines = True
                 row = json_row(f"{path}:{number}", line)
@@ -383,7 +383,7 @@ def _parse_json(schema: pa.Schema, path: File, block: Block, layout: Layout) -> 
         parse_options = pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
         return pa_json.read_json(pa.BufferReader(text), read_options, parse_options).select(list(layout.columns))
 
-    text = block.text.removeprefix(b"\xef\xbb\xbf") if block.first_line == 1 else block.text
+    text = block.text.removeprefix(BOM) if block.first_line == 1 else block.text
     try:
         return read(text)
     except pa.ArrowException as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
+from embershard.proto.spec import MAX_FLOAT32
 from embershard.worker.data.files import as_file
 from embershard.worker.job.data_section import SPLITS, DataSection, Delimiter, Encoding, FileFormat, Name, on_disk
 from embershard.worker.job.sections import ONE_OR_MORE, Count, Section, Share
@@ -33,11 +34,10 @@ _MEANT_FOR = {  # field -> the types of features that have it
     "missing": ("number",),
 }
 _OF_IDS = ("table", "dim", "ids", "num_ids", "buckets", "vocabulary", "min_count")
-_LARGEST = 3.4028234663852886e38  # of float32
 
 
 def _of_float32(value: float) -> float:
-    if abs(value) > _LARGEST:
+    if abs(value) > MAX_FLOAT32:
         raise ValueError(f"{value:g} is infinite in float32, which models compute with; give a number below 3.4e38")
     return value
 
@@ -299,10 +299,8 @@ class TabularSection(DataSection):
         if self.split is not None and (self.valid or self.test):
             return "split", "makes valid and test of the rows of train: remove it, or these files"
         if not self.features:
-            return (
-                "reader",
-                f"{self.reader} needs the section features, which says what to read: features: {{user: {{}}}}",
-            )
+            reason = f"{self.reader} needs the section features, which says what to read: features: {{user: {{}}}}"
+            return "reader", reason
         if not self.label and self.negatives is None:
             return "label", "names no column, so that each row has label 1: add negatives"
         if self.negatives is not None:

@@ -656,7 +656,7 @@ def test_a_decimal_is_the_number_of_a_request(tmp_path):
     features = "{price: {type: number, bucketise: 10}, cost: {type: number, column: price}}"
     section = section_of(tmp_path, {"price": decimals}, features).fit(tmp_path, 0)
     (batch,) = section.open(tmp_path, 0).evaluate("train", 0, 1, 400)
-    served = FeatureInputs({"kind": "features", **section.preprocessor().to_dict()})
+    served = FeatureInputs({"kind": "features", **section.preprocessor().to_dict(), "ignored": []})
     ids, dense = served({"price": [float(text) for text in texts]})
     assert ids.tolist() == batch.ids.tolist()
     assert dense.tolist() == batch.dense.tolist()
