@@ -74,14 +74,14 @@ class Restores:
         self._shard, self._placement, self._optimizers = shard, placement, optimizers
         self._names, self._install, self._budget = names, install, budget
         self._places = places or AnyPlace()
-        self._reader: SnapshotReader | None = None
+        self.reader: SnapshotReader | None = None  # of the restore that goes on, or that was installed
         self._asked_at = 0.0  # when somebody asked for it last
 
     def answer(self, request: Restore, now: float) -> Restored:
         """Begin, watch, install or cancel."""
         if request.step == "begin":
             self._begin(request)
-        reader = self._reader
+        reader = self.reader
         if reader is None or reader.request.id != request.id:
             raise SnapshotUnknown(what="restore of", name=request.name or request.url)
         self._asked_at = now
@@ -93,7 +93,7 @@ class Restores:
                 return reader.install(self._install)
             case "cancel":
                 reader.cancel()
-                self._reader = None
+                self.reader = None
                 return Restored(state="cancelled")
         raise InvalidRequest(
             reason=f"a restore has no step {request.step[:50]!r} (known: begin, watch, install, cancel)"
@@ -101,14 +101,14 @@ class Restores:
 
     def advance(self, now: float) -> None:
         """Drop what was read for a client that asks no more."""
-        reader = self._reader
+        reader = self.reader
         if reader is not None and not reader.installed and now - self._asked_at > HELD_SECONDS:
             _log.warning(
                 "the restore of %s is dropped: its client has not asked for it for %.0f s", reader.request.url,
                 HELD_SECONDS,
             )  # fmt: skip
             reader.cancel()
-            self._reader = None
+            self.reader = None
 
     def extend(self, seconds: float) -> None:
         """Wait so many seconds longer, in which this process received nothing."""
@@ -116,26 +116,26 @@ class Restores:
 
     def table_names(self, number: int) -> list[str]:
         """The tables that a restore has read."""
-        reader = self._reader
+        reader = self.reader
         return reader.table_names() if reader is not None and reader.request.id == number else []
 
     def _begin(self, request: Restore) -> None:
-        if self._reader is not None:
-            if self._reader.request.id == request.id:  # its first reply was lost
+        if self.reader is not None:
+            if self.reader.request.id == request.id:  # its first reply was lost
                 return
-            self._reader.cancel()  # whoever wanted it would have ended it
-            self._reader = None
+            self.reader.cancel()  # whoever wanted it would have ended it
+            self.reader = None
         if request.name:
             check_name(request.name)
         self._places.check(request.url)
         self._check(request)
-        self._reader = SnapshotReader(
+        self.reader = SnapshotReader(
             request, self._shard, self._placement, self._optimizers, self._budget, self._places
         )
 
     def _check(self, request: Restore) -> None:
         names = self._names()
-        installed = self._reader is not None and self._reader.installed
+        installed = self.reader is not None and self.reader.installed
         if names and not request.replace and not installed:
             more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
             raise TablesInTheWay(tables=", ".join(sorted(names)[:_NAMES_SHOWN]) + more)

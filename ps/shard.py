@@ -260,7 +260,8 @@ class Shard:
         """Let time pass: every request that arrived before `now` has been handled."""
         if self._bases is not None:
             self._take_base(now, self._bases)
-        self._restores.advance(now)
+        if self._restores.reader is not None:
+            self._restores.advance(now)
         leases = self._leases
         leases.now = max(leases.now, now)
         if leases.now <= leases.next_end:

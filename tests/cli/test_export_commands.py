@@ -90,7 +90,7 @@ def test_a_checkpoint_is_exported_whole_and_imported(monkeypatch):
     assert int(model.get_buffer("deep.1.num_batches_tracked")) == 12  # batch norm's, which are the worker's
 
     fresh = local(1)
-    monkeypatch.setattr(fresh.client, "close", lambda: None)  # what the command has put there is read below
+    monkeypatch.setattr(fresh.client, "close", lambda **_: None)  # what the command has put there is read below
     monkeypatch.setattr(import_command, "connect", lambda addresses, tls: fresh)
     assert "table embedding: 20 rows" in embershard("import", "job.yaml", "out", "--ps", "127.0.0.1:7700")
     (table,) = (table for table in fresh.tables if table.spec.name == "embedding")
