@@ -77,7 +77,8 @@ def reliability(
     """Mean prediction, mean label and samples of up to `bins` bins, which have about as many samples each.
 
     Samples are put into bins by their prediction, as scikit-learn's calibration_curve does by quantiles; equal ones
-    come into one bin. Empty without samples, and with a NaN prediction.
+    come into one bin. One whose samples all have weight 0 is left out. Empty without samples, and with a NaN
+    prediction.
     """
     predicted = _sigmoid(logits)
     if not len(labels) or np.isnan(predicted).any():
@@ -88,7 +89,8 @@ def reliability(
         chosen = which == number
         of_chosen = None if weights is None else weights[chosen]
         mean, rate = _mean(predicted[chosen], of_chosen), _mean(labels[chosen], of_chosen)
-        found.append((mean, rate, int(chosen.sum())))
+        if not math.isnan(mean):
+            found.append((mean, rate, int(chosen.sum())))
     return found
 
 

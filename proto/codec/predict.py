@@ -28,8 +28,9 @@ def predict_bytes(
 
     Exact where all rows travel, and for randomk; the positions of topk, dgc and rows are taken to be random. age: the
     mean of the rows that are sent; where it is not known, 1 / ratio for rows, as after a few steps, and none for
-    elements. touched: of how many rows the elements are; where it is not known, as at random. delta: as if every row
-    had changed. ValueError for powersgd, whose bytes depend on the shapes of the parameters.
+    elements. touched: of how many rows something is sent, on average; where it is not known, by the ratio for rows,
+    and as at random for elements. delta: as if every row had changed. ValueError for powersgd, whose bytes depend on
+    the shapes of the parameters.
     """
     if codec.is_plain or codec.select == "delta":
         return 4.0 * num_ids * dim
@@ -39,10 +40,15 @@ def predict_bytes(
     if codec.select == "powersgd":
         raise ValueError(f"codec {str(codec)!r}: its bytes depend on the shapes of the parameters")
     if codec.select == "rows":
-        count = count_of(codec.number, num_ids)
+        whole = float(count_of(codec.number, num_ids)) if touched is None else min(touched, num_ids)
         if age is None:
-            age = num_ids / count if count else 1.0
-        return HEAD_BYTES + _position_bytes(count, num_ids) + (age_bytes(count, age) or 1) + values.nbytes(count, dim)
+            age = num_ids / whole if whole else 1.0
+        fewer, share = math.floor(whole), whole % 1  # a message has whole rows
+        return HEAD_BYTES + sum(
+            part * (_position_bytes(count, num_ids) + (age_bytes(count, age) or 1) + values.nbytes(count, dim))
+            for count, part in ((fewer, 1 - share), (fewer + 1, share))
+            if part
+        )
     count = count_of(codec.number, num_ids * dim)
     drawn = codec.select == "randomk"
     positions = _varint_bytes(count) + 1 + _KEY if drawn else _position_bytes(count, num_ids * dim)

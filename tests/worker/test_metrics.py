@@ -280,6 +280,8 @@ def test_figures_of_a_label_are_weighed_and_leave_missing_ones_out():
     assert figures.compute()["logloss:b"] == one.compute()["logloss"]
     bins = reliability(np.array([0.0, 1.0]), np.zeros(2), np.array([3.0, 1.0]))
     assert bins == [(0.5, 0.25, 2)]
+    bins = reliability(np.array([0.0, 1.0, 1.0]), np.array([-3.0, 0.0, 0.0]), np.array([0.0, 1.0, 1.0]), bins=3)
+    assert bins == [(0.5, 1.0, 2)]  # samples that count nothing have no mean
     assert math.isnan(logloss(np.ones(2), np.zeros(2), np.zeros(2)))
     assert reliability(np.ones(2), np.array([0.0, math.nan])) == []
 

@@ -62,6 +62,10 @@ class SentAverages(NamedTuple):
     rows: float | None = None  # of which something was sent
     age: float | None = None  # of these
 
+    def of(self, rows: int, average: float) -> SentAverages:
+        """Those of messages about `rows` rows, where these are of messages about `average`."""
+        return self if self.rows is None or not average else self._replace(rows=self.rows * rows / average)
+
 
 class Feedback:
     """Error feedback of one table for one shard: keeps at most `capacity` rows of residuals (None: all)."""

@@ -95,6 +95,7 @@ class TableCompressor:
             buckets = mix64(residual.ids, self.spec.space_key) >> np.uint64(BUCKET_SHIFT)
             moved = residual.some(placement.shard_of[buckets] != shard)
             feedback.residuals.forget(moved.ids)
+            feedback.residuals.capacity = self._capacity
             if shard not in placement.shards:
                 del self._feedbacks[shard]
             self._hold(moved)

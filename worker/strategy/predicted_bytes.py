@@ -89,7 +89,9 @@ def predict_volumes(moved: ByteCounts, client: Client) -> dict[BytePart, float]:
             rows = counted.raw / (_FLOAT_BYTES * spec.dim) / counted.messages
             fewer, share = math.floor(rows), rows % 1  # a message has whole rows
             expected[part] = counted.messages * sum(
-                weight * part_of_messages * _payload_bytes(stage, part.direction, count, spec.dim, find, sent)
+                weight
+                * part_of_messages
+                * _payload_bytes(stage, part.direction, count, spec.dim, find, sent.of(count, rows))
                 for stage, weight in stages
                 for count, part_of_messages in ((fewer, 1 - share), (fewer + 1, share))
             )

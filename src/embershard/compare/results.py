@@ -120,7 +120,7 @@ class ArmRun(RunFigures):
     ok: bool
     error: str  # the last words of a run that failed twice
     attempts: int
-    words: tuple[str, ...]  # of `embershard train`, behind the job file
+    words: tuple[str, ...]  # of `embershard train`, behind the job file: settings, modules and data
     folder: str  # of its log, below that of the comparison
     began: str  # "2026-11-21 12:00:00 +0000"
     total_seconds: float  # from the command to its end

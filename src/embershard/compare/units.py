@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 
 from embershard.compare.results import Bandwidth, Estimate
@@ -107,9 +108,19 @@ def _with_interval(estimate: Estimate, text: Callable[[float], str], unit: str =
     return f"{mean} [{text(estimate.low)}, {text(estimate.high)}]"
 
 
+# of built-in metrics that papers write otherwise; others, as those of a user, keep their names
+_AS_IN_PAPERS = {name: name.upper() for name in ("auc", "gauc", "ne", "hr", "ndcg", "map")} | {"recall": "Recall"}
+
+
 def metric_name(metric: str) -> str:
-    """Write a metric's name as papers do."""
-    return metric if metric in ("logloss", "calibration") else metric.upper()
+    """Write a metric's name as papers do; its label, or its k, stays as it is."""
+    name = re.split("[:@]", metric, maxsplit=1)[0]
+    return _AS_IN_PAPERS.get(name, name) + metric[len(name) :]
+
+
+def is_or_are(count: int) -> str:
+    """Choose the verb of so many things."""
+    return "is" if count == 1 else "are"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -179,7 +179,7 @@ def test_failed_runs_are_in_no_figure_and_an_arm_that_lost_some_is_not_said_to_h
     assert (found.failed_runs, found.difference.seeds) == (1, 4)
     assert verdict(results, "fp16s").difference.seeds == 5
     assert (found.quality, found.outcome) == ("equivalent", "undecided")
-    assert found.reasons[0] == "1 of its runs failed, and are in no figure."
+    assert found.reasons[0] == "1 of its runs failed and is in no figure."
     words = " ".join(summary(results))
     assert "as good where it ended well, but 1 of its runs failed" in words
     assert "no other arm is shown to be as good and faster" in words
@@ -222,6 +222,19 @@ def test_an_arm_is_judged_at_its_own_best_rate():
         key = ("topk:0.01", "quality", multiple, 2)
         failed = with_runs(results, lambda run, key=key: {"ok": (run.arm, run.kind, run.multiple, run.seed) != key})
         assert c.lost_runs(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) == lost
+
+
+def test_a_metric_without_a_margin_says_that_no_model_counts_as_equally_good():
+    """By default built-in metrics other than those of MARGINS, and all of users, have none."""
+    results = with_runs(fake_results((NONE, INT8)), lambda run: {"metrics": {"mae": run.metrics.get("auc")}})
+    results = c.conclude(results.model_copy(update={"metric": "mae"}))
+    words = "no difference is shown, and without a margin (--margin) no model counts as equally good"
+    assert verdict(results).outcome == "undecided"
+    assert any(words in reason for reason in verdict(results).reasons)
+    assert "but no difference of mae is shown, and without a margin (--margin)" in " ".join(summary(results))
+    results = c.conclude(results, margin=0.0005)
+    assert verdict(results).outcome == "paid"
+    assert "margin (--margin)" not in " ".join([*verdict(results).reasons, *summary(results)])
 
 
 def test_lower_is_better_for_logloss():

@@ -19,9 +19,17 @@ from embershard.compare.report.drawing import Picture
 from embershard.compare.report.page import Pictures
 from embershard.compare.report.report import page_of, write_report
 from embershard.compare.report.summary import headline, summary, warnings
-from embershard.compare.report.tables import BYTE_PARTS, STEP_PARTS, bytes_table, part_name, waiting_table
+from embershard.compare.report.tables import (
+    BYTE_PARTS,
+    STEP_PARTS,
+    bytes_table,
+    conditions_table,
+    part_name,
+    waiting_table,
+)
 from embershard.compare.report.terminal import print_summary
 from embershard.compare.results import ArmBytes, Results, StepPart
+from embershard.compare.units import metric_name
 
 GOLDEN = Path(__file__).with_name("golden_report.md")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -138,6 +146,23 @@ def test_what_was_sent_again_leaves_the_prediction_of_the_rest_in_the_sum():
     rows = [row for row in rows if row[0] == "int8"]
     assert rows[-2][1:4] == ["other", "other", "300 B"]
     assert (rows[-1][1], rows[-1][6]) == ("both", "+0.21 %")
+
+
+def test_a_link_without_limit_is_not_said_to_be_limited():
+    for links, limited in ((ONLY_UNLIMITED, False), ({"100mbit": 1e8, "unlimited": None}, True)):
+        said = dict(conditions_table(fake_results(links=links)).rows)
+        assert ("limited by a token bucket" in said["links"], "speed on limited links" in said) == (limited, limited)
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("auc", "AUC"), ("auc:income", "AUC:income"), ("ndcg@10", "NDCG@10"), ("recall@20", "Recall@20"),
+        ("logloss:b", "logloss:b"), ("brier", "brier"), ("my_gini", "my_gini"),
+    ],
+)  # fmt: skip
+def test_a_metric_is_named_as_in_papers_and_labels_and_metrics_of_users_as_they_are(metric, said):
+    assert metric_name(metric) == said
 
 
 def test_intervals_wider_than_the_picture_are_cut_and_said_to_be():
@@ -314,6 +339,16 @@ def test_the_terminal_shows_every_arm_within_its_width(width):
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     assert all(any(line.startswith(arm) for line in lines) for arm in ("none", "fp16s", "int8", "topk:0.01"))
+
+
+def test_the_terminal_folds_a_long_arm_and_cuts_no_figure():
+    arm = replace(INT8, label="push=int8/pull=fp16s/dense.push=dgc:0.001")
+    results = fake_results((NONE, FP16S, arm), links={"100mbit": 1e8, "unlimited": None})
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_summary(results, console)
+    text = console.export_text()
+    assert f"{results.verdicts[-1].difference.mean:+.5f}" in text
+    assert re.search(r"AUC\s.*difference", text, re.DOTALL)
 
 
 def palettes(folder):

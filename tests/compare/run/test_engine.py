@@ -50,7 +50,7 @@ class Bench:
     """A comparison of two arms and two seeds in a folder."""
 
     def __init__(self, path):
-        self.path, self.namespaces = path, None
+        self.path, self.namespaces, self.data = path, None, None
         (path / "job.yaml").write_text(JOB)
         self.console = Console(record=True, width=200)
 
@@ -59,7 +59,7 @@ class Bench:
             fields["link"] = "network namespace"
         plan = plan_of(self.path / "job.yaml", arms, **fields)
         with Folder(self.path / "out", plan.experiment) as folder:
-            place = RunSetup(job=self.path / "job.yaml", data=None, folder=folder.path)
+            place = RunSetup(job=self.path / "job.yaml", data=self.data, folder=folder.path)
             engine = Engine(plan, folder, place, Show(self.console), self.namespaces)
             engine.run()
             self.runs = folder.runs
@@ -99,6 +99,13 @@ def test_rates_are_tuned_first_and_once_and_only_better_ones_are_run_again(bench
     assert [run.multiple for run in bench.runs.values()][4:] == [1.0, 1.0, 2.0, 2.0]
     bench.run(multiples=(1.0, 2.0), seeds=(0, 1))
     assert [run.kind for run in bench.runs.values()] == ["tune"] * 4 + ["quality"] * 8
+
+
+def test_a_run_names_the_data_that_it_was_made_with(bench):
+    """So that its command, which the report shows, makes the same run again."""
+    bench.data = bench.path / "files"
+    bench.run(seeds=(0,))
+    assert [run.words[-2:] for run in bench.runs.values()] == [("--data", str(bench.data))] * 2
 
 
 class NumberedShards(Namespaces):

@@ -111,3 +111,17 @@ def test_residuals_follow_their_ids_to_the_shards_that_have_them():
         drained = {id_ for part in compressor.drain(shard, 1.0, 2**20) for id_ in part.ids.tolist()}
         assert drained == mine & held.keys()
     assert not compressor.residual_rows()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1)])
+def test_the_residual_of_a_table_has_as_much_room_on_any_number_of_shards(before, after):
+    compressor = Compressor(0, Placement.even(before))
+    compressor.settings = Compression(push="topk:0.1", residual_rows=8)
+    compressor.add(compressor.with_codecs(SPEC, dense=False), dense=False)
+    four = make_route(IDS, SPEC.space_key, Placement.even(4))
+    first = four.ids[four.slice_of(0)][:1]  # of shard 0 under both
+    for ids, placement in ((first, Placement.even(before)), (IDS, Placement.even(after, epoch=2))):
+        compressor.follow(placement)
+        route = make_route(ids, SPEC.space_key, placement)
+        push(compressor, route, RANDOM.normal(size=(len(route.ids), 4)).astype(np.float32), placement)
+    assert len(compressor.residual(SPEC.name).ids) == 8

@@ -264,6 +264,22 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session, codec, rows):
         assert expected[held] == pytest.approx(moved[held].wire, rel=0.03)
 
 
+@pytest.mark.parametrize("codec", ["rows:0.1", "rows:0.3", "rows:0.5+int8"])
+@pytest.mark.parametrize("most", [6, 30])
+def test_rows_of_messages_of_a_few_rows_are_foreseen(make_session, codec, most):
+    """Of 5 rows rows:0.1 sends one, of 15 two: which part it sends of all depends on the sizes of the messages."""
+    client = make_session(2).client
+    client.declare(ITEMS)
+    client.compressor.choose("items", CodecName.parse(codec))
+    rng = np.random.default_rng(0)
+    for clock in range(40):
+        ids = rng.choice(500, rng.integers(1, most), replace=False)
+        route = ascending(make_route(ids, ITEMS.space_key, client.placement))
+        client.push([("items", route, rng.standard_normal((len(ids), ITEMS.dim), np.float32))], clock=clock)
+    moved = client.stats.volume
+    assert predict_volumes(moved, client)[ROWS] == pytest.approx(moved[ROWS].wire, rel=0.03)
+
+
 def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session):
     client = make_session(2).client
     client.declare(ITEMS)

@@ -46,7 +46,7 @@ from embershard.compare.results import (
     SpeedVerdict,
     Verdict,
 )
-from embershard.compare.units import link_text, metric_name
+from embershard.compare.units import is_or_are, link_text, metric_name
 
 # what a difference must exceed to be of consequence; 0.001 of AUC is what CTR papers hold to be worth having
 MARGINS = {"auc": 0.0005, "logloss": 0.001, "hr": 0.003, "ndcg": 0.003, "recall": 0.003}
@@ -54,6 +54,7 @@ NO_GAIN = 1.05  # nobody changes a job for a speed-up below this
 KEPT = ("equivalent", "not worse", "better")  # verdicts on a model that is good enough
 # With fewer pairs of runs the report opens with a caution: an interval of two is 12.7 standard errors wide.
 FEW_SEEDS = 3
+NO_MARGIN = "without a margin (--margin) no model counts as equally good"  # of a metric that has none by default
 NOT_JUDGED = ("calibration", "samples", "users")  # best near 1, or no quality at all
 CODING = ("encode", "decode", "shards")  # parts of a step: the worker's, and what shards did of it meanwhile
 
@@ -332,7 +333,7 @@ def _reasons(
     own = [run for run in results.runs if (run.arm, run.kind, run.ok) == (arm, "quality", True)]
     undefined, name = sum(run.metrics.get(results.metric) is None for run in own), metric_name(results.metric)
     if failed:
-        yield f"{failed} of its runs failed, and are in no figure."
+        yield f"{failed} of its runs failed and {is_or_are(failed)} in no figure."
     if not speeds:
         yield "No run of it ended well beside one of the baseline, so nothing can be said of it."
         return
@@ -340,7 +341,8 @@ def _reasons(
         yield f"No run of it has {name} beside one of the baseline, so nothing can be said of its model."
     else:
         if undefined:
-            yield f"{undefined} of its runs ended without {name}, as where a model diverged, and are in no difference."
+            are = f"{is_or_are(undefined)} in no difference"
+            yield f"{undefined} of its runs ended without {name}, as where a model diverged, and {are}."
         if quality.difference.seeds < 2:
             yield "One seed gives no interval: any difference may be chance."
         yield _quality_sentence(quality)
@@ -360,7 +362,7 @@ def _quality_sentence(quality: Quality) -> str:
         "not worse": f"not worse by more than the margin{margin}",
         "better": "better",
         "worse": "worse",
-        "undecided": f"too uncertain for the margin{margin}" if margin else "no difference is shown",
+        "undecided": f"too uncertain for the margin{margin}" if margin else f"no difference is shown, and {NO_MARGIN}",
     }
     return f"{moved}: {said[quality.verdict]}."
 

@@ -12,6 +12,7 @@ from embershard.compare.results import ArmRun, Results, RunConditions
 from embershard.compare.run.plan import SKIPPED_SHARE, ComparisonPlan, can_be_limited, tries_codecs
 from embershard.compare.run.progress import name_of
 from embershard.compare.run.runs import SAID
+from embershard.compare.units import is_or_are
 from embershard.worker.job.job import Job
 
 
@@ -122,8 +123,9 @@ def _notes(plan: ComparisonPlan, runs: Sequence[ArmRun], judged: str, deciding: 
             yield f"{label}: {skipped:,} gradient rows held NaN or Inf and were not applied."
     failed = [run for run in runs if not run.ok]
     if failed:
+        are = is_or_are(len(failed))
         yield (
-            f"{len(failed)} of {len(runs)} runs failed twice, and are in no figure. The first of them: "
+            f"{len(failed)} of {len(runs)} runs failed twice and {are} in no figure. The first of them: "
             f"{name_of(failed[0])}; its output: `{failed[0].folder}/{SAID}`."
         )
 

@@ -91,8 +91,8 @@ def byte_picture(results: Results) -> Iterator[Picture]:
                 if (volume.arm, volume.direction) == (arm.label, direction):
                     parts[part_name(direction, volume.part)] = volume.sent
             bars.append(Bar(direction, parts))
-        fewer = f" · {ratio_text(base / sent)} fewer" if base and arm.label != results.baseline else ""
-        groups.append(ArmBars(arm.label, f"{bytes_text(sent)}{fewer}", bars))
+        beside = "" if base is None or arm.label == results.baseline else _beside(sent, base)
+        groups.append(ArmBars(arm.label, f"{bytes_text(sent)}{beside}", bars))
     if groups:
         described = "; ".join(f"{group.name} {group.total}" for group in groups)
         title = "Bytes per step, by direction and part"
@@ -102,6 +102,11 @@ def byte_picture(results: Results) -> Iterator[Picture]:
             description=f"Stacked bars of one worker's bytes per step, push and pull of every arm: {described}.",
             draw=lambda: draw_bars(title, groups, _BYTE_COLORS, bytes_text, ()),
         )
+
+
+def _beside(sent: float, base: float) -> str:
+    """Say how many times fewer, or more, bytes these are."""
+    return f" · {ratio_text(base / sent)} fewer" if sent <= base else f" · {ratio_text(sent / base)} more"
 
 
 def step_pictures(results: Results) -> Iterator[Picture]:

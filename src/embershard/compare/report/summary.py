@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embershard.compare.analysis.conclusions import FEW_SEEDS, KEPT, lost_runs, outcome_of
+from embershard.compare.analysis.conclusions import FEW_SEEDS, KEPT, NO_MARGIN, lost_runs, outcome_of
 from embershard.compare.report.page import ArmFinding
 from embershard.compare.report.tables import even_bounds, even_text, fp16_baseline
 from embershard.compare.results import FP16_BASELINE, Results, Speed, Verdict
@@ -193,11 +193,13 @@ def _open(results: Results, verdict: Verdict) -> str:
     fast = _speeds(results, verdict.arm, results.baseline)
     if verdict.quality in KEPT and verdict.faster_at:  # it had paid
         lost = lost_runs(results, verdict.arm, judged)
-        return f"is {fast} and as good where it ended well, but {lost} of its runs failed or have no {name}"
+        have = "has" if lost == 1 else "have"
+        return f"is {fast} and as good where it ended well, but {lost} of its runs failed or {have} no {name}"
     if verdict.quality in KEPT:
         return "trained as good a model, but is not shown to be faster or not"
-    margin = "" if judged.margin is None else f" for the margin of {judged.margin:g}"
-    moved = f"{name} {signed(judged.difference.mean, 4)} is too uncertain{margin}"
+    moved = f"{name} {signed(judged.difference.mean, 4)} is too uncertain for the margin of {judged.margin or 0:g}"
+    if judged.margin is None:
+        moved = f"no difference of {name} is shown, and {NO_MARGIN}"
     return f"is {fast}, but {moved}" if verdict.faster_at else f"is not shown to be faster, and {moved}"
 
 

@@ -223,8 +223,8 @@ def bytes_table(results: Results) -> ReportTable:
         columns=["arm", "direction", "part", "counted", "without codec", "predicted", "prediction off by", "fewer"],
         rows=rows,
         words=("direction", "part"),
-        note="Bytes of one worker's step with all shards. Predicted: computed from the codec's sizes before anything "
-        f"was sent. Fewer: the bytes of {results.baseline} over these; below 1x it is more.",
+        note="Bytes of one worker's step with all shards. Predicted: from the numbers of rows and messages, and the "
+        f"codec's sizes. Fewer: the bytes of {results.baseline} over these; below 1x it is more.",
     )
 
 
@@ -382,6 +382,8 @@ def conditions_table(results: Results) -> ReportTable:
     """Tabulate machine, versions and how it was measured."""
     where = results.conditions
     speed = "whole runs" if results.speed_steps is None else f"runs of {results.speed_steps:,} steps"
+    is_limited = any(link.bits_per_second is not None for link in results.bandwidths)
+    limit = f"; limited by a {results.link}" if is_limited else ""
     rows = [
         ["machine", f"{where.machine}, {where.cores} cores, {where.memory_gib} GiB"],
         ["system", f"{where.system}, Python {where.python}"],
@@ -389,8 +391,8 @@ def conditions_table(results: Results) -> ReportTable:
         *(["changed between runs", words] for words in where.mixed),
         ["load average at the start of a run", _loads(results)],
         ["workers and shards", f"{results.workers} and {results.shards}"],
-        ["links", ", ".join(link_text(link) for link in results.bandwidths) + f"; limited by a {results.link}"],
-        ["speed on limited links", speed],
+        ["links", ", ".join(link_text(link) for link in results.bandwidths) + limit],
+        *([["speed on limited links", speed]] if limit else []),
         ["seeds", ", ".join(f"{seed}" for seed in results.seeds)],
         ["judged on", f"{metric_name(results.metric)} of {results.split}, at the best evaluation on "
                       f"{results.deciding_split}"],

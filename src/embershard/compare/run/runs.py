@@ -47,12 +47,13 @@ def make_run(task: Task, setup: RunSetup, watch: Callable[[RunProgress], None]) 
     began, load, seconds = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.getloadavg()[0], 0.0
     folder = setup.folder / task.folder
     folder.mkdir(parents=True, exist_ok=True)
+    words = task.words if setup.data is None else (*task.words, "--data", str(setup.data))
     log, error, attempts = RunLog.after(folder / FILE_NAME), "", 0
     while attempts < ATTEMPTS:
         attempts += 1
         with setup.shards() as shards:
             log, start = RunLog.after(folder / FILE_NAME), time.monotonic()
-            error = _attempt(task, setup, shards, log, watch)
+            error = _attempt(folder, words, setup, shards, log, watch)
             seconds = time.monotonic() - start
         if not error:
             break
@@ -65,7 +66,7 @@ def make_run(task: Task, setup: RunSetup, watch: Callable[[RunProgress], None]) 
         ok=not error,
         error=error,
         attempts=attempts,
-        words=task.words,
+        words=words,
         folder=task.folder,
         began=began,
         total_seconds=round(seconds, 3),
@@ -75,13 +76,16 @@ def make_run(task: Task, setup: RunSetup, watch: Callable[[RunProgress], None]) 
 
 
 def _attempt(
-    task: Task, setup: RunSetup, shards: Sequence[str], log: RunLog, watch: Callable[[RunProgress], None]
+    folder: Path,
+    words: Sequence[str],
+    setup: RunSetup,
+    shards: Sequence[str],
+    log: RunLog,
+    watch: Callable[[RunProgress], None],
 ) -> str:
     """Make the run once; return its last output where it failed, else an empty string."""
-    folder = setup.folder / task.folder
-    command = [*setup.prefix, *COMMAND, str(setup.job), *task.words]
+    command = [*setup.prefix, *COMMAND, str(setup.job), *words]
     command += ["--output", str(folder), "--parent-pid", str(os.getpid())]
-    command += ["--data", str(setup.data)] if setup.data is not None else []
     command += ["--ps", ",".join(shards), *setup.words] if shards else []
     with (folder / SAID).open("ab+") as said:
         begin, heard = said.tell(), time.monotonic()
