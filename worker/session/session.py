@@ -28,7 +28,13 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import Versions
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DenseWeights, ParameterChanged, outside_transforms, untraced
+from embershard.worker.session.dense import (
+    DenseWeights,
+    ParameterChanged,
+    outside_transforms,
+    refuse_trace,
+    untraced,
+)
 from embershard.worker.session.gradients import CollectedGradients, RowGradients, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
@@ -217,11 +223,7 @@ class Session:
 
     def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now. NotImplementedError in a trace."""
-        if torch._C._is_tracing():
-            raise NotImplementedError(
-                f"table {spec.name!r}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep these rows as "
-                "the answer for all ids: load model.state_dict() into a model that is not wrapped, and trace that one"
-            )
+        refuse_trace(spec.name)
         found = self._prefetched.find(spec.name, ids, device, exact=self._exact)
         return self._pull([Lookup(spec, ids, device)], cached=True)[spec.name][0] if found is None else found
 
