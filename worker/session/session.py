@@ -461,9 +461,9 @@ class Session:
         The rows of a batch include this worker's pushes of all earlier batches except the last `staleness` ones; with 0
         the weights have the same bits as without prefetch. It defaults to the `staleness` of `connect`, or to 0. At
         most staleness + 1 pushes are in flight. The loader, and what says which ids a batch reads, run in a thread of
-        their own, some batches ahead: `inputs(batch)` gives the ids by embedding module (of several models: by table),
-        and defaults to the model's `embedding_inputs`, called with the batch, or with the parts of a batch that is a
-        tuple or list. Other rows are pulled when the model reads them.
+        their own, some batches ahead, so a batch needs memory of its own: `inputs(batch)` gives the ids by embedding
+        module (of several models: by table), and defaults to the model's `embedding_inputs`, called with the batch, or
+        with the parts of a batch that is a tuple or list. Other rows are pulled when the model reads them.
 
         Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
         `step`; after a `break`, by the next use of the session. The end of the loop waits for all pushes in flight, so
