@@ -131,7 +131,8 @@ def _pack_declare(m: Declare) -> pb.DeclareRequest:
     )
 
 
-def _unpack_declare(p: pb.DeclareRequest, _: Sequence[Buffer]) -> Declare:
+def _unpack_declare(p: pb.DeclareRequest, bulk: Sequence[Buffer]) -> Declare:
+    _check_arrays("Declare", bulk, 0)
     return Declare(_unpack_spec(p.spec), p.worker, p.load, p.dense, p.lineage, p.begins_lineage)
 
 
@@ -408,6 +409,8 @@ def _parsed(kind: type[M], data: bytes) -> Protobuf:
 
 def _built(kind: type[M], proto: Protobuf, bulk: Sequence[Buffer]) -> M:
     if isinstance(proto, kind):
+        if kind in METHODS:  # a later shard's reply may have what this client does not know
+            _check_arrays(_name(kind), bulk, 0)
         return proto
     try:
         message = _FORMS[kind][2](proto, bulk)

@@ -12,6 +12,7 @@ from torch import nn
 
 from embershard.proto.errors import JobError
 from embershard.worker.nn.activations import TABLES
+from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 
 
 def compile_dense(model: nn.Module) -> None:
@@ -20,7 +21,9 @@ def compile_dense(model: nn.Module) -> None:
     Embeddings stay uncompiled, because torch.compile cannot trace the pull of rows. JobError if this machine has no
     compiler for the device of the model.
     """
-    missing = _missing(next(chain(model.parameters(), model.buffers())).device)
+    devices = (tensor.device for tensor in chain(model.parameters(), model.buffers()))
+    tables = (module.device for module in model.modules() if isinstance(module, Embedding | EmbeddingBag))
+    missing = _missing(next(chain(devices, tables)))
     if missing is not None:
         raise JobError(where="train.compile", reason=missing)
     for module in model.modules():

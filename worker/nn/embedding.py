@@ -53,10 +53,9 @@ class _RemoteRows(nn.Module):
         self._frozen = frozen
         if weight is not None:
             self.register_parameter("weight", weight)
-        # follows the module through .to(device), and is neither saved nor trained
+        # follows the module through .to(device); no buffer, of which torch's own embedding has none
         device = None if weight is None else weight.device  # None: torch.set_default_device's
-        self.register_buffer("_anchor", torch.empty(0, dtype=torch.float32, device=device), persistent=False)
-        self._anchor: torch.Tensor
+        self._anchor = torch.empty(0, dtype=torch.float32, device=device)
 
     def _checked_padding(self, padding_idx: int | None) -> int | None:
         if padding_idx is None or self.num_embeddings is None:
@@ -91,9 +90,7 @@ class _RemoteRows(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device that looked-up rows are put on."""
-        anchor = self._buffers["_anchor"]  # past __getattr__: every lookup asks
-        assert anchor is not None
-        return anchor.device
+        return self._anchor.device
 
     def how(self, ids: torch.Tensor) -> How:
         """Return "rows" where these ids can be looked up in a bundle with other tables; "" where not."""
@@ -218,13 +215,15 @@ class _RemoteRows(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Follow the model to another device. TypeError for another type than float32."""
-        if fn(torch.empty(0, dtype=torch.float32, device=self._anchor.device)).dtype != torch.float32:
+        anchor = fn(self._anchor)
+        if anchor.dtype != torch.float32:
             raise TypeError(
                 f"table {self.table.spec.name!r}: shards hold float32; use torch.autocast instead of converting a "
                 "wrapped model"
             )
         weight = self._parameters.pop("weight", None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._anchor = anchor
         if weight is not None:
             self._parameters["weight"] = weight
         if isinstance(weight, RemoteWeight) and weight.device != self._anchor.device:

@@ -20,6 +20,7 @@ from embershard.worker.session.dense import (
     check_no_graph,
     have_same_values,
     outside_transforms,
+    refuse_trace,
     untraced,
 )
 from embershard.worker.session.gradients import RowGradients
@@ -191,6 +192,7 @@ class RemoteWeight(nn.Parameter):
         return self._whole is not None and self._read_at == self.table.session.clock
 
     def _whole_of_step(self) -> Tensor:
+        refuse_trace(self.table.spec.name)
         if not self._is_current():
             self.forget()
             nbytes = 4 * self.numel()
@@ -278,6 +280,12 @@ class RemoteWeight(nn.Parameter):
         if value.device != self.device:
             self.move(value.device)
 
+    def set_(self, source: object = None, *_: object, **__: object) -> Self:
+        """Refused, as all changes in place; torch asks no subclass before it does this one."""
+        if source is not self:  # which register_parametrization sets
+            raise ParameterChanged(parameter=self.table.spec.name)
+        return self
+
     def register_hook(self, hook: object) -> NoReturn:
         """Refused: gradients of rows have no hooks."""
         raise NotImplementedError(
@@ -309,13 +317,17 @@ class RemoteWeight(nn.Parameter):
     ) -> object:
         """Call the function with rows, or with the whole table, in place of the weight."""
         kwargs = kwargs or {}
-        if func in METADATA or func in _ALSO_METADATA:
+        if (func in METADATA and func not in _LAYOUT) or func in _ALSO_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is Tensor.detach:
             return args[0].data
-        if func is Tensor.numpy and not args[0].requires_grad:
-            return args[0].data.numpy(**kwargs)
+        if func is Tensor.stride:  # of the whole, which is read for whoever goes by them
+            return _strides(args[0], *args[1:], **kwargs)
+        if func is Tensor.is_contiguous:
+            return kwargs.get("memory_format", torch.contiguous_format) == torch.contiguous_format
+        if func in _MEMORY and not (torch.is_grad_enabled() and args[0].requires_grad):  # else torch refuses
+            _ = args[0].data  # what is written there raises no version
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag:
@@ -333,6 +345,13 @@ class RemoteWeight(nn.Parameter):
 
 
 _ALSO_METADATA = {Tensor.size, Tensor.__len__}
+_LAYOUT = {Tensor.stride, Tensor.is_contiguous}
+_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.untyped_storage}  # what gives it away
+
+
+def _strides(weight: RemoteWeight, dim: int | None = None) -> tuple[int, int] | int:
+    strides = (weight.shape[1], 1)
+    return strides if dim is None else strides[dim]
 
 
 def _refuse_rows(outputs: object, inputs: Tensor | Sequence[Tensor], *_: object, **__: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def changed_tensor(
     is_operator = name in ("__setitem__", "__set__", "__delete__") or (name.startswith("__i") and name != "__invert__")
     is_operator = is_operator and name not in ("__index__", "__int__")
     candidates: list[object] = [kwargs.get("out")]
-    if (is_in_place or is_operator) and args:
+    if (is_in_place or is_operator or kwargs.get("inplace")) and args:
         candidates.append(args[0])
     if module == "torch.nn.init":
         candidates.append(kwargs.get("tensor"))
@@ -77,9 +77,17 @@ class RowsGradient(Tensor):
         return gradient
 
     @property
-    def data(self) -> RowsGradient:  # type: ignore[override]
+    def data(self) -> RowsGradient:
         """The same memory, apart from autograd: what changes in it is pushed."""
         return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> NoReturn:
+        raise _would_change(self.table, "an assignment to data")
+
+    def set_(self, *_: object, **__: object) -> NoReturn:
+        """Refused; torch asks no subclass before it does this."""
+        raise _would_change(self.table, "set_")
 
     def __deepcopy__(self, memo: object) -> Tensor:
         """The gradient of the whole table, as a tensor of torch."""
@@ -95,6 +103,10 @@ class RowsGradient(Tensor):
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape of the whole weight, (num_embeddings, dim)."""
         return torch.Size((self.num_rows, super().shape[1]))
+
+    def is_beyond_limit(self) -> bool:
+        """Whether the gradient of the whole table is too large to be made."""
+        return self.element_size() * self.numel() > self.limit
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"RowsGradient({self.table!r}, {tuple(self.shape)}, {len(self.ids)} rows)"
@@ -116,19 +128,34 @@ class RowsGradient(Tensor):
                 return func(*args, **kwargs)
         if func is Tensor.detach_:  # as loops write before zero_(): it is apart already, and torch refuses for views
             return args[0]
-        if name in _OF_ROWS and _is_by_number(name, args, kwargs) and _keeps_zeros(func, name, args, kwargs):
+        is_of_rows = name in _OF_ROWS or (name in _OF_ELEMENTS and args[0].is_beyond_limit())
+        if is_of_rows and _is_by_number(name, args, kwargs) and _keeps_zeros(func, name, args, kwargs):
             result = func(*_unwrapped(args), **_unwrapped(kwargs))
             return args[0] if name.endswith("_") else result
         if (changed := changed_tensor(func, args, kwargs, RowsGradient)) is not None:
-            raise NotImplementedError(
-                f"table {changed.table!r}: {name} would change gradients of rows that nobody read; scale by a "
-                "number, or add the term to the loss"
-            )
+            raise _would_change(changed.table, name)
         return func(*_densified(args), **_densified(kwargs))
+
+
+def _would_change(table: str, name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"table {table!r}: {name} would change gradients of rows that nobody read; scale by a number, or add the term "
+        "to the loss"
+    )
+
+
+_OF_A_COPY = (
+    "a part of emb.weight.grad is a copy, and a change of it would not be pushed: change the rows of "
+    "session.gradients(), or scale all of emb.weight.grad by a number"
+)
 
 
 class _Copy(Tensor):
     """The gradient of a whole table, or a part of it. What changes it would not be pushed, and is an error."""
+
+    def set_(self, *_: object, **__: object) -> NoReturn:
+        """Refused; torch asks no subclass before it does this."""
+        raise NotImplementedError(_OF_A_COPY)
 
     @classmethod
     @untraced
@@ -142,10 +169,7 @@ class _Copy(Tensor):
         """Call the function; what shares memory with the copy is one, too."""
         kwargs = kwargs or {}
         if changed_tensor(func, args, kwargs, _Copy) is not None:
-            raise NotImplementedError(
-                "a part of emb.weight.grad is a copy, and a change of it would not be pushed: change the rows of "
-                "session.gradients(), or scale all of emb.weight.grad by a number"
-            )
+            raise NotImplementedError(_OF_A_COPY)
         with torch._C.DisableTorchFunctionSubclass():
             memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, _Copy)}
             return _shared(func(*args, **kwargs), memory)
@@ -162,11 +186,12 @@ def _shared(value: Any, memory: AbstractSet[int]) -> Any:
 
 # functions that zero rows do not change, or that keep them zero
 _OF_ROWS = {
-    "_amp_foreach_non_finite_check_and_unscale_", "_foreach_abs", "_foreach_abs_", "_foreach_clamp_max_",
-    "_foreach_clamp_min_", "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "clamp_", "clamp_max_",
-    "clamp_min_", "div_", "isfinite", "isinf", "isnan", "linalg_vector_norm", "mul_", "nan_to_num_", "neg_",
-    "norm", "sign_", "vector_norm", "zero_",
+    "_amp_foreach_non_finite_check_and_unscale_", "_foreach_abs_", "_foreach_clamp_max_", "_foreach_clamp_min_",
+    "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "clamp_", "clamp_max_", "clamp_min_", "div_",
+    "linalg_vector_norm", "mul_", "nan_to_num_", "neg_", "norm", "sign_", "vector_norm", "zero_",
 }  # fmt: skip
+# of each element, whatever its row: of a table beyond the limit those of the rows are asked for with any() or all()
+_OF_ELEMENTS = {"isfinite", "isinf", "isnan"}
 
 
 def _is_by_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -179,7 +204,13 @@ def _is_by_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _keeps_zeros(func: Callable[..., object], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether rows that nobody read keep a gradient of zero: not by a clamp whose bounds leave zero out."""
+    """Whether rows that nobody read keep a gradient of zero, and count for nothing.
+
+    Not by a clamp whose bounds leave zero out, and not in a norm of negative order, as the least element.
+    """
+    if name.endswith("norm"):
+        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+        return order is None or isinstance(order, str) or float(order) >= 0.0
     if "clamp" not in name:
         return True
     own = _unwrapped(args[0])
@@ -199,8 +230,8 @@ def _unwrapped(value: Any) -> Any:
 def _densified(value: Any) -> Any:
     if isinstance(value, RowsGradient):
         rows = value.as_subclass(Tensor)
-        nbytes = rows.element_size() * value.num_rows * rows.shape[1]
-        if nbytes > value.limit:
+        if value.is_beyond_limit():
+            nbytes = rows.element_size() * value.numel()
             raise TableTooLarge(table=value.table, nbytes=nbytes, limit=value.limit)
         whole = rows.new_zeros(value.num_rows, rows.shape[1]).index_copy(0, value.ids.to(rows.device), rows)
         return whole.as_subclass(_Copy)

@@ -59,6 +59,15 @@ def outside_transforms() -> Iterator[None]:
             functorch.push_dynamic_layer_stack(levels.pop())
 
 
+def refuse_trace(table: str) -> None:
+    """NotImplementedError inside torch.jit.trace."""
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            f"table {table!r}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep these rows as the "
+            "answer for all ids and steps: load model.state_dict() into a model that is not wrapped, and trace that one"
+        )
+
+
 def have_same_values(values: torch.Tensor, others: torch.Tensor) -> bool:
     """Whether two float32 tensors of one shape have the same values; NaN, of training that diverged, equals NaN."""
     return torch.equal(values, others) or torch.equal(values.view(torch.int32), others.view(torch.int32))

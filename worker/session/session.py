@@ -29,7 +29,13 @@ from embershard.worker.client.push import Versions
 from embershard.worker.compression.compressor import LrScale
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DenseWeights, ParameterChanged, outside_transforms, untraced
+from embershard.worker.session.dense import (
+    DenseWeights,
+    ParameterChanged,
+    outside_transforms,
+    refuse_trace,
+    untraced,
+)
 from embershard.worker.session.gradients import CollectedGradients, RowGradients, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
@@ -213,11 +219,7 @@ class Session:
 
     def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now. NotImplementedError in a trace."""
-        if torch._C._is_tracing():
-            raise NotImplementedError(
-                f"table {spec.name!r}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep these rows as "
-                "the answer for all ids: load model.state_dict() into a model that is not wrapped, and trace that one"
-            )
+        refuse_trace(spec.name)
         found = self._prefetched.find(spec.name, ids, device, exact=self._exact)
         return self._pull([Lookup(spec, ids, device)], cached=True)[spec.name][0] if found is None else found
 
@@ -455,9 +457,9 @@ class Session:
         The rows of a batch include this worker's pushes of all earlier batches except the last `staleness` ones; with 0
         the weights have the same bits as without prefetch. It defaults to the `staleness` of `connect`, or to 0. At
         most staleness + 1 pushes are in flight. The loader, and what says which ids a batch reads, run in a thread of
-        their own, some batches ahead: `inputs(batch)` gives the ids by embedding module (of several models: by table),
-        and defaults to the model's `embedding_inputs`, called with the batch, or with the parts of a batch that is a
-        tuple or list. Other rows are pulled when the model reads them.
+        their own, some batches ahead, so a batch needs memory of its own: `inputs(batch)` gives the ids by embedding
+        module (of several models: by table), and defaults to the model's `embedding_inputs`, called with the batch, or
+        with the parts of a batch that is a tuple or list. Other rows are pulled when the model reads them.
 
         Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
         `step`; after a `break`, by the next use of the session. The end of the loop waits for all pushes in flight, so

@@ -16,6 +16,7 @@ from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
+    Declare,
     GetStatus,
     Greeting,
     Hello,
@@ -32,6 +33,7 @@ from embershard.proto.wire import Feature
 from embershard.ps.monitoring.log_lines import PER_MINUTE
 from harness.eventually import eventually
 from harness.hostile_peers import connected, framed, pull, push, with_field
+from harness.shards import table
 
 APPLIED = Pushed(duplicate=False, applied=3, skipped=0)
 
@@ -111,6 +113,8 @@ def test_a_frame_that_is_no_request_is_answered_by_an_error_of_its_call(connect,
         (pull(), [], 1),
         (Load("items", 1, np.arange(3), np.ones((3, 4), np.float32)), [bytes(8)], 2),
         (Rendezvous(worker=0, epoch=1, name="r", payload=np.zeros(1, np.uint8)), [], 1),
+        (Hello(), [bytes(8)], 0),
+        (Declare(table("items", 4)), [b""], 0),
     ],
 )
 def test_a_frame_with_another_number_of_arrays_is_told_both(connect, request_, buffers, want):

@@ -2,9 +2,11 @@
 
 import copy
 import io
+import math
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -287,6 +289,11 @@ def test_a_changed_gradient_is_pushed_as_it_is(make_session, change, loss):
         lambda gradient: gradient[:, 1:].T.mul_(0.5),
         lambda gradient: [row.mul_(0.5) for row in gradient],
         lambda gradient: gradient.cpu().numpy().__imul__(0.5),
+        lambda gradient: F.dropout(gradient, 0.5, inplace=True),
+        lambda gradient: F.hardtanh(gradient, -0.01, 0.01, True),
+        lambda gradient: gradient.set_(torch.zeros(12, 4)),
+        lambda gradient: gradient.view(-1).set_(torch.zeros(12, 4)),
+        lambda gradient: setattr(gradient, "data", gradient.data * 0.5),
     ],
 )
 def test_a_changed_part_of_a_gradient_would_be_lost_and_is_an_error(make_session, change):
@@ -297,6 +304,34 @@ def test_a_changed_part_of_a_gradient_would_be_lost_and_is_an_error(make_session
     before = copy.deepcopy(model.items.weight.grad)
     assert type(before) is torch.Tensor
     assert torch.equal(before.mul_(2), model.items.weight.grad * 2)
+
+
+MEASURES = {
+    "least": lambda gradient: gradient.norm(-math.inf),
+    "negative order": lambda gradient: torch.linalg.vector_norm(gradient, -1),
+    "negative order, at once": lambda gradient: torch._foreach_norm([gradient], -1.0)[0],
+    "absolute, at once": lambda gradient: torch._foreach_abs([gradient])[0].mean(),
+    "finite": torch.isfinite,
+    "infinite": torch.isinf,
+    "NaN": torch.isnan,
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_measure_of_a_gradient_counts_the_zeros_of_unread_rows(make_session, measure):
+    plain, _, model, _ = torch_and_ours(make_session)
+    for net in (plain, model):
+        net.items(torch.tensor([1, 3])).sum().backward()
+    measured = [MEASURES[measure](net.items.weight.grad) for net in (plain, model)]
+    torch.testing.assert_close(*measured)
+
+
+def test_a_gradient_beyond_the_limit_is_looked_through_for_values_that_are_not_finite(make_session):
+    _, _, model, _ = torch_and_ours(make_session, whole_limit=100)
+    model.items(IDS).sum().backward()
+    assert torch.isfinite(model.items.weight.grad).all()
+    model.items.weight.grad.mul_(math.inf)
+    assert torch.isinf(model.items.weight.grad).any()
 
 
 @pytest.mark.parametrize(
@@ -506,6 +541,11 @@ CHANGES = {
     "detached": lambda w: w.detach().zero_(),
     "numpy": lambda w: w.detach().numpy().fill(1.0),
     "numpy of data": lambda w: w.data.numpy().__setitem__(0, 1.0),
+    "numpy outside of a graph": lambda w: w.numpy().fill(1.0),
+    "array": lambda w: np.asarray(w).fill(1.0),
+    "storage": lambda w: w.untyped_storage().fill_(1),
+    "set_": lambda w: w.set_(torch.zeros(12, 4)),
+    "in place by name": lambda w: F.hardtanh(w, -0.1, 0.1, inplace=True),
     "numpy of a frozen one": lambda w: (w.requires_grad_(False).numpy().fill(1.0), w.requires_grad_()),
     "optimizer": lambda w: (w.square().sum().backward(), torch.optim.Adam([w]).step()),
 }
@@ -514,7 +554,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_in_place_is_an_error(make_session, change):
     _, _, model, session = torch_and_ours(make_session)
-    before = model.items.weight.detach().clone()
+    before = model.items(torch.arange(12)).detach()  # the weight itself was not looked at
     with torch.no_grad() if change != "optimizer" else torch.enable_grad(), pytest.raises(ParameterChanged):
         _ = CHANGES[change](model.items.weight), session.step()
     session.zero_grad()
@@ -580,6 +620,14 @@ REFUSED = {
         NotImplementedError,
     ),
     "trace": (lambda m: torch.jit.trace(m.items.eval().requires_grad_(False), IDS), NotImplementedError),
+    "trace after a whole read": (
+        lambda m: (m.state_dict(), torch.jit.trace(m.items.eval().requires_grad_(False), IDS)),
+        NotImplementedError,
+    ),
+    "trace of a whole read": (
+        lambda m: torch.jit.trace(lambda h: h @ m.items.weight.T, torch.ones(4)),
+        NotImplementedError,
+    ),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
     "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
     "parametrization": (lambda m: register_parametrization(m.items, "weight", nn.Tanh()), NotImplementedError),
@@ -614,6 +662,16 @@ def test_what_a_weight_says_of_itself_reads_nothing(make_session):
     assert "items" in repr(weight)
     assert sum(parameter.numel() for parameter in model.parameters()) == 48 + 36 + 5
     assert session.stats.pulled_rows == before
+
+
+def test_the_storage_of_a_weight_has_its_values_where_its_strides_say(make_session):
+    """As torch.export.save writes them."""
+    _, _, model, _ = torch_and_ours(make_session)
+    weight = model.items.weight
+    assert weight.is_contiguous()
+    assert (weight.stride(), weight.stride(0), weight.stride(dim=-1)) == ((4, 1), 4, 1)
+    read = torch.empty(0).set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
+    assert torch.equal(read, weight)
 
 
 def test_a_table_of_hashed_ids_has_a_weight_that_is_too_large_to_read(make_session):

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
 from embershard.proto.errors import TableMismatch
+from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.wrap import OtherParameters
 from embershard.worker.session.session import Session
 from harness.models import SumModel, random_pairs
@@ -419,6 +420,23 @@ def test_a_moved_model_keeps_training(make_session):
     model[1].double()
     with pytest.raises(ValueError, match=r"became torch\.float64"):
         session.step()
+
+
+def test_a_wrapped_model_has_the_buffers_of_the_unwrapped_one(make_session):
+    """Averages of a teacher go through the buffers of both side by side."""
+    plain = nn.Sequential(nn.Embedding(5, 2), nn.EmbeddingBag(5, 2), nn.BatchNorm1d(2))
+    model = es.wrap(copy.deepcopy(plain), make_session(1), optimizer=es.SGD(lr=0.1))
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
+
+
+def test_a_model_of_embeddings_alone_is_compiled_for_their_device(make_session, monkeypatch):
+    model = es.wrap(nn.Sequential(nn.Embedding(5, 2)), make_session(1), optimizer=es.SGD(lr=0.1), dense="ddp")
+    devices = []
+    monkeypatch.setattr(compilation, "_missing", devices.append)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch.compiler, "disable", lambda function: function)
+    es.compile_dense(model)
+    assert devices == [torch.device("cpu")]
 
 
 def test_embedding_inputs_that_name_no_embedding_are_refused(make_session):
