@@ -83,13 +83,12 @@ class FeatureInputs:
 
         BadRows.
         """
-        given = columns_by_name(rows)
-        specs = self._preprocessor.features
+        given, specs = columns_by_name(rows), self._preprocessor.features
         own = {column for name in features for column in self._preprocessor.columns_of(name)}
-        exact = {specs[name].column or name for name in specs if specs[name].ids == "exact"}
+        exact = {one.column or name for name, one in specs.items() if one.ids == "exact" and not one.is_many}
         count = len(next((given[name] for name in given if name in own), ()))  # type: ignore[arg-type]
-        missing = [name for name in self.names if name not in given and name not in own]
-        return self({**given, **{name: [0 if name in exact else None] * count for name in missing}})
+        others = [name for name in self.names if name not in given and name not in own]
+        return self({**given, **{name: [0 if name in exact else None] * count for name in others}})
 
     def _bad_type(self, name: str, reason: str, arrays: Mapping[str, Any]) -> BadRows:
         """The error of a column, or that of a feature, whose values are of a type that it cannot have."""
