@@ -97,7 +97,7 @@ def test_parts_of_jobs_are_valid(block, tmp_path):
         part = reduce(lambda inner, section: {section: inner}, block.words, part)
         base = {key: value for key, value in BASE.items() if not (key in part and is_replaced(key, part[key]))}
         part = merged(base, part)
-    for split in ("train", "valid", "test", "actions"):
+    for split in ("train", "valid", "test", "actions", "catalogue"):
         for path in [part["data"][split]] if isinstance(part["data"].get(split), str) else part["data"].get(split, []):
             (tmp_path / part["data"].get("root", "") / path).touch()
     path = tmp_path / "job.yaml"

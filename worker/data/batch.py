@@ -233,6 +233,7 @@ class Schema:
     fields: tuple[Field, ...] = ()
     tables: tuple[IdTable, ...] = ()
     labels: tuple[str, ...] = ("label",)
+    numbers: tuple[str, ...] = ()  # names of the numeric features, where a model needs them
 
     @property
     def table_rows(self) -> int:

@@ -46,12 +46,12 @@ class ItemPool:
         fields = {field.name: field for field in schema.fields}
         own = [fields[name] for name in sampling.features if name in fields]
         spans = [np.arange(field.start, field.start + field.width) for field in own]
-        self._columns = np.concatenate([np.empty(0, np.int64), *spans]).astype(np.int64)
+        self.columns = np.concatenate([np.empty(0, np.int64), *spans]).astype(np.int64)
         weights = [np.arange(f.weights, f.weights + f.width) for f in own if f.weights is not None]
         plain = np.array([numbers.index(name) for name in sampling.features if name in numbers], np.int64)
-        self._dense_columns = np.concatenate([plain, *weights]).astype(np.int64)
-        empty, ids = np.empty(0, np.int64), np.empty((0, len(self._columns)), np.int64)
-        dense = np.empty((0, len(self._dense_columns)), np.float32)
+        self.dense_columns = np.concatenate([plain, *weights]).astype(np.int64)
+        empty, ids = np.empty(0, np.int64), np.empty((0, len(self.columns)), np.int64)
+        dense = np.empty((0, len(self.dense_columns)), np.float32)
         self._parts = [_Items(empty, empty, ids, dense)]  # those of all blocks but a few are in the first one
 
     def __len__(self) -> int:
@@ -59,8 +59,8 @@ class ItemPool:
 
     def observe(self, rows: Samples) -> None:
         """Add the items of these training rows, with their counts, to those that negatives are drawn from."""
-        ids = rows.ids[:, self._columns]
-        dense = np.empty((len(rows), 0), np.float32) if rows.dense is None else rows.dense[:, self._dense_columns]
+        ids = rows.ids[:, self.columns]
+        dense = np.empty((len(rows), 0), np.float32) if rows.dense is None else rows.dense[:, self.dense_columns]
         self._parts.append(_distinct([_Items(_keys(ids), np.ones(len(rows), np.int64), ids, dense)]))
         if sum(len(part.keys) for part in self._parts[1:]) > len(self._parts[0].keys):  # else each block would sort all
             self._parts = [_distinct(self._parts)]
@@ -71,6 +71,16 @@ class ItemPool:
             self._parts = [_distinct(self._parts)]
         return self._parts[0]
 
+    @property
+    def items(self) -> Samples:
+        """The columns of all items, ordered by key."""
+        found = self._items
+        return Samples(found.ids, found.dense, np.ones(len(self), np.float32))
+
+    def places(self, rows: Samples) -> Ids:
+        """(N,) the place in `items` of each row's item, which was observed."""
+        return np.searchsorted(self._items.keys, _keys(rows.ids[:, self.columns])).astype(np.int64)
+
     def beside(self, rows: Samples, shares: Shares) -> Samples:
         """Each sample, then `count` of other items, whose labels are 0.
 
@@ -80,9 +90,9 @@ class ItemPool:
         out = rows.take(np.repeat(np.arange(len(rows)), each))
         drawn = np.flatnonzero(np.arange(len(out)) % each)
         picks = self._picked(shares)
-        out.ids[np.ix_(drawn, self._columns)] = self._items.ids[picks]
-        if out.dense is not None and len(self._dense_columns):
-            out.dense[np.ix_(drawn, self._dense_columns)] = self._items.dense[picks]
+        out.ids[np.ix_(drawn, self.columns)] = self._items.ids[picks]
+        if out.dense is not None and len(self.dense_columns):
+            out.dense[np.ix_(drawn, self.dense_columns)] = self._items.dense[picks]
         out.labels[drawn] = 0
         return out
 

@@ -173,11 +173,16 @@ class Preprocessor:
     def columns(self) -> dict[str, str]:
         """The columns that features read, each with the name of the first feature that does."""
         read: dict[str, str] = {}
-        for name, feature in self.features.items():
-            own = feature.of if feature.kind == "cross" else (feature.column or name,)
-            for column in (*own, *([feature.weights] if feature.weights else [])):
+        for name in self.features:
+            for column in self.columns_of(name):
                 read.setdefault(column, name)
         return read
+
+    def columns_of(self, name: str) -> tuple[str, ...]:
+        """The columns that a feature reads."""
+        feature = self.features[name]
+        own = feature.of if feature.kind == "cross" else (feature.column or name,)
+        return (*own, *([feature.weights] if feature.weights else []))
 
     @cached_property
     def schema(self) -> Schema:
@@ -197,7 +202,8 @@ class Preprocessor:
             weights += feature.width if feature.is_weighted else 0
         tables = tuple(IdTable(name, self._num_ids(name), given["dim"]) for name, given in self._tables.items())
         names = tuple(field.name for field in fields)
-        return Schema(names, num_dense, None, tuple(fields), tables, self.labels or ("label",))
+        numbers = tuple(name for name, feature in self.features.items() if feature.is_dense)
+        return Schema(names, num_dense, None, tuple(fields), tables, self.labels or ("label",), numbers)
 
     def needs_fit(self) -> bool:
         """Whether something is to be learnt from the training data."""

@@ -15,6 +15,7 @@ from embershard.worker.job.readers.tabular import TabularSection
 from embershard.worker.job.sections import (
     BceSection,
     DINSection,
+    FeatureTowersSection,
     OptimizerSection,
     SASRecSection,
     SimpleXSection,
@@ -113,8 +114,8 @@ def _data_parallel(job: Job) -> Problems:
         yield ("strategy",), "dp (DataParallel) splits a batch over GPUs, and this machine has none; use local or ddp"
     elif job.train.device == "cpu":
         yield ("train", "device"), "strategy dp needs GPUs; remove it"
-    if job.model.name == "two_tower":
-        reason = "two_tower compares each sample with the whole batch, which strategy dp splits; use ddp"
+    if job.model.name in ("two_tower", "feature_towers"):
+        reason = f"{job.model.name} compares each sample with the whole batch, which strategy dp splits; use ddp"
         yield ("model", "name"), reason
 
 
@@ -336,7 +337,8 @@ def _model_and_data(job: Job) -> Problems:
     of_rows = name in _LISTS and isinstance(job.data, TabularSection)
     if of_rows:
         reason = f"{name} learns from lists of items, and data.reader tabular has rows with labels: use reader lists"
-        yield ("model", "name"), f"{reason}, which reads tables with columns: {{user: ..., item: ..., time: ...}}"
+        reason = f"{reason}, which reads tables with columns: {{user: ..., item: ..., time: ...}}"
+        yield ("model", "name"), f"{reason}; for features of users and items take feature_towers"
     elif job.model.needs == "pairs" and not job.data.pairs:
         yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
     if job.model.needs == "dense" and not job.data.has_dense:
@@ -346,7 +348,9 @@ def _model_and_data(job: Job) -> Problems:
         yield ("model", "name"), f"{name} and data.reader {reader} do not fit together: take {reason}"
     if name in _LISTS and job.data.has_clicks and not of_rows:
         yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
-    if name not in _LISTS and job.data.evaluation == "ranking":
+    if isinstance(job.model, FeatureTowersSection):
+        yield from _towers(job, job.model)
+    elif name not in _LISTS and job.data.evaluation == "ranking":
         yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower or simplex"
     if name == "simplex" and job.data.evaluation != "ranking" and not of_rows:
         yield ("model", "name"), f"simplex takes lists of items, and data.reader {reader} has none: use reader lists"
@@ -369,12 +373,33 @@ def _model_and_data(job: Job) -> Problems:
         yield ("train", "batch_size"), "batch norm needs at least 2 samples"
 
 
+def _towers(job: Job, model: FeatureTowersSection) -> Problems:
+    """What the features of two towers contradict."""
+    if not isinstance(job.data, TabularSection):
+        yield ("model", "name"), f"{model.name} needs features: take data.reader tabular, not {job.data.reader}"
+        return
+    features, at = job.data.features, ("model", "item")
+    for name in model.item:
+        if name not in features:
+            yield at, f"names {name!r}, which is no feature (there are: {', '.join(features)})"
+    if set(model.item) <= features.keys():
+        for name, other, column in job.data.shared_columns(model.item):
+            reason = f"names {name!r}, and not {other!r}, which reads column {column!r}, too: the user's tower would"
+            yield at, f"{reason} see the item that it has to find; remove one"
+        embedded = {name for name, one in features.items() if one.type != "number" or one.bucketise is not None}
+        for of, names in (("item", embedded & set(model.item)), ("user", embedded - set(model.item))):
+            if not names:
+                yield at, f"leaves no feature with an embedding to the {of}'s tower; declare one"
+    if job.loss is not None and job.own_loss is None and job.loss.code != "sampled_softmax":
+        yield ("loss",), f"{model.name} is trained by sampled_softmax alone; remove it"
+
+
 def _loss(job: Job) -> Problems:
     if job.loss is None or job.own_loss is not None:
         return
     name, model = job.loss.code, job.model
     lists = isinstance(model, TwoTowerSection | SimpleXSection | SASRecSection)
-    if name != "bce" and not lists:
+    if name != "bce" and not lists and not isinstance(model, FeatureTowersSection):
         reason = f"{name} compares items of lists, which two_tower and sasrec are trained on, {model.name} is not"
         yield ("loss",), reason
     if lists and isinstance(job.loss, BceSection) and job.loss.label_weights:

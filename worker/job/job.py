@@ -21,6 +21,7 @@ from embershard.worker.job.sections import (
     Code,
     CodeSection,
     DINSection,
+    FeatureTowersSection,
     Section,
     SimpleXSection,
     TwoTowerSection,
@@ -105,7 +106,8 @@ class Job(Section):
         """Let the data have the features, since whoever reads it needs them."""
         if isinstance(self.data, TabularSection):
             paired = self.model.history if isinstance(self.model, DINSection) else ()
-            object.__setattr__(self, "data", self.data.for_model(self.features or self.data.features, paired))
+            ranked = self.model.item if isinstance(self.model, FeatureTowersSection) else ()
+            object.__setattr__(self, "data", self.data.for_model(self.features or self.data.features, paired, ranked))
         return self
 
     @property
@@ -152,7 +154,7 @@ class Job(Section):
     def initializers(self) -> dict[str, spec.Initializer | None]:
         """Pattern -> first values of the embeddings that have none of their own."""
         # how far a step turns a vector that is normalised goes by its length: with 0.01 the first ones decide it
-        towers = isinstance(self.model, TwoTowerSection) and self.model.normalize
+        towers = isinstance(self.model, TwoTowerSection | FeatureTowersSection) and self.model.normalize
         normalized = towers or isinstance(self.model, SimpleXSection)
         return self.embedding.initializers(spec.Normal(std=0.1) if normalized else DEFAULT_INITIALIZER)
 

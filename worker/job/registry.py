@@ -11,6 +11,7 @@ from embershard.worker.models.ctr.xdeepfm import XDeepFM
 from embershard.worker.models.multitask.mmoe import MMoE
 from embershard.worker.models.multitask.ple import PLE
 from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.retrieval.feature_towers import FeatureTowers
 from embershard.worker.models.retrieval.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.retrieval.simplex import SimpleX
 from embershard.worker.models.retrieval.two_tower import TwoTower
@@ -30,6 +31,7 @@ MODELS: dict[str, type[Recommender]] = {
     "dlrm": DLRM,
     "persia_dnn": PersiaDNN,
     "two_tower": TwoTower,
+    "feature_towers": FeatureTowers,
     "simplex": SimpleX,
     "din": DIN,
     "mmoe": MMoE,

@@ -243,6 +243,18 @@ class TwoTowerSection(ModelSection):
     needs = "pairs"
 
 
+class FeatureTowersSection(ModelSection):
+    """Two towers over features: those of `item` and all others, trained as `two_tower`."""
+
+    name: Literal["feature_towers"]
+    item: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
+    """The features of the item; all others are those of the user, or of the moment."""
+    hidden: tuple[Count, ...] = ()  # widths of the layers of each tower's MLP, before a last linear one
+    normalize: bool = True  # scale the towers' outputs to length 1, so that scores are cosines
+    temperature: Annotated[float, Field(gt=0.0)] = 0.1  # by which scores are divided
+    dropout: Share = 0.0  # probability, of the user's vector in training
+
+
 class SimpleXSection(ModelSection):
     """SimpleX: the sum of a user's embedding, with the weight `gamma`, and of the items that the user took."""
 
@@ -431,7 +443,7 @@ else:
         DlrmSection,
         PersiaSection,
     )
-    _models = (*_ctr, NcfSection, TwoTowerSection, SimpleXSection, SASRecSection)
+    _models = (*_ctr, NcfSection, TwoTowerSection, FeatureTowersSection, SimpleXSection, SASRecSection)
     _by_name = {name: cls for cls in _models for name in get_args(cls.model_fields["name"].annotation)}
     AnyModel = _choice({**_by_name, CUSTOM: UserModelSection}, CUSTOM)
     _optimizers = {kind: _mirror(cls, OptimizerSection) for kind, cls in spec.OPTIMIZERS.items()}

@@ -115,11 +115,14 @@ class FeatureEmbedding(nn.Module):
         """Rows (B, L, dim) of a sequence, zeros where it is shorter, and (B, L) bool: where it has an item."""
         return self.lookup(ids).sequence(name)
 
-    def lookup(self, ids: Tensor) -> FeatureRows:
-        """The rows of all features of ids (B, C), each table read once."""
+    def lookup(self, ids: Tensor, features: Sequence[str] | None = None) -> FeatureRows:
+        """The rows of all features of ids (B, C), or of these alone, each table read once."""
         found: dict[str, _TableRows] = {}
         whole = torch.compiler.is_exporting()
-        for name, fields in self._columns.items():
+        for name, own in self._columns.items():
+            fields = own if features is None else [field for field in own if field.name in features]
+            if not fields:
+                continue
             wanted, mask = _all_ids(ids, fields) if whole else _valid_ids(ids, fields)
             rows = self.get_submodule(self.tables[name])(wanted)
             if name in self._maps:
@@ -255,15 +258,17 @@ class FeatureRows:
     _tables: Mapping[str, _TableRows]
     _dim: int
 
-    def pooled(self, dense: Tensor | None = None) -> Tensor:
-        """Vectors (B, F, dim) of the features that are no sequences; dense (B, D) has the weights of lists."""
-        if len(self._tables) == 1 and (only := next(iter(self._tables.values()))).mask is None:
+    def pooled(self, dense: Tensor | None = None, features: Sequence[str] | None = None) -> Tensor:
+        """Vectors (B, F, dim) of the features that are no sequences, or of these; dense (B, D) has weights of lists."""
+        if features is None and len(self._tables) == 1 and (only := next(iter(self._tables.values()))).mask is None:
             return only.rows
         vectors: dict[str, Tensor] = {}
         for table_rows in self._tables.values():
             fields = [field.name for field in table_rows.fields if field.pooling != "sequence"]
             vectors |= dict(zip(fields, table_rows.pooled(dense), strict=True))
-        return torch.stack([vectors[name] for name, field in self._fields.items() if field.pooling != "sequence"], 1)
+        if features is None:
+            features = [name for name, field in self._fields.items() if field.pooling != "sequence"]
+        return torch.stack([vectors[name] for name in features], 1)
 
     def sequence(self, name: str) -> tuple[Tensor, Tensor]:
         """Rows (B, L, dim) of a sequence, zeros where it is shorter, and (B, L) bool: where it has an item."""

@@ -69,9 +69,13 @@ class ListLoss:
 
 
 class InBatchSoftmax:
-    """Each user's own item against all items of the batch; how often an item is there is learnt as batches come."""
+    """Each user's own item against all items of the batch; how often an item is there is learnt as batches come.
 
-    def __init__(self) -> None:
+    `items` gives the candidates of a batch's ids, the rows' own items first, as numbers of at least 0.
+    """
+
+    def __init__(self, items: Callable[[Tensor], Tensor]) -> None:
+        self._items = items
         self._frequency = FrequencyEstimator()
 
     def state_dict(self) -> Mapping[str, object]:
@@ -85,9 +89,9 @@ class InBatchSoftmax:
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32. JobError where the samples have weights."""
         _check_unweighted(batch)
-        items = candidates(batch.ids)
+        items = self._items(batch.ids)
         log_q = self._frequency.update(items)
-        logits = model(batch.ids, None, True)
+        logits = model(batch.ids, batch.dense, True)
         return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
 
 

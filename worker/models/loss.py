@@ -14,7 +14,7 @@ from embershard.proto.errors import UserCodeFailed
 from embershard.proto.user_modules import find, user_code, where_defined
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.list_losses import InBatchSoftmax, ListLoss
-from embershard.worker.models.recommender import ListRecommender
+from embershard.worker.models.recommender import ListRecommender, Recommender
 from embershard.worker.models.user_defined import Forward, call
 
 
@@ -70,8 +70,10 @@ def loss_of(
     if ":" in name:
         return _user_loss(forward, name, args)
     name = name or getattr(model, "default_loss", "bce")
+    if name == "sampled_softmax" and isinstance(model, Recommender) and model.in_batch:
+        return InBatchSoftmax(model.batch_items)
     if isinstance(model, ListRecommender):
-        return InBatchSoftmax() if name == "sampled_softmax" and model.in_batch else ListLoss(model, name, args, log_q)
+        return ListLoss(model, name, args, log_q)
     if name != "bce":
         raise ValueError(f"{name} needs a model that is trained on lists of items")
     return lambda module, batch: bce(forward(module, batch), batch.labels, batch.weights, **args)

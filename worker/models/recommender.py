@@ -23,6 +23,8 @@ class Recommender(nn.Module):
     """
 
     default_loss: ClassVar[str] = "bce"
+    in_batch: ClassVar[bool] = False
+    """Whether its softmax is over the items of a batch, by how often an item is in one (`batch_items`)."""
 
     @property
     def embedding_id_spaces(self) -> Mapping[str, str]:
@@ -48,18 +50,18 @@ class Recommender(nn.Module):
                 inputs[name] = ids
         return inputs
 
+    def batch_items(self, ids: Tensor) -> Tensor:
+        """Numbers of at least 0 of the items that are scored for each row of a batch, the rows' own ones first."""
+        raise NotImplementedError
+
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) float32 of ids (B, C) int64 and dense (B, D) float32."""
         raise NotImplementedError
 
 
 class ListRecommender(Recommender):
-    """A model that is trained on lists: with `lists` its forward scores the item of each row beside other items.
+    """A model that is trained on lists: with `lists` its forward scores the item of each row beside other items."""
 
-    `in_batch`: the others are those of the batch, by which a softmax corrects for how often an item is in one.
-    """
-
-    in_batch: ClassVar[bool] = False
     history: int = 0
     """Columns of ids that hold what a user took before, -1 behind a shorter history."""
     history_start: ClassVar[int] = 0

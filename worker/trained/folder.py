@@ -294,7 +294,7 @@ def read_facts(folder: Path, *, verify: bool = False) -> ExportFacts:
 
 
 def _schema(told: Mapping[str, Any]) -> Schema:
-    tuples = {name: tuple(told[name]) for name in ("features", "labels")}
+    tuples = {name: tuple(told.get(name, ())) for name in ("features", "labels", "numbers")}  # earlier: no numbers
     fields = tuple(Field(**one) for one in told["fields"])
     tables = tuple(IdTable(**one) for one in told["tables"])
     return Schema(**{**told, **tuples, "fields": fields, "tables": tables})

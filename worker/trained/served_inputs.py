@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +44,7 @@ class FeatureInputs:
         self._preprocessor = Preprocessor.from_dict(data)
         self._ignored = (*self._preprocessor.labels, *data["ignored"])
         self.names = tuple(self._preprocessor.columns)
+        self.features = frozenset(self._preprocessor.features)
         many = [(name, feature) for name, feature in self._preprocessor.features.items() if feature.is_many]
         self._lists = {column for name, one in many for column in (one.column or name, one.weights)}
         self._numbers = {column for column, kind in preprocessed_columns(self._preprocessor) if kind == "number"}
@@ -76,6 +77,18 @@ class FeatureInputs:
             raise BadRows(feature=error.column, value=value, reason=f"row {error.row}: {error}") from None
         except BadFeature as error:
             raise self._bad_type(error.name, error.reason, arrays) from None
+
+    def of_some(self, rows: object, features: Collection[str]) -> tuple[Ids, Floats | None]:
+        """Ids and dense features of rows that have the columns of these features; what other ones have is missing.
+
+        BadRows.
+        """
+        given, specs = columns_by_name(rows), self._preprocessor.features
+        own = {column for name in features for column in self._preprocessor.columns_of(name)}
+        exact = {one.column or name for name, one in specs.items() if one.ids == "exact" and not one.is_many}
+        count = len(next((given[name] for name in given if name in own), ()))  # type: ignore[arg-type]
+        others = [name for name in self.names if name not in given and name not in own]
+        return self({**given, **{name: [0 if name in exact else None] * count for name in others}})
 
     def _bad_type(self, name: str, reason: str, arrays: Mapping[str, Any]) -> BadRows:
         """The error of a column, or that of a feature, whose values are of a type that it cannot have."""

@@ -24,6 +24,7 @@ from embershard.worker.data.inputs.rows import PADDING, CategoricalInput, RowInp
 from embershard.worker.job.job import Job
 from embershard.worker.models.layers import FeatureEmbedding
 from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
+from embershard.worker.models.retrieval.feature_towers import FeatureTowers
 from embershard.worker.models.user_defined import forward_of, in_whole_rows, seeded
 from embershard.worker.trained.folder import (
     FACTS,
@@ -36,7 +37,7 @@ from embershard.worker.trained.folder import (
     read_facts,
 )
 from embershard.worker.trained.quantise import load_int8
-from embershard.worker.trained.served_inputs import Inputs, make_inputs
+from embershard.worker.trained.served_inputs import FeatureInputs, Inputs, make_inputs
 from embershard.worker.trained.served_tables import NumberedRows, ServedEmbedding, SortedRows, served_table
 
 Dense = Literal["torch", "onnx", "int8"]
@@ -173,7 +174,7 @@ class ExportedModel:
         return {name: module for name, module in self._model.named_modules() if isinstance(module, kinds)}
 
     def user_vectors(self, users: object) -> Floats:
-        """Vectors (N, dim) of users' ids (N,), of a model for retrieval.
+        """Vectors (N, dim) of users' ids (N,), of a model for retrieval; of feature_towers `users` are columns by name.
 
         The best items have the largest products of their vectors with the user's. Where the model reads histories,
         `users` is (N, 1 + history), with -1 behind a shorter one.
@@ -181,7 +182,7 @@ class ExportedModel:
         return self._vectors("user_vectors", "user", users)
 
     def item_vectors(self, items: object) -> Floats:
-        """Vectors (N, dim) of items' ids (N,), of a model for retrieval.
+        """Vectors (N, dim) of items' ids (N,), of a model for retrieval; of feature_towers `items` are columns by name.
 
         Users and items share a table: `ids` gives the ids of items by their names or numbers.
         """
@@ -189,6 +190,13 @@ class ExportedModel:
 
     def _vectors(self, method: str, feature: str, ids: object) -> Floats:
         model = self._model
+        if isinstance(model, FeatureTowers) and isinstance(self._inputs, FeatureInputs):
+            of_item = set(model.features_of_item)
+            features = of_item if feature == "item" else self._inputs.features - of_item
+            rows, dense = self._inputs.of_some(ids, features)
+            with torch.inference_mode():
+                tensors = torch.from_numpy(rows), None if dense is None else torch.from_numpy(dense)
+                return cast(Floats, getattr(model, method)(*tensors).numpy())
         if not isinstance(model, RetrievalModel):
             raise CannotServe(what=method, reason=f"{self.job.model.name} is no model for retrieval, as two_tower is")
         found = _array("ids", ids, "iu").astype(np.int64)

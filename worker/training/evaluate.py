@@ -19,10 +19,12 @@ from torch import nn
 
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingDataset, Schema
+from embershard.worker.data.readers.ranked import RankedStream
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Labels, Pointwise, reliability
 from embershard.worker.models.recommender import RetrievalModel
+from embershard.worker.models.retrieval.feature_towers import FeatureTowers
 from embershard.worker.models.user_defined import Forward, in_whole_rows
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
@@ -97,7 +99,10 @@ class Evaluator:
         return collectors
 
     def _rank(self, split: str) -> Collector:
-        model, dataset = self._model, cast(RankingDataset, self._dataset)  # it says that it is ranked
+        model = self._model
+        if isinstance(model, FeatureTowers):
+            return self._rank_by_features(model, split)
+        dataset = cast(RankingDataset, self._dataset)  # it says that it is ranked
         assert isinstance(model, RetrievalModel)
         items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
         collector = FullRanking(self._metrics.top_k, num_items=len(items))
@@ -105,6 +110,19 @@ class Evaluator:
         users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
         for users in dataset.users(split, *self._group.share, users_per_batch):
             collector.update(model.user_vectors(users.ids) @ items.T, users)
+        return collector
+
+    def _rank_by_features(self, model: FeatureTowers, split: str) -> Collector:
+        dataset = cast(RankedStream, self._dataset)
+        batch = to_device(dataset.items, self._device)
+        parts = [slice(start, start + (1 << 14)) for start in range(0, len(batch), 1 << 14)]
+        dense = batch.dense
+        items = torch.cat([model.item_vectors(batch.ids[p], None if dense is None else dense[p]) for p in parts])
+        collector = FullRanking(self._metrics.top_k, num_items=len(items))
+        users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
+        for rows, users in dataset.queries(split, *self._group.share, users_per_batch):
+            rows = to_device(rows, self._device)
+            collector.update(model.user_vectors(rows.ids, rows.dense) @ items.T, users)
         return collector
 
 

@@ -165,7 +165,8 @@ def test_the_data_root_can_be_replaced(folder, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_can_be_built_from_a_job(name):
-    settings = {"target": "user", "history": "history"} if name == "din" else {}
+    own = {"din": {"target": "user", "history": "history"}, "feature_towers": {"item": "item"}}
+    settings = own.get(name, {})
     values = {
         "model": {"name": name, **settings},
         "data": {"reader": "ncf", "prefix": "p"},
@@ -174,7 +175,8 @@ def test_every_model_can_be_built_from_a_job(name):
     }
     job = Job.model_validate(values)
     history = Field("history", "items", 0, 5, "sequence")
-    fields = {"sasrec": (history,), "din": (history, Field("user", "items", 5))}.get(name, ())
+    user, towers = Field("user", "items", 5), (Field("user", "items", 0), Field("item", "items", 1))
+    fields = {"sasrec": (history,), "din": (history, user), "feature_towers": towers}.get(name, ())
     model = job.model.build(Schema(("user", "item"), 3, None, fields, (IdTable("items", 9),)), 4, "meta")
     assert type(model) is MODELS[name]
     assert job.model.takes_dim == ("dim" in inspect.signature(MODELS[name]).parameters)

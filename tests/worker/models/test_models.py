@@ -42,7 +42,7 @@ BUILD = {
     "neumf": lambda d, n=IDS, on=None: NeuMF(n, device=on),
     "two_tower": lambda d, n=IDS, on=None: TwoTower(n, DIM, hidden=(8,), device=on),
 }
-OTHERS = {"din", "sasrec", "simplex"}  # have batches of another form, and tests of their own
+OTHERS = {"din", "sasrec", "simplex", "feature_towers"}  # have batches of another form, and tests of their own
 PAIRS = ("gmf", "mlp", "neumf", "two_tower")
 
 

@@ -606,3 +606,22 @@ def test_a_server_loads_neither_shards_nor_compilers(export):
     )
     run = subprocess.run([sys.executable, "-c", code, export.folder], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+def test_towers_of_features_give_the_vectors_of_rows_with_the_columns_of_one_side(make_export):
+    numbers = {"age": {"type": "number"}, "price": {"type": "number", "transform": "standardise"}}
+    tags = {"type": "list", "separator": "|", "weight_separator": ":"}
+    features = {"user": {}, "tags": tags, "item": {"ids": "exact", "num_ids": 40}, **numbers}
+    towers = {"name": "feature_towers", "item": ["item", "price"]}
+    made = make_export(towers, reader="tabular", label=[], features=features, catalogue="a.csv")
+    served, columns = es.load_exported(made.folder), made.rows.to_pydict()
+    users = served.user_vectors({name: columns[name] for name in ("user", "age", "tags")})
+    items = served.item_vectors({name: columns[name] for name in ("price", "item")})
+    assert_same((users * items).sum(1) / 0.1, made.logits)
+    assert_same(served.item_vectors({name: columns[name] for name in features}), items)
+    with pytest.raises(BadRows, match="age"):
+        served.user_vectors({"user": ["u1"], "tags": ["t1:0.5"]})
+    with pytest.raises(BadRows, match="what"):
+        served.item_vectors({"item": [1], "price": [0.5], "what": [1]})
+    with pytest.raises(TypeError, match="rows are columns by name"):
+        served.user_vectors([1, 2])

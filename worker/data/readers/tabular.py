@@ -195,6 +195,8 @@ class Tabular:
     split: RowSplit | None = None
     vocabulary_folder: Path = Path()
     negatives: NegativeSampling | None = None
+    ranked: tuple[str, ...] = ()  # the features of the items that are ranked in an evaluation
+    catalogue: Sequence[File] = ()  # tables with these features of more items
     open_tables: OpenTables = open_tables
 
     def look(self) -> None:
@@ -216,6 +218,8 @@ class Tabular:
                     self.labels.of(table)
                     if times_of is not None:
                         times_of(table)
+        if self.catalogue:
+            self._of_items().look()
 
     def needs_fit(self) -> bool:
         """Whether the training rows have to be read before training."""
@@ -240,10 +244,32 @@ class Tabular:
         counts = {part: count for part, count in counts.items() if self.split is not None or part == "train"}
         sources = whole._sources(whole._samples, counts)
         stream = StreamDataset(pre.schema, sources, seed=seed, shuffle_rows=shuffle_rows)
+        numbers = tuple(name for name, feature in pre.features.items() if feature.is_dense)
+        if self.ranked:
+            from embershard.worker.data.readers.ranked import RankedStream  # imports torch
+
+            own = [name for name in pre.features if name in self.ranked]  # in the order of the columns
+            pool = ItemPool(NegativeSampling(count=1, features=tuple(own)), pre.schema, numbers)
+            return RankedStream(stream, pool, whole._items())
         if self.negatives is None:
             return stream
-        numbers = tuple(name for name, feature in pre.features.items() if feature.is_dense)
         return InteractionStream(stream, observe_all(ItemPool(self.negatives, pre.schema, numbers), sources["train"]))
+
+    def _of_items(self) -> Tabular:
+        """The catalogue, of which only the features of items are read."""
+        pre = self.preprocessor
+        features = {name: feature for name, feature in pre.features.items() if name in self.ranked}
+        own = Preprocessor(features, pre.fitted, missing=pre.missing)
+        files, labels = {"train": self.catalogue}, LabelColumns(names=())
+        return replace(self, files=files, preprocessor=own, labels=labels, split=None, ranked=(), catalogue=())
+
+    def _items(self) -> Iterator[Samples]:
+        """The rows of the catalogue."""
+        if self.catalogue:
+            tables = self._of_items()
+            source = tables._sources(tables._samples)["train"]
+            source.check()
+            yield from source.blocks(0, 1, None)
 
     def open_first_rows(self, seed: int = 0) -> StreamDataset:
         """The dataset, as `open` gives it, with what the first rows alone tell: to try a model on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -12,7 +12,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 
 from embershard.proto.spec import MAX_FLOAT32
 from embershard.worker.data.files import as_file
-from embershard.worker.job.data_section import SPLITS, DataSection, Delimiter, Encoding, FileFormat, Name, on_disk
+from embershard.worker.job.data_section import (
+    SPLITS,
+    DataSection,
+    Delimiter,
+    Encoding,
+    Evaluation,
+    FileFormat,
+    Name,
+    on_disk,
+)
 from embershard.worker.job.sections import ONE_OR_MORE, Count, Section, Share
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch and pyarrow
@@ -213,6 +222,8 @@ class TabularSection(DataSection):
     """Divides the rows of `train` into splits, instead of files `valid` and `test`."""
     negatives: NegativesSection | None = None
     """Negative samples, for interactions without a label."""
+    catalogue: Annotated[tuple[Name, ...], ONE_OR_MORE] = ()
+    """Files with the features of more items, among which feature_towers is evaluated."""
     features: Mapping[Name, FeatureSection] = {}
     """Set by the job's section `features`."""
     fitted: Annotated[
@@ -222,6 +233,12 @@ class TabularSection(DataSection):
     """What preprocessing has computed from the training data, or a file with it; a run stores it with its model."""
     _first_rows_only: bool = PrivateAttr(default=False)
     _paired: tuple[str, ...] = PrivateAttr(default=())
+    _ranked: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """All items ranked for each row, where the model has features of an item; else labels and logits."""
+        return "ranking" if self._ranked else "pointwise"
 
     @property
     def labels_of_samples(self) -> tuple[str, ...]:
@@ -292,7 +309,7 @@ class TabularSection(DataSection):
 
     def files(self) -> dict[str, tuple[Path, ...]]:
         """Field -> the local files and folders that it names, under `root`."""
-        return on_disk({part: getattr(self, part) for part in SPLITS})
+        return on_disk({part: getattr(self, part) for part in (*SPLITS, "catalogue")})
 
     def problem(self) -> tuple[str, str] | None:
         """A field that contradicts others, and why."""
@@ -301,7 +318,13 @@ class TabularSection(DataSection):
         if not self.features:
             reason = f"{self.reader} needs the section features, which says what to read: features: {{user: {{}}}}"
             return "reader", reason
-        if not self.label and self.negatives is None:
+        if self.catalogue and not self._ranked:
+            return "catalogue", "has a meaning for model feature_towers, which ranks all items"
+        if self._ranked:
+            for field in ("label", "negatives", "weight"):
+                if getattr(self, field):
+                    return field, "has no meaning for feature_towers, which learns from positives alone: label: []"
+        elif not self.label and self.negatives is None:
             return "label", "names no column, so that each row has label 1: add negatives"
         if self.negatives is not None:
             if len(self.label) > 1:
@@ -309,11 +332,9 @@ class TabularSection(DataSection):
             for name in self.negatives.features:
                 if name not in self.features:
                     return "negatives", f"names {name!r}, which is no feature (there are: {', '.join(self.features)})"
-            for name, other in product(self.negatives.features, self.features):
-                common = self.features[name].columns(name) & self.features[other].columns(other)
-                if common and other not in self.negatives.features:
-                    reason = f"names {name!r}, and not {other!r}, which reads column {min(common)!r}, too: a negative"
-                    return "negatives", f"{reason} would have the values of two rows, which tells its label; remove one"
+            for name, other, column in self.shared_columns(self.negatives.features):
+                reason = f"names {name!r}, and not {other!r}, which reads column {column!r}, too: a negative"
+                return "negatives", f"{reason} would have the values of two rows, which tells its label; remove one"
         texts = self.texts_of_labels
         for name, (zero, one) in texts.items():
             if name not in self.label:
@@ -325,6 +346,13 @@ class TabularSection(DataSection):
         if self.label_range != "any" and not self.label_range[0] < self.label_range[1]:
             return "label_range", "is the least and the largest label, as [0, 1]"
         return None
+
+    def shared_columns(self, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+        """Each of these features that reads a column which one beside them reads too, that one, and the column."""
+        for name, other in product(names, self.features):
+            common = self.features[name].columns(name) & self.features[other].columns(other)
+            if common and other not in names:
+                yield name, other, min(common)
 
     def tabular(self, folder: Path) -> Tabular:
         """Return the reader of the files under `folder`. BadFeature where features contradict each other."""
@@ -355,6 +383,8 @@ class TabularSection(DataSection):
             split=None if self.split is None else RowSplit(**self.split.model_dump(), parts=("train", *self.judged_on)),
             vocabulary_folder=where,
             negatives=None if self.negatives is None else NegativeSampling(**self.negatives.model_dump()),
+            ranked=self._ranked,
+            catalogue=[as_file(where, name) for name in self.catalogue],
         )
 
     def preprocessor(self) -> Preprocessor:
@@ -365,10 +395,14 @@ class TabularSection(DataSection):
         missing = [text.replace(self.decimal, ".") for text in self.missing if text]
         return Preprocessor(features, self.fitted, self.label, self._paired, missing)
 
-    def for_model(self, features: Mapping[str, FeatureSection], paired: tuple[str, ...]) -> Self:
-        """This section with the features of the job, and the sequences that its model reads place by place."""
+    def for_model(
+        self, features: Mapping[str, FeatureSection], paired: tuple[str, ...], ranked: tuple[str, ...] = ()
+    ) -> Self:
+        """This section with the features of the job, the sequences that its model reads place by place, and the
+        features of the items that it ranks.
+        """
         copy = self.model_copy(update={"features": features})
-        copy._paired = paired
+        copy._paired, copy._ranked = paired, ranked
         return copy
 
     def first_rows(self) -> DataSection:

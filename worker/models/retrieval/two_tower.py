@@ -59,6 +59,10 @@ class TwoTower(RetrievalModel):
         scores: Tensor = users @ items.T if lists else (users * items).sum(1)
         return scores / self.temperature
 
+    def batch_items(self, ids: Tensor) -> Tensor:
+        """(B * (1 + K),) ids of the items of a batch, the rows' own first."""
+        return candidates(ids)
+
     def split_lists(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B,) scores of the own items, and (B, C) of the others, -inf where one is the row's own item.
 
