@@ -277,3 +277,15 @@ def test_times_of_text_of_which_there_are_few_are_no_categories(text, remark):
         "user": list(range(90)),
     }
     assert f"# bought: left out, {remark}" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+
+
+@pytest.mark.parametrize("values", [("5.0", "7.0"), ("+1", "-1")])
+def test_two_numbers_of_text_that_are_no_label_are_read_as_numbers(values):
+    lines = [f"{n % 2},{values[n % 3 == 0]},{values[n % 5 == 0]},u{n}" for n in range(150)]
+    Path("a.csv").write_text("\n".join(["label,side,shop_id,user", *lines, ""]))
+    run("a.csv")
+    assert {name: one.type for name, one in load_job(Path("job.yaml")).features.items()} == {
+        "side": "number",
+        "user": None,
+    }
+    assert f"# shop_id: left out, its ids are floats, as {float(values[1])}" in Path("job.yaml").read_text()

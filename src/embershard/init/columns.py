@@ -93,7 +93,8 @@ def describe_column(name: str, values: Sequence[object], rows: int, table: str |
         return "# NAME: left out, its times are not written as 2026-01-31 12:00:00"
     if len(distinct) == 1:
         return "# NAME: left out, it has one value in these rows"
-    if len(distinct) > FEW and _are_fractions(present):  # texts of Parquet or JSON, which a feature reads as numbers
+    # texts of Parquet or JSON, which a feature reads as numbers; or two numbers of CSV, which a label would be read as
+    if (len(distinct) > FEW or len(distinct) == 2) and _are_fractions(present):
         present = [float(str(value)) for value in present]
     if all(isinstance(value, bool | int) for value in present):
         if len(distinct) <= FEW or _ID.search(words(name)):
@@ -138,9 +139,10 @@ def _are_times(values: Sequence[object]) -> bool:
 
 
 def _are_fractions(values: Sequence[object]) -> bool:
-    """Whether values are texts of numbers, some of which have a decimal point."""
+    """Whether values are texts of numbers, some of which have a decimal point, or some a sign + and others none."""
     texts = [value for value in values if isinstance(value, str) and NUMBER.fullmatch(value)]
-    return len(texts) == len(values) and any("." in text for text in texts)
+    signs = {text.strip()[0] == "+" for text in texts}
+    return len(texts) == len(values) and (any("." in text for text in texts) or len(signs) == 2)
 
 
 def _number(values: Sequence[float]) -> str:
