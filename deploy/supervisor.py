@@ -336,7 +336,7 @@ class LocalShards:
                     )
                     self.ended_well = False
                 elif process.address and process.code == 1:
-                    self._report(f"pid {pid} dropped some accepted requests; its output says how many")
+                    self._report(f"pid {pid} dropped some accepted requests; its output says why")
                     self.ended_well = False
         finally:  # a second Ctrl-C, too, leaves nothing behind
             for process in running:

@@ -276,9 +276,13 @@ class _ShardServer:
         await transports.health.enter_graceful_shutdown()
         apply.close()  # from here on, new requests are told that the shard is shutting down
         done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
-        if log is not None and done:  # the last answers wait for it
-            done = await asyncio.to_thread(log.close, _LOG_SECONDS)
+        unwritten = ""
+        if log is not None and done and not await asyncio.to_thread(log.close, _LOG_SECONDS):  # the last answers wait
+            unwritten = _unwritten(log)
         await transports.close()
+        if unwritten:
+            _log.error("%s", unwritten)
+            return 1
         if not done:
             _log.error(
                 "dropped %d queued bytes: they were not applied within %.0f s of the stop",
@@ -288,6 +292,16 @@ class _ShardServer:
             return 1
         _log.info("done: everything accepted was applied")
         return 130 if signum == signal.SIGINT else 0
+
+
+def _unwritten(log: ShardLog) -> str:
+    """Say what a log lacks that was closed before all was written."""
+    _, _, num_bytes, _, reason = log.status()
+    why = reason or f"the disk did not take them within {_LOG_SECONDS:.0f} s"
+    return (
+        f"the last {num_bytes:,} bytes of events are not in the event log: {why}. Nobody was told that they are safe, "
+        "and workers that still run send these changes again"
+    )
 
 
 def _monitored(

@@ -278,7 +278,7 @@ class SnapshotWriter:
         except _SnapshotCancelled:
             return
         except EmbershardError as error:
-            self._error = error
+            self._error = clipped(error)  # without its traceback, which holds the tables
         except MemoryError:
             self._error = _no_memory(self._request.url, "no memory for blocks of rows")
         except Exception as error:
@@ -286,6 +286,8 @@ class SnapshotWriter:
             self._error = SnapshotNotWritten(path=self._request.url, reason=f"{type(error).__name__}: {error}")
         finally:
             self._thaw()
+            # whoever looks at it later needs no row, and a restore may put other tables in place of these
+            self._frozen, self._moment = [], replace(self._moment, tables=(), control={})
         if self._error is not None:
             _log.error("snapshot %s: %s", self._request.name, self._error)
         if not self._cancelled.is_set():

@@ -1,11 +1,13 @@
 """Addresses that a shard may listen at, what it logs, and how it ends."""
 
 import logging
+import re
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -263,3 +265,9 @@ def test_a_shard_ends_on_sigterm_also_where_something_hangs():
             assert "Timeout" in shard.stderr.read()
         finally:
             shard.kill()
+
+
+@pytest.mark.parametrize(("reason", "why"), [("No space left on device",) * 2, ("", "did not take them within 4 s")])
+def test_a_shard_that_ends_before_its_log_is_written_says_why(reason, why):
+    log = SimpleNamespace(status=lambda: ("log", 2**20, 1234, 0.5, reason))
+    assert re.match(f"the last 1,234 bytes of events are not in the event log: .*{why}. Nobody", server._unwritten(log))

@@ -109,6 +109,10 @@ def part_of(folder, reply, name="one"):
     return unpack_part((folder / name / reply.path).read_bytes(), "part")
 
 
+def refuse(part):
+    raise errors.SnapshotNotWritten(path="here", reason="not today")
+
+
 def take(group, folder, name="one", number=7):
     """A whole snapshot, as the client makes it."""
     request = snapshot_in(folder, name, number)
@@ -544,6 +548,19 @@ class TestRestore:
         restore(shard, folder, 2)
         with pytest.raises(errors.SnapshotUnknown):
             shard.handle(first(step="watch"))
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_a_snapshot_that_has_ended_keeps_no_table_that_a_restore_replaces(self, folder, fails, monkeypatch):
+        shard = pushed()
+        before = shard.core.budget.used
+        if fails:
+            monkeypatch.setattr(module, "pack_part", refuse)
+            with pytest.raises(errors.SnapshotNotWritten):
+                take([shard], folder, "two", 8)
+        else:
+            take([shard], folder, "two", 8)
+        restore(shard, folder, 2, replace=True)
+        assert eventually(lambda: shard.core.budget.used == before, 5)
 
     def test_what_was_read_for_a_client_that_asks_no_more_is_dropped(self, folder):
         shard, request, now = empty(), restore_from(folder), time.monotonic()

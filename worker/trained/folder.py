@@ -12,6 +12,7 @@ export.json            format version, job, schema, what is done with columns, t
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -66,7 +67,8 @@ class CannotExport(EmbershardError):
 
 def _not_written(path: Path, error: OSError) -> CannotExport:
     """What the system says of a place, and what to do."""
-    reason = f"{error.strerror or error}; export to another folder, or correct that"
+    remedy = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "correct that"
+    reason = f"{error.strerror or error}; export to another folder, or {remedy}"
     return CannotExport(path=str(path), reason=reason)
 
 
