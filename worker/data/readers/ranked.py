@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from embershard.worker.data.batch import Batch, Evaluation, Samples
+from embershard.worker.data.batch import Batch, Evaluation, Samples, Schema
 from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.data.negatives import ItemPool, observe_all
 from embershard.worker.data.shuffle import check_share
-from embershard.worker.data.stream import StreamDataset, in_batches
+from embershard.worker.data.stream import BlockSource, StreamDataset, in_batches
 from embershard.worker.metrics import Users
 
 
@@ -21,8 +21,17 @@ class RankedStream(StreamDataset):
     An item is the ids of its features; its numbers are those of its first row.
     """
 
-    def __init__(self, stream: StreamDataset, pool: ItemPool, catalogue: Iterator[Samples]) -> None:
-        self.__dict__.update(stream.__dict__)
+    def __init__(
+        self,
+        schema: Schema,
+        sources: Mapping[str, BlockSource],
+        pool: ItemPool,
+        catalogue: Iterator[Samples],
+        *,
+        seed: int,
+        shuffle_rows: int,
+    ) -> None:
+        super().__init__(schema, sources, seed=seed, shuffle_rows=shuffle_rows)
         self._pool = pool
         for source in self._sources.values():
             observe_all(pool, source)

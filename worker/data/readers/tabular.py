@@ -243,14 +243,15 @@ class Tabular:
         counts = fitted.get("samples", {})
         counts = {part: count for part, count in counts.items() if self.split is not None or part == "train"}
         sources = whole._sources(whole._samples, counts)
-        stream = StreamDataset(pre.schema, sources, seed=seed, shuffle_rows=shuffle_rows)
         numbers = tuple(name for name, feature in pre.features.items() if feature.is_dense)
         if self.ranked:
             from embershard.worker.data.readers.ranked import RankedStream  # imports torch
 
             own = [name for name in pre.features if name in self.ranked]  # in the order of the columns
             pool = ItemPool(NegativeSampling(count=1, features=tuple(own)), pre.schema, numbers)
-            return RankedStream(stream, pool, whole._items())
+            catalogue = whole._items()
+            return RankedStream(pre.schema, sources, pool, catalogue, seed=seed, shuffle_rows=shuffle_rows)
+        stream = StreamDataset(pre.schema, sources, seed=seed, shuffle_rows=shuffle_rows)
         if self.negatives is None:
             return stream
         return InteractionStream(stream, observe_all(ItemPool(self.negatives, pre.schema, numbers), sources["train"]))
