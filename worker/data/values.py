@@ -290,6 +290,14 @@ def _as_category(kind: pa.DataType) -> str:
     return "write it as one of these"
 
 
+def float_of(text: str) -> float:
+    """The number that a text is, NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
 def _is_number(value: object) -> bool:
     try:
         pa.scalar(str(value)).cast(pa.float64())

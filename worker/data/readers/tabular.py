@@ -34,6 +34,7 @@ from embershard.worker.data.values import (
     as_array,
     check_utf8,
     decoded,
+    float_of,
     hashes_of,
     is_list,
     numbers_of,
@@ -161,7 +162,7 @@ class LabelColumns:
         texts, (zero, one) = column.combine_chunks(), self.texts[name]
         if pa.types.is_floating(texts.type):  # integers, as pandas writes them in a column with missing cells
             x = numbers_of(name, texts)
-            found: Floats = np.select([x == _float_of(zero), x == _float_of(one)], [0.0, 1.0], np.nan)
+            found: Floats = np.select([x == float_of(zero), x == float_of(one)], [0.0, 1.0], np.nan)
             missing = np.isnan(x)
         else:
             texts = texts_of(name, texts)
@@ -172,13 +173,6 @@ class LabelColumns:
             value = str(texts[int(wrong[0])].as_py())[:40]
             raise BadValue(int(wrong[0]), name, f"label {value!r} is neither {zero!r} nor {one!r}")
         return found
-
-
-def _float_of(text: str) -> float:
-    """The number that a text is, NaN where it is none."""
-    with suppress(ValueError):
-        return float(text)
-    return float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
