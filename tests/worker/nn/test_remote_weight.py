@@ -312,6 +312,7 @@ MEASURES = {
     "negative order, at once": lambda gradient: torch._foreach_norm([gradient], -1.0)[0],
     "absolute, at once": lambda gradient: torch._foreach_abs([gradient])[0].mean(),
     "finite": torch.isfinite,
+    "finite, by name": lambda gradient: torch.isfinite(input=gradient),
     "infinite": torch.isinf,
     "NaN": torch.isnan,
 }
