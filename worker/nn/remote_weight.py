@@ -326,8 +326,8 @@ class RemoteWeight(nn.Parameter):
             return _strides(args[0], *args[1:], **kwargs)
         if func is Tensor.is_contiguous:
             return kwargs.get("memory_format", torch.contiguous_format) == torch.contiguous_format
-        if func in _MEMORY and not (torch.is_grad_enabled() and args[0].requires_grad):  # else torch refuses
-            _ = args[0].data  # what is written there raises no version
+        if func in _MEMORY:
+            _ = args[0].data  # what is written there raises no version, and is found by the values
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag:

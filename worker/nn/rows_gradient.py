@@ -128,7 +128,9 @@ class RowsGradient(Tensor):
                 return func(*args, **kwargs)
         if func is Tensor.detach_:  # as loops write before zero_(): it is apart already, and torch refuses for views
             return args[0]
-        is_of_rows = name in _OF_ROWS or (name in _OF_ELEMENTS and args[0].is_beyond_limit())
+        is_of_rows = name in _OF_ROWS or (
+            name in _OF_ELEMENTS and (args[0] if args else kwargs["input"]).is_beyond_limit()
+        )
         if is_of_rows and _is_by_number(name, args, kwargs) and _keeps_zeros(func, name, args, kwargs):
             result = func(*_unwrapped(args), **_unwrapped(kwargs))
             return args[0] if name.endswith("_") else result

@@ -312,6 +312,7 @@ MEASURES = {
     "negative order, at once": lambda gradient: torch._foreach_norm([gradient], -1.0)[0],
     "absolute, at once": lambda gradient: torch._foreach_abs([gradient])[0].mean(),
     "finite": torch.isfinite,
+    "finite, by name": lambda gradient: torch.isfinite(input=gradient),
     "infinite": torch.isinf,
     "NaN": torch.isnan,
 }
@@ -544,6 +545,7 @@ CHANGES = {
     "numpy outside of a graph": lambda w: w.numpy().fill(1.0),
     "array": lambda w: np.asarray(w).fill(1.0),
     "storage": lambda w: w.untyped_storage().fill_(1),
+    "storage in a graph": lambda w: w.untyped_storage().fill_(1),
     "set_": lambda w: w.set_(torch.zeros(12, 4)),
     "in place by name": lambda w: F.hardtanh(w, -0.1, 0.1, inplace=True),
     "numpy of a frozen one": lambda w: (w.requires_grad_(False).numpy().fill(1.0), w.requires_grad_()),
@@ -555,7 +557,8 @@ CHANGES = {
 def test_a_change_in_place_is_an_error(make_session, change):
     _, _, model, session = torch_and_ours(make_session)
     before = model.items(torch.arange(12)).detach()  # the weight itself was not looked at
-    with torch.no_grad() if change != "optimizer" else torch.enable_grad(), pytest.raises(ParameterChanged):
+    grad = change in ("optimizer", "storage in a graph")
+    with torch.set_grad_enabled(grad), pytest.raises(ParameterChanged):
         _ = CHANGES[change](model.items.weight), session.step()
     session.zero_grad()
     assert torch.equal(model.items.weight, before)
