@@ -280,6 +280,8 @@ class Custom(Optimizer):
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {c.kind: c for c in (SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL, RMSprop)}
+# of local steps, whose rows other workers change too: not FTRL, by which a row is a function of its state
+LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
 
 
 P = TypeVar("P", bound=_Params)

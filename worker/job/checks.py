@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from embershard.proto.errors import JobError
+from embershard.proto.spec import LOCAL_OPTIMIZERS
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.compression_checks import check_compression
 from embershard.worker.job.job import Job
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 # what torch.optim has for dense gradients, and for the sparse ones of its own tables
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 SPARSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
-# what worker/session/local_steps.py trains copies by
-LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
 
 # models that learn from positives, beside which a sample may have other items
 _LISTS = ("two_tower", "simplex")

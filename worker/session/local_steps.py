@@ -21,15 +21,12 @@ import numpy as np
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import Pushed, TableKey
 from embershard.proto.routing import Route, ascending, make_route
-from embershard.proto.spec import TableSpec
+from embershard.proto.spec import LOCAL_OPTIMIZERS, TableSpec
 from embershard.worker.client.client import Client
 from embershard.worker.client.push import Gradients, Versions
 from embershard.worker.compression.compressor import LrScale, rate_of
 from embershard.worker.kernels import IdIndex, LocalRowOptimizer, overlap
 from embershard.worker.session.row_source import WrappedSource
-
-# those of the shards whose rows may also change by another way: an FTRL row is a function of its state
-LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
 
 
 def check_local(spec: TableSpec) -> None:
