@@ -300,7 +300,7 @@ bar-log: setup  ## what a shard's log costs a step: memory against the commit be
 bar-recovery: setup  ## from kill -9 to serving again at 0.1, 1 and 5 GB of rows, out of the page cache (ARGS="--gb 0.1 1"; 14 GiB)
 	$(BIN)/python bench/bar_recovery.py $(ARGS)
 
-bar-undisturbed: setup  ## a training job whose shards are killed ten times learns what an undisturbed one does, one worker to the same bits (10 minutes)
+bar-undisturbed: setup  ## a training job whose shards are killed ten times learns what an undisturbed one does, one worker to the same bits (10 minutes; ARGS="--runs 3")
 	$(BIN)/python bench/bar_undisturbed.py $(ARGS)
 
 bar-soak: setup  ## half an hour of kills, stops, cuts, full disks and losses of power: nothing is lost, nothing grows (ARGS="--minutes 5"; root)

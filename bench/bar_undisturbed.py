@@ -4,7 +4,9 @@ The job is examples/demo.yaml (DLRM, its dense weights on the shards too, two sh
 `embershard train` with `durability: log`. Shards are killed (-9) at random moments of it: while they serve, while they
 start or recover, and while a checkpoint is written. Nobody does anything else.
 
-asynchronous     two workers, undisturbed and with ten kills: AUC (validation, the best) within .001, in one attempt
+asynchronous     two workers, five runs undisturbed and five with ten kills each, in turn: their mean AUCs (validation,
+                 the best) differ by at most .001, each in one attempt. No two of such runs are alike: the 95 %
+                 interval of the difference says what five of each can show
 bits             one worker at staleness 0, undisturbed and with ten kills: all rows and optimizer states of the last
                  checkpoint are equal to the bit, those of the dense weights too
 whole            that worker's job is killed three times at random moments with all of its processes, and the same
@@ -23,6 +25,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +41,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from embershard.compare.analysis.statistics import estimate
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, ShardStatus
 from embershard.proto.snapshot.stored import open_snapshot
@@ -47,7 +51,7 @@ from embershard.worker.checkpoint.checkpoint import SNAPSHOT
 from timing import disk, finish, load, median, print_table
 from train_job import EXAMPLES
 
-MAX_DIFFERENCE = 0.001  # of the AUC
+MAX_DIFFERENCE = 0.001  # of the mean AUCs
 SHARDS, WHOLE_KILLS = 2, 3
 MARK = "EMBERSHARD_BENCH_RUN"
 LOOK_SECONDS, ANSWER_SECONDS, LONGEST_PAUSE = 0.02, 1.0, 2.0
@@ -200,6 +204,12 @@ class Kills:
         """For the table: how many, and the pauses."""
         return [len(self.lost_pids), median(self.pauses or [0.0]), max(self.pauses, default=0.0)]
 
+    def add(self, others: Kills) -> None:
+        """Count the kills of another run, too."""
+        self.pauses += others.pauses
+        self.while_serving += others.while_serving
+        self.lost_pids |= others.lost_pids
+
     def figures(self) -> dict[str, object]:
         return {
             "kills": len(self.lost_pids),
@@ -298,6 +308,30 @@ class Bar:
             self.failures.append(f"{name}: the attempts went on at steps {steps}")
         return result, steps
 
+    def asynchronous(self, runs: int) -> tuple[dict[str, object], list[object]]:
+        """Compare runs of both kinds, in turn: what was found, and the row of the table."""
+        calm, killed, seconds, kills = [], [], [], Kills()
+        for number in range(runs):
+            calm.append(self.undisturbed(f"asynchronous-{number}"))
+            result, of_run = self.killed(f"asynchronous-killed-{number}")
+            killed.append(result)
+            kills.add(of_run)
+            seconds.append([round(seconds_of(one), 1) for one in (calm[-1], result)])
+        pairs = [auc_of(one) - auc_of(other) for one, other in zip(killed, calm, strict=True)]
+        difference, means = estimate(pairs), [statistics.fmean(map(auc_of, one)) for one in (calm, killed)]
+        bounds = [] if difference.low is None or difference.high is None else [difference.low, difference.high]
+        if abs(difference.mean) > MAX_DIFFERENCE:
+            self.failures.append(f"asynchronous: mean AUC {means[1]:.5f}, undisturbed {means[0]:.5f}")
+        found = {
+            "auc": [[round(auc_of(one), 5) for one in some] for some in (calm, killed)],
+            "difference": round(difference.mean, 5),
+            "interval": [round(bound, 5) for bound in bounds],
+            "seconds": seconds,
+            **kills.figures(),
+        }
+        interval = f"{difference.mean:+.5f}" + (f" ({bounds[0]:+.5f} to {bounds[1]:+.5f})" if bounds else "")
+        return found, ["asynchronous", *(f"{mean:.5f}" for mean in means), interval, *kills.columns()]
+
     def compare(self, name: str, with_name: str) -> int:
         """Hold a run's last rows against another's; how many there are."""
         one, other = last_tables(self._folder / name), last_tables(self._folder / with_name)
@@ -313,7 +347,8 @@ class Bar:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=2_000_000)
+    parser.add_argument("--samples", type=int, default=1_000_000, help="of each run")
+    parser.add_argument("--runs", type=int, default=5, help="asynchronous ones of each kind")
     parser.add_argument("--kills", type=int, default=10, help="of shards, in each run that is killed")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--only", choices=["asynchronous", "bits"], help="`bits` is with the whole job's kills")
@@ -324,18 +359,8 @@ def main() -> None:
     bar, found, rows = Bar(folder, args.samples, args.kills, args.seed), dict[str, object](), list[list[object]]()
     try:
         if args.only != "bits":
-            calm = bar.undisturbed("asynchronous")
-            killed, kills = bar.killed("asynchronous-killed")
-            difference = auc_of(killed) - auc_of(calm)
-            if abs(difference) > MAX_DIFFERENCE:
-                bar.failures.append(f"asynchronous: AUC {auc_of(killed):.5f}, undisturbed {auc_of(calm):.5f}")
-            found["asynchronous"] = {
-                "auc": [round(auc_of(calm), 5), round(auc_of(killed), 5)],
-                "difference": round(difference, 5),
-                "seconds": [round(seconds_of(calm), 1), round(seconds_of(killed), 1)],
-                **kills.figures(),
-            }
-            rows.append(["asynchronous", auc_of(calm), auc_of(killed), *kills.columns()])
+            found["asynchronous"], row = bar.asynchronous(args.runs)
+            rows.append(row)
         if args.only != "asynchronous":
             calm = bar.undisturbed("one", *ONE_WORKER)
             killed, kills = bar.killed("one-killed", *ONE_WORKER)
@@ -349,11 +374,12 @@ def main() -> None:
                 "whole_job_went_on_at_steps": steps,
                 **kills.figures(),
             }
-            rows.append(["one worker", auc_of(calm), auc_of(killed), *kills.columns()])
+            rows.append(["one worker", *(f"{auc_of(one):.5f}" for one in (calm, killed)), "", *kills.columns()])
     finally:
         if args.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
-    print_table(["", "AUC", "with kills", "kills", "median pause s", "worst"], rows)
+    header = ["", "AUC", "with kills", "difference (95 % interval)", "kills", "median pause s", "worst"]
+    print_table(header, rows)
     finish({"bar": "undisturbed", "load": load(), "disk": disk(args.folder), "seed": args.seed, **found}, bar.failures)
 
 
