@@ -101,5 +101,5 @@ def test_a_report_that_a_full_disk_does_not_take_names_its_folder(monkeypatch):
 
     monkeypatch.setattr(command, "write_results", full)
     assert run("none,fp16s", *OUT) == (
-        "cannot write to out: No space left on device; choose another folder with --output"
+        "cannot write to out: No space left on device; mend that and repeat the command, which keeps the runs there"
     )

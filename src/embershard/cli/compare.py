@@ -25,7 +25,7 @@ from embershard.compare.results import UNLIMITED, Arm, Bandwidth, write_results
 from embershard.compare.run.arms import BadArm, find_arms
 from embershard.compare.run.cluster import prepare_shards
 from embershard.compare.run.engine import Engine
-from embershard.compare.run.folder import Folder, NoRuns, read_runs
+from embershard.compare.run.folder import REPEAT, Folder, NoRuns, read_runs
 from embershard.compare.run.netns import Namespaces, check_namespaces
 from embershard.compare.run.plan import MOST_SEEDS, ComparisonPlan, Experiment
 from embershard.compare.run.progress import Show, name_of
@@ -35,7 +35,6 @@ from embershard.proto.transport.addresses import shard_addresses
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
-from embershard.worker.reporting.log import OTHER_OUTPUT
 
 NEEDED = ("scipy", "jinja2", "matplotlib")
 
@@ -249,7 +248,7 @@ def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, mar
         write_report(results, folder.path)
     except OSError as error:
         path = error.filename or folder.path
-        raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=OTHER_OUTPUT) from None
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error), remedy=REPEAT) from None
     print_summary(results, Console(highlight=False))
     show.say(f"written: {folder.path / 'report.html'}, report.md, results.json, runs.jsonl")
     failed = [run for run in results.runs if not run.ok]

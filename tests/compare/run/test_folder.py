@@ -59,7 +59,7 @@ def test_a_full_disk_is_named_and_the_run_does_not_count(tmp_path, monkeypatch, 
 
     with Folder(tmp_path, EXPERIMENT) as folder:
         monkeypatch.setattr(os, call, full)
-        with pytest.raises(CannotWrite, match=rf"{tmp_path}/runs\.jsonl: No space left on device"):
+        with pytest.raises(CannotWrite, match=rf"{tmp_path}/runs\.jsonl: No space left on device; mend that"):
             folder.add(FIRST)
         assert not folder.runs
 

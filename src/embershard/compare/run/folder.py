@@ -22,6 +22,7 @@ from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.worker.reporting.log import OTHER_OUTPUT, make_folder
 
 EXPERIMENT, RUNS = "experiment.json", "runs.jsonl"
+REPEAT = "mend that and repeat the command, which keeps the runs there"  # in another folder it would make all anew
 
 
 class OtherExperiment(EmbershardError):
@@ -108,10 +109,10 @@ class Folder:
             os.fsync(self._file)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise CannotWrite(path=str(self.path / RUNS), reason=reason, remedy=OTHER_OUTPUT) from None
+            raise CannotWrite(path=str(self.path / RUNS), reason=reason, remedy=REPEAT) from None
         if written != len(line):  # the disk is full: what is there is half a line, which a reader leaves out
             reason = "only a part of the line was written"
-            raise CannotWrite(path=str(self.path / RUNS), reason=reason, remedy=OTHER_OUTPUT)
+            raise CannotWrite(path=str(self.path / RUNS), reason=reason, remedy=REPEAT)
         self.runs[run.key] = run
 
     def _claim(self) -> None:
