@@ -14,7 +14,7 @@ import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
-from embershard.proto.errors import EmbershardError, LeaseLost, LogStalled, UnknownTable, WrongDim
+from embershard.proto.errors import EmbershardError, LeaseLost, UnknownTable, WrongDim
 from embershard.proto.messages import (
     Declare,
     Declared,
@@ -440,8 +440,8 @@ class Client:
     def _await_safe(self, awaits_room: bool) -> None:
         try:
             self._pushes.await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
-        except LogStalled:
-            if not awaits_room:
+        except EmbershardError:  # a shard without room may also be one that has not refused again before the timeout
+            if not awaits_room or not any(connection.has_stalled for connection in self.connections):
                 raise
             self._pushes.await_safe(self.connections.shards, self.timeout)
 

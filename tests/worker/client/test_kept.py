@@ -657,6 +657,26 @@ def test_a_flush_and_the_end_of_a_client_wait_for_room_beyond_the_timeout_of_a_c
     assert machine.log.close(60)
 
 
+def test_the_end_of_a_client_waits_for_room_where_the_shard_is_silent_at_the_timeout(monkeypatch, caplog):
+    machine = FullMachine(monkeypatch)
+    client, real = machine.client(), machine._handle
+    monkeypatch.setattr(client_module, "_FAREWELL", timedelta(seconds=0.05))
+    said = machine.fill(client, 0.2)
+
+    def handle(request):  # as a shard does whose log thread tries again only behind the end of the timeout
+        if isinstance(request, Heartbeat) and said and not machine.room.is_set():
+            raise Unreachable("no reply in time")
+        return real(request)
+
+    machine._handle = handle
+    step(client, 0)
+    client.close()
+    assert machine.room.is_set()
+    assert "before its last pushes are known to be safe" not in caplog.text
+    assert said == WAITED
+    assert machine.log.close(60)
+
+
 def test_who_waits_for_room_is_told_once_and_again_when_there_is_some(monkeypatch):
     machine = FullMachine(monkeypatch)
     client = machine.client()
