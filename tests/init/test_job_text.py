@@ -111,3 +111,9 @@ def test_blanks_around_numbers_are_not_remarked():
     Path("a.csv").write_text("label,user,price\n" + "".join(f"{n % 2},u{n % 7}, {n}.5 \n" for n in range(300)))
     run("a.csv")
     assert "blanks" not in Path("job.yaml").read_text()
+
+
+@pytest.mark.parametrize(("num_features", "rate"), [(19, 0.05), (20, 0.01)])
+def test_rows_of_many_features_get_a_lower_rate(num_features, rate):
+    columns = {f"c{number}": [f"v{row % 7}" for row in range(40)] for number in range(num_features)}
+    assert features_of({"click": [0, 1] * 20, **columns})["embedding"]["optimizer"]["lr"] == rate

@@ -16,6 +16,10 @@ from embershard.init.look import BYTES, ROWS, CannotInit, Look, data_files, sett
 # the last two are of pandas
 _ROW_NUMBERS = ("id", "index", "row", "row_id", "uuid", "(column 1)", "unnamed: 0", "__index_level_0__")
 
+# A first step of Adagrad moves every element by the whole rate, and DeepFM adds up the products of all pairs of them.
+_MANY = 20  # features
+_RATE, _RATE_OF_MANY = 0.05, 0.01
+
 
 def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
     """Return the job file for a table. CannotInit where no column can be the label, or none is left for features."""
@@ -52,6 +56,7 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
         is_whole = len(files) == 1 and rows < ROWS and files[0].stat().st_size < BYTES
         if not is_whole or _parts_by_time(look.columns[finest]):
             split = f"{{by: time, column: {yaml_name(finest)}"
+    rate = _RATE if len(features) < _MANY else _RATE_OF_MANY
     path = os.path.relpath(data.absolute(), folder)
     seen = f"its first {rows:,} rows" if len(look.starts) == 1 else f"{rows:,} rows of {len(look.starts)} of its files"
     lines = [
@@ -69,7 +74,7 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
         *skipped,
         "embedding:",
         "  dim: 16",
-        "  optimizer: {name: adagrad, lr: 0.05}",
+        f"  optimizer: {{name: adagrad, lr: {rate}}}",
         "dense:",
         "  optimizer: {name: adam, lr: 0.001}",
         "train:",
