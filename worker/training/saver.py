@@ -114,7 +114,10 @@ class Numbering:
         for name, before in named.items():
             told = repr(name) if name == before else f"{name!r} (then called {before!r})"
             reason = ""
-            if name != before and name in self._hashed:
+            kinds = [("numbers" if first == _NO_ID else "ids") for first in (self._first[name], state[before])]
+            if kinds[0] != kinds[1]:
+                reason = f"column {told} is of {kinds[0]}, and was of {kinds[1]} when the checkpoint was trained"
+            elif name != before and name in self._hashed:
                 reason = (
                     f"column {name!r} was called {before!r} when the checkpoint was trained, and the id of a value is "
                     "a hash of it and its column"

@@ -355,6 +355,19 @@ def test_a_column_of_hashed_ids_that_was_called_otherwise_or_stood_elsewhere_is_
         numbering("user", numbers=("price", "age")).load_state_dict(before)
 
 
+def test_a_column_of_numbers_that_was_one_of_ids_is_called_so():
+    def numbering(ids, numbers):
+        categorical = tuple(CategoricalInput(name=name, first=first) for first, name in enumerate(ids))
+        numeric = tuple(NumericInput(name=name) for name in numbers)
+        return Numbering(SimpleNamespace(inputs=RowInputs(categorical=categorical, numeric=numeric)))
+
+    of_ids, of_numbers = numbering(("user", "age"), ()), numbering(("user",), ("years",))
+    with refused(JobError, "column 'years' (then called 'age') is of numbers, and was of ids when the checkpoint was"):
+        of_numbers.load_state_dict(of_ids.state_dict())
+    with refused(JobError, "column 'age' (then called 'years') is of ids, and was of numbers when the checkpoint was"):
+        of_ids.load_state_dict(of_numbers.state_dict())
+
+
 @pytest.mark.parametrize("column", ["names", "first"])
 def test_a_checkpoint_is_loaded_whatever_the_columns_are_called(column):
     names = Names(("a", "b"), ("x", "y"), column, "what")
