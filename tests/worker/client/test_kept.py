@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -683,6 +683,23 @@ def test_an_error_or_a_ctrl_c_does_not_wait_for_room(monkeypatch, caplog):
         raise KeyboardInterrupt
     assert not machine.room.is_set()
     assert "before its last pushes are known to be safe" in caplog.text
+    machine.room.set()
+    assert machine.log.close(60)
+
+
+def test_a_session_that_is_closed_on_the_way_of_an_error_does_not_wait_for_room_either(monkeypatch, caplog):
+    machine = FullMachine(monkeypatch)
+    client = machine.client()
+    monkeypatch.setattr(client_module, "_FAREWELL", timedelta(seconds=0.02))
+    machine.room.clear()
+    late = threading.Timer(30, machine.room.set)
+    late.start()
+    step(client, 0)
+    with pytest.raises(KeyboardInterrupt), closing(Session(client)):
+        raise KeyboardInterrupt
+    assert not machine.room.is_set()
+    assert "before its last pushes are known to be safe" in caplog.text
+    late.cancel()
     machine.room.set()
     assert machine.log.close(60)
 
