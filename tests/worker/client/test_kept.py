@@ -15,7 +15,7 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
-from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed, Restore
+from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed, Restore, Snapshot
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
@@ -669,6 +669,21 @@ def test_who_waits_for_room_is_told_once_and_again_when_there_is_some(monkeypatc
         assert said == []
         step(client, 2 * number + 1)
         assert said == WAITED
+    client.close()
+    assert machine.log.close(60)
+
+
+def test_a_snapshot_that_is_cancelled_does_not_show_that_there_is_room(monkeypatch):
+    machine = FullMachine(monkeypatch)
+    client, said = machine.client(), []
+    client.connections.say = said.append
+    machine.room.clear()
+    step(client, 0)
+    flush = Heartbeat(worker=client.worker, epoch=client.epoch, flush=True)
+    client.connections.call({0: flush}, timeout=timedelta(seconds=0.05), awaits_recovery=False)
+    client.connections.call({0: Snapshot(url="/", name="one", id=7, step="cancel")})
+    assert [line.partition(":")[0] for line in said] == WAITED[:1]
+    machine.room.set()
     client.close()
     assert machine.log.close(60)
 
