@@ -360,21 +360,34 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
 
 
 def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, wait_timeout: timedelta) -> list[R]:
-    """Ask until all shards are in a state; SnapshotTimeout once nothing has moved for as long as `wait_timeout`."""
+    """Ask until all shards are in a state; SnapshotTimeout once nothing has moved for as long as `wait_timeout`.
+
+    While a shard has no room for its event log, or recovers its rows, no clock can close: that is waited for as every
+    call waits for it.
+    """
     pause, longest = _PAUSES
     moved, deadline = None, Deadline(wait_timeout)
+    room = Deadline(client.connections.recovery_timeout)
     watch = replace(request, step="watch")
     while True:
+        asked = Deadline(client.timeout)
         replies = [reply for reply in client.ask_all(watch) if isinstance(reply, kind)]
         if all(reply.state == state for reply in replies):
             return replies
         now = [(reply.state, reply.bytes) for reply in replies]
-        if now != moved:
+        held_up = asked.seconds <= 0 or (room.seconds > 0 and _waits_for_room(client, replies))
+        if now != moved or held_up:
             moved, deadline = now, Deadline(wait_timeout)
         elif deadline.seconds <= 0:
             raise _timeout(request, replies, state, wait_timeout)
         time.sleep(pause)
         pause = min(2 * pause, longest)
+
+
+def _waits_for_room(client: Client, replies: Sequence[Snapshotted | Restored]) -> bool:
+    """Whether a clock that is waited for cannot close, as a shard has no room for its event log."""
+    waiting = any(reply.state == "waiting" for reply in replies)
+    return waiting and any(status.waits_for_room for status in client.status())
 
 
 def _timeout(

@@ -44,8 +44,10 @@ from embershard.proto.messages import (
     Pushed,
     Reply,
     Request,
+    Restore,
     Rows,
     ShardStatus,
+    Snapshot,
     TableKey,
     replace,
 )
@@ -445,7 +447,8 @@ def _shows_room(request: Request, reply: Reply) -> bool:
     """Whether a shard that gives this reply can write its event log."""
     if isinstance(request, Heartbeat):
         return request.flush
-    return not isinstance(reply, _ANSWERED_WITHOUT_LOG)
+    is_cancelled = isinstance(request, (Snapshot, Restore)) and request.step == "cancel"
+    return not is_cancelled and not isinstance(reply, _ANSWERED_WITHOUT_LOG)
 
 
 def _outcome_of(heartbeat: PendingReply | None) -> MemoryLost | _Retry | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -642,8 +643,11 @@ class Session:
 
         Residuals are dropped too: the log says how many rows of which table. It also names a weight that was changed in
         this process since the last step, which the shards do not have.
+
+        While a shard has no room for its event log, the end waits for it as a push does. It does not where an exception
+        is on its way, as in a `finally`: an error is told now, a Ctrl-C ends now.
         """
-        self._close(awaits_room=True)
+        self._close(awaits_room=sys.exception() is None)
 
     def _close(self, *, awaits_room: bool) -> None:
         if self._prefetcher is not None:
@@ -679,7 +683,7 @@ class Session:
             if error is None and self.local_steps is not None:
                 self.flush()
         finally:
-            self._close(awaits_room=error is None)  # an error is told now, a Ctrl-C ends now
+            self._close(awaits_room=error is None)
 
     def __deepcopy__(self, memo: object = None) -> NoReturn:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")

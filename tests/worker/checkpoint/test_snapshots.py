@@ -17,12 +17,13 @@ from half_codec import HALF_CODEC
 
 from embershard.local_shards import InProcessShards, local
 from embershard.proto import errors, spec
-from embershard.proto.messages import Restore, Snapshot
+from embershard.proto.messages import GetStatus, Restore, Snapshot, Snapshotted, replace
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot.manifest import MANIFEST, pack_part
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import list_snapshots, open_snapshot, read_manifest
 from embershard.ps import snapshot as shard_side
+from embershard.worker.checkpoint import snapshots as client_side
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
@@ -382,6 +383,50 @@ def test_others_that_take_snapshots_of_as_many_rows_one_after_the_other_are_wait
 def test_a_clock_that_does_not_close_is_given_up(tmp_path):
     with pytest.raises(errors.SnapshotTimeout, match=r"shard 0: waiting.* take it at once"):
         take_snapshot(trained(), str(tmp_path), "one", at_clock=5, wait_timeout=SOON)
+
+
+LOOKED_AT = Snapshot(url="", name="one", id=7, step="begin")
+
+
+def answer_looks(wires, look, room=lambda: ""):
+    """Have both shards answer looks at a snapshot by what `look` says, and say that they wait for room."""
+    status = wires.wires[0].shard.status()
+
+    def before(request):
+        if isinstance(request, Snapshot):
+            return Snapshotted(state=look())
+        return replace(status, waits_for_room=room()) if isinstance(request, GetStatus) else None
+
+    wires.hold(before)
+
+
+def test_a_clock_that_cannot_close_for_want_of_room_is_waited_for_longer(make_wires):
+    wires, end = make_wires(2), time.monotonic() + 3 * SOON.total_seconds()
+    client = wires.client(recovery_timeout=timedelta(seconds=30))
+    answer_looks(
+        wires,
+        lambda: "waiting" if time.monotonic() < end else "done",
+        lambda: "No space left on device" if time.monotonic() < end else "",
+    )
+    assert [reply.state for reply in client_side._await(client, LOOKED_AT, Snapshotted, "done", SOON)] == ["done"] * 2
+    end, client = time.monotonic() + 60, wires.client(recovery_timeout=SOON)
+    with pytest.raises(errors.SnapshotTimeout):  # not for ever
+        client_side._await(client, LOOKED_AT, Snapshotted, "done", SOON)
+
+
+def test_a_clock_has_its_time_to_close_once_a_shard_answers_that_had_no_room(make_wires):
+    wires, end, said = make_wires(2), time.monotonic() + 2 * SOON.total_seconds(), []
+
+    def look():
+        if len(said) >= 2 and time.monotonic() < end:
+            raise errors.LogStalled(path="/logs", reason="No space left on device", retry_after_ms=5)
+        said.append("waiting" if len(said) < 4 else "done")
+        return said[-1]
+
+    answer_looks(wires, look)
+    client = wires.client(timeout=SOON / 2)
+    assert [reply.state for reply in client_side._await(client, LOOKED_AT, Snapshotted, "done", SOON)] == ["done"] * 2
+    assert said == ["waiting"] * 4 + ["done"] * 2
 
 
 def test_a_damaged_snapshot_changes_no_shard(tmp_path):

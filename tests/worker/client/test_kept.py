@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,7 +15,7 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
-from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed, Restore
+from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed, Restore, Snapshot
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
@@ -693,6 +693,21 @@ def test_who_waits_for_room_is_told_once_and_again_when_there_is_some(monkeypatc
     assert machine.log.close(60)
 
 
+def test_a_snapshot_that_is_cancelled_does_not_show_that_there_is_room(monkeypatch):
+    machine = FullMachine(monkeypatch)
+    client, said = machine.client(), []
+    client.connections.say = said.append
+    machine.room.clear()
+    step(client, 0)
+    flush = Heartbeat(worker=client.worker, epoch=client.epoch, flush=True)
+    client.connections.call({0: flush}, timeout=timedelta(seconds=0.05), awaits_recovery=False)
+    client.connections.call({0: Snapshot(url="/", name="one", id=7, step="cancel")})
+    assert [line.partition(":")[0] for line in said] == WAITED[:1]
+    machine.room.set()
+    client.close()
+    assert machine.log.close(60)
+
+
 def test_an_error_or_a_ctrl_c_does_not_wait_for_room(monkeypatch, caplog):
     machine = FullMachine(monkeypatch)
     client = machine.client()
@@ -703,6 +718,23 @@ def test_an_error_or_a_ctrl_c_does_not_wait_for_room(monkeypatch, caplog):
         raise KeyboardInterrupt
     assert not machine.room.is_set()
     assert "before its last pushes are known to be safe" in caplog.text
+    machine.room.set()
+    assert machine.log.close(60)
+
+
+def test_a_session_that_is_closed_on_the_way_of_an_error_does_not_wait_for_room_either(monkeypatch, caplog):
+    machine = FullMachine(monkeypatch)
+    client = machine.client()
+    monkeypatch.setattr(client_module, "_FAREWELL", timedelta(seconds=0.02))
+    machine.room.clear()
+    late = threading.Timer(30, machine.room.set)
+    late.start()
+    step(client, 0)
+    with pytest.raises(KeyboardInterrupt), closing(Session(client)):
+        raise KeyboardInterrupt
+    assert not machine.room.is_set()
+    assert "before its last pushes are known to be safe" in caplog.text
+    late.cancel()
     machine.room.set()
     assert machine.log.close(60)
 
