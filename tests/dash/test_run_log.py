@@ -132,6 +132,7 @@ def test_a_new_run_in_the_folder_begins_anew_and_one_that_is_resumed_goes_on(tmp
 
 
 DAMAGED = ("nonsense", "[]", '{"record":"train"}', '{"record":"eval","time":1,"figures":7}', "[" * 9999)
+OF_OTHERS = '{"record":"config","time":1,"mode":{}}'
 
 
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
@@ -143,6 +144,14 @@ def test_a_damaged_line_is_left_out(tmp_path, log, line):
     followed = FollowedLog(tmp_path)
     followed.read()
     assert followed.training.points == 1
+
+
+def test_a_run_without_a_mode_is_shown_without_one(tmp_path, log):
+    log.path.write_text(OF_OTHERS + "\n")
+    log.trained(INTERVAL)
+    followed = FollowedLog(tmp_path)
+    followed.read()
+    assert (followed.training.points, followed.state.codecs) == (1, "")
 
 
 def test_a_record_of_a_worker_of_an_earlier_run_is_not_shown(tmp_path, log):

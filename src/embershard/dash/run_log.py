@@ -171,7 +171,10 @@ class FollowedLog:
         state = self.state
         mode = line.get("mode")
         if isinstance(mode, Mapping):
-            state.mode, state.codecs = f"{mode.get('strategy')}, staleness {mode.get('staleness')}", str(mode["codecs"])
+            state.mode, state.codecs = (
+                f"{mode.get('strategy')}, staleness {mode.get('staleness')}",
+                str(mode.get("codecs", "")),
+            )
         state.name, state.metric = str(line.get("name", "")), str(line.get("metric", ""))
         state.split = None if line.get("split") is None else str(line["split"])
         state.total_samples = _whole(line, "total_samples") or None
