@@ -132,8 +132,12 @@ class Membership:
         work = partial(_send_heartbeats, weakref.ref(self), self._ended, seconds)
         # first: one shard may have taken the join for longer than a lease before another has room for it
         self._connections.clock.spawn("embershard heartbeat", work)
-        with self._lock:
-            self._join(clock)
+        try:
+            with self._lock:
+                self._join(clock)
+        except BaseException:  # a Ctrl-C, too: some shards may have taken it, and heartbeats would keep it there
+            self.leave()
+            raise
         self._connections.heartbeat = Heartbeat(worker=self.worker, epoch=self._epoch)
         return self.first
 

@@ -175,6 +175,21 @@ def test_a_worker_whose_join_waits_for_a_shard_keeps_its_lease_on_the_others():
     member_of(shards, Terms(lease=timedelta(seconds=0.04))).leave()
 
 
+def test_a_worker_that_a_shard_refuses_is_no_member_of_the_others(make_wires):
+    wires = make_wires(2)
+    client = wires.client()
+
+    def refuse(request):
+        if isinstance(request, messages.Join):
+            raise InvalidRequest(reason="no")
+
+    wires.wires[1].before = refuse
+    with pytest.raises(InvalidRequest):
+        client.join(Terms(workers=2))
+    assert not wires.wires[0].shard.status().members
+    assert client.membership._ended.is_set()  # no heartbeat comes later
+
+
 def test_a_member_beats_on_every_shard_until_it_leaves_or_its_session_is_forgotten():
     shards = [Scripted(joined, i, 2) for i in range(2)]
     member = member_of(shards, Terms(lease=timedelta(seconds=0.04)))
