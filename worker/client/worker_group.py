@@ -368,6 +368,6 @@ def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline, *,
 
 
 def first_line(error: Exception) -> str:
-    """What torch or gloo says, without the line of its source and its advice."""
+    """The first line of an error's text, without torch's source location in brackets and its guess at the cause."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return re.sub(r"^\[\S+\] ", "", line).partition(" This is typically")[0].rstrip(".")

@@ -60,7 +60,7 @@ def outside_transforms() -> Iterator[None]:
 
 
 def refuse_trace(table: str) -> None:
-    """NotImplementedError inside torch.jit.trace."""
+    """Raise NotImplementedError inside torch.jit.trace, which would keep a table's rows as constants."""
     if torch._C._is_tracing():
         raise NotImplementedError(
             f"table {table!r}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep these rows as the "

@@ -232,7 +232,7 @@ def _end_children() -> None:
 
 
 def printable(text: str) -> str:
-    """What a server or a file says must not steer the terminal."""
+    """Replace control characters in a text of a server or a file, which could change the terminal's state."""
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

@@ -15,7 +15,7 @@ from embershard.worker.data.batch import Schema
 from embershard.worker.models.layers import Device, FeatureEmbedding, Tower
 from embershard.worker.models.recommender import Recommender
 
-_PRIME = 0x100000001B3
+_PRIME = 0x100000001B3  # of the hash FNV-1a with 64 bits
 
 
 class FeatureTowers(Recommender):
