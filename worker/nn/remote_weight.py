@@ -346,7 +346,7 @@ class RemoteWeight(nn.Parameter):
 
 _ALSO_METADATA = {Tensor.size, Tensor.__len__}
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
-_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.untyped_storage}  # what gives it away
+_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.untyped_storage}  # functions that return the memory itself
 
 
 def _strides(weight: RemoteWeight, dim: int | None = None) -> tuple[int, int] | int:
