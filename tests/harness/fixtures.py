@@ -31,13 +31,27 @@ def gpu(request):
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
+def _seed():
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # torch.manual_seed formats the stack for each kind of device that is not there: a millisecond per test
         torch.default_generator.manual_seed(0)
+
+
+def pytest_collectstart(collector):
+    """Models that a file makes while it is imported have the same weights in every run."""
+    _seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """A test and its fixtures draw the same numbers in every run, whichever tests came before."""
+    _seed()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -63,21 +63,22 @@ def test_large_scores_of_attention_are_finite_and_choose_the_item_that_fits():
 
 
 @pytest.mark.parametrize(
-    "model",
-    [SimpleX(30, 4, 3, dropout=0.5), TwoTower(30, 4, temperature=1.0, dropout=0.5)],
+    "make",
+    [lambda: SimpleX(30, 4, 3, dropout=0.5), lambda: TwoTower(30, 4, temperature=1.0, dropout=0.5)],
     ids=["simplex", "two_tower"],
 )
-def test_dropout_zeroes_a_part_of_a_users_unit_vector_in_training_alone(model):
+def test_dropout_zeroes_a_part_of_a_users_unit_vector_in_training_alone(make):
+    torch.manual_seed(1)
+    model = make()
     with torch.no_grad():
         model.embedding.weight.copy_(torch.eye(30, 4) + 1)  # what a cosine has of each dimension differs
     ids = IDS if isinstance(model, SimpleX) else IDS[:, :4]
     exact = model.eval()(ids)
     assert torch.equal(model(ids), exact)
-    torch.manual_seed(1)
     model.train()
     found = torch.stack([model(ids) for _ in range(2000)])
     torch.testing.assert_close(found.mean(0), exact, rtol=0, atol=0.05)
-    assert bool((found.amax(0) > 1.2).all())  # it is not normalised again
+    assert bool((found.amax(0) > 1.2).any())  # a vector that was normalised again has no cosine above 1
 
 
 def test_a_history_has_other_items_of_the_user_spread_over_all_of_them():
