@@ -191,6 +191,18 @@ def test_a_column_with_words_for_missing_numbers_is_what_the_cells_of_all_files_
     assert (job.features["amount"].type, job.data.missing) == ("number", ("", "-"))
 
 
+def test_columns_whose_numbers_have_other_decimals_than_the_rest_are_left_out_and_remarked():
+    lines = [f"{n % 2};u{n % 7};{n},5;{n}.25;{n}{',.'[n % 2]}75;{n}" for n in range(200)]
+    Path("a.csv").write_text("\n".join(["label;user;price;lat;size;count", *lines, ""]))
+    run("a.csv")
+    job, text = load_job(Path("job.yaml")), Path("job.yaml").read_text()
+    assert (job.data.decimal, list(job.features)) == (",", ["user", "price", "count"])
+    assert (
+        "# lat: left out, its numbers have a decimal point, as 0.25, and those of price a decimal comma, as 0,5" in text
+    )
+    assert "# size: left out, its numbers have a decimal point, as 1.75, and a decimal comma, as 0,75" in text
+
+
 def test_a_decimal_comma_behind_tabs_is_found():
     Path("a.tsv").write_text("label\tprice\tuser\n" + "".join(f"{n % 2}\t{n},5\tu{n}\n" for n in range(120)))
     assert look_at(Path("a.tsv")).settings == {"decimal": ","}

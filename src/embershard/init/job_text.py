@@ -36,6 +36,8 @@ def job_text(data: Path, look: Look, label: str | None, folder: Path) -> str:
             found = "# NAME: left out, it numbers the rows"
         if name in look.partial:
             found = "# NAME: left out, some files have no such column"
+        if name in look.unlike:
+            found = f"# NAME: left out, its numbers have {look.unlike[name]}: write all alike"
         found = found or describe_column(name, values, rows, shared.get(name))
         if found.startswith("#"):
             skipped.append(f"  {found.replace('NAME', name if name.isprintable() else json.dumps(name))}")

@@ -52,6 +52,7 @@ class Look:
     missing: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of text: column -> its words for no number
     fractions: Mapping[str, str] = field(default_factory=dict)  # of text: column -> its first number with one, as 7.0
     blanks: frozenset[str] = frozenset()  # columns of text with cells that begin or end with blanks
+    unlike: Mapping[str, str] = field(default_factory=dict)  # of text: column -> how its numbers are not written alike
 
 
 def look_at(path: Path) -> Look:
@@ -228,14 +229,12 @@ def _of_cells(look: Look, delimiter: str) -> Look:
     """Type the cells of text of all files: a column is what all its cells are."""
     written = {name: [str(cell or "") for cell in own] for name, own in look.columns.items()}
     cells = {name: [cell.strip() for cell in own] for name, own in written.items()}
-    comma = delimiter != "," and any(
-        all(NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in MISSING for cell in own if cell)
-        and any("," in cell for cell in own)
-        for own in cells.values()
-    )
+    comma, unlike = _decimal_comma(cells) if delimiter != "," else (False, {})
     columns, settings = dict(look.columns), dict(look.settings)
     missing, fractions = {}, {}
     for name, own in cells.items():
+        if name in unlike:
+            continue
         if (found := _typed(own, comma)) is not None:
             columns[name] = found
         if any(isinstance(value, float) for value in found or ()):
@@ -246,7 +245,31 @@ def _of_cells(look: Look, delimiter: str) -> Look:
     if texts := sorted(frozenset[str]().union(*missing.values())):
         settings["missing"] = ["", *texts]
     blanks = frozenset(name for name, own in cells.items() if own != written[name])
-    return replace(look, columns=columns, settings=settings, missing=missing, fractions=fractions, blanks=blanks)
+    typed = replace(look, columns=columns, settings=settings, missing=missing, fractions=fractions)
+    return replace(typed, blanks=blanks, unlike=unlike)
+
+
+def _decimal_comma(cells: Mapping[str, Sequence[str]]) -> tuple[bool, dict[str, str]]:
+    """Whether numbers have a decimal comma, and of columns with decimals unlike those of the others, what they have."""
+    decimals = {name: _decimals(own) for name, own in cells.items()}
+    first = next(((name, comma) for name, (point, comma) in decimals.items() if comma and not point), None)
+    unlike = {}
+    for name, (point, comma) in decimals.items():
+        if point and comma:
+            unlike[name] = f"a decimal point, as {point}, and a decimal comma, as {comma}"
+        elif point and first is not None:
+            unlike[name] = f"a decimal point, as {point}, and those of {first[0]} a decimal comma, as {first[1]}"
+    return first is not None, unlike
+
+
+def _decimals(cells: Sequence[str]) -> tuple[str, str]:
+    """The first number with a decimal point, and with a decimal comma, of a column of numbers; the empty text if none.
+
+    Of a column with other texts there are none of both.
+    """
+    if not all(NUMBER.fullmatch(cell.replace(",", ".")) or cell.lower() in MISSING for cell in cells if cell):
+        return "", ""
+    return next((cell for cell in cells if "." in cell), ""), next((cell for cell in cells if "," in cell), "")
 
 
 def _is_fraction(cell: str, comma: bool) -> bool:
