@@ -402,15 +402,16 @@ def _about(row: Mapping[str, object], schema: pa.Schema) -> str:
     """Which value of a row has not the type of its column."""
     for name in schema.names:
         value, kind = row.get(name), schema.field(name).type
+        reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the first lines"
+        whole = kind.value_type if pa.types.is_list(kind) else kind
+        inside = value if isinstance(value, list) else [value]
         try:
             pa.array([value], kind)
             pa.array([value]).cast(kind)  # the line above makes 1 of 1.5
         except (pa.ArrowException, OverflowError, ValueError, TypeError):  # of an int or a text that Arrow cannot hold
-            return f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the first lines"
-        whole = kind.value_type if pa.types.is_list(kind) else kind
-        inside = value if isinstance(value, list) else [value]
+            is_large = pa.types.is_integer(whole) and any(type(one) is int and not 0 <= one < 2**63 for one in inside)
+            return reason + "; write integers of this size as texts, in quotes, in all its lines" * is_large
         if pa.types.is_integer(whole) and any(isinstance(one, float) for one in inside):  # 7.0, which the casts take
-            reason = f"column {name!r}: {ascii(value)[:40]} is no {kind}, as in the first lines"
             return f"{reason}; write its integers without a fraction, as 7 (of pandas, cast the column to Int64)"
     return "values of other types than in the first lines"
 

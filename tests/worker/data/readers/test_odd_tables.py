@@ -138,6 +138,14 @@ def test_ids_of_64_bits_are_alike_in_each_format(tmp_path):
     assert len({row[0] for row in found[0]}) == 4
 
 
+@pytest.mark.parametrize("first", [7, 2**63, 2**64])
+def test_integers_of_json_beyond_64_bits_are_refused_with_a_remedy(tmp_path, first):
+    section = section_of(tmp_path, {"user": [7]}, "{user: {}}", "jsonl")
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"label": 1, "user": {user}}}\n' for user in (first, 2**64)))
+    with pytest.raises(JobError, match=r"'user': 18446744073709551616 is no .*; write integers of this size as texts"):
+        section.look(tmp_path)
+
+
 def test_spaces_around_numbers_in_texts_do_not_count(tmp_path):
     section = section_of(tmp_path, {"user": ["u"] * 4, "x": [" 2.5 ", "1", " ", "+5"]}, "{user: {}, x: {type: number}}")
     assert samples(section, tmp_path).dense[:, 0].tolist() == [2.5, 1, 0, 5]
