@@ -73,8 +73,8 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
     changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
     if isinstance(data, TabularSection):
         changes = {"test": (str(path),), "split": None}  # which would make test of the rows of train
-    if isinstance(data, ListsSection) and not data.test:
-        changes["hold_out"] = data.hold_out or 1  # what was not trained on is not left out of a ranking
+    if isinstance(data, ListsSection):
+        data = data.without_held_out()  # what was not trained on is not left out of a ranking
     if "valid" in fields:
         changes["valid"] = () if isinstance(getattr(data, "valid", None), tuple) else None
     for name in ("halve_valid_by", "split"):
@@ -82,7 +82,7 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
             changes[name] = None
     own = None
     if not data.hashed and getattr(data, "num_ids", None) is None:  # only its files say how many ids the model has
-        own = data.open(base, job.train.seed)
+        own = job.data.open(base, job.train.seed)
         changes |= {"num_ids": own.schema.num_ids} if "num_ids" in fields else {}
     dataset = data.model_copy(update=changes).open(base, job.train.seed)
     if isinstance(dataset, CheckedDataset):

@@ -5,7 +5,6 @@ Read from a table, or from lists as LightGCN's authors split them: a line per us
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,16 +26,17 @@ from embershard.worker.data.interactions.interactions import (
     list_batch,
     pair_batch,
     pair_inputs,
+    tell_of_repeats,
 )
 from embershard.worker.data.interactions.tables import Names, Pairs
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 from embershard.worker.metrics import Users
 
-_log = logging.getLogger(__name__)
-
 
 class InteractionLists:
-    """Pairs of train and test in memory; evaluated by ranking all items that a user did not take in training.
+    """Pairs of train, valid and test in memory; evaluated by ranking all items that a user did not take before.
+
+    A ranking leaves out the user's items of train, and on test those of valid, where `pairs` have this split.
 
     Ids: user u is u, item i is num_users + i. `names` are the texts of these numbers; users and items that have none
     share two more ids, which nothing trains: the one behind the last user, and the one behind the last item.
@@ -79,21 +79,25 @@ class InteractionLists:
         num_items = 1 + max(int(items.max(initial=-1)) for _, items in pairs.values())
         check_numbering(self._where, num_users, num_items)
         self.train_set = Interactions.of(*pairs["train"], num_users, num_items, by_popularity=by_popularity)
-        self.test_set = Interactions.of(*pairs["test"], num_users, num_items)
+        self._to_find = {
+            split: Interactions.of(*pairs[split], num_users, num_items) for split in ("valid", "test") if split in pairs
+        }
         if negatives:
             self.train_set.check_negatives(self._where, names)
         self._users = self.train_set.users()
-        taken = self._users * num_items + self.train_set.items
-        if again := int(np.isin(self.test_set.users() * num_items + self.test_set.items, taken).sum()):
-            _log.warning(
-                "%s: of test, %d of %d items are in their users' train lists, too, and count as not found: a ranking "
-                "leaves out what a user took in training", where, again, len(self.test_set.items)
-            )  # fmt: skip
+        self._taken = dict.fromkeys(self._to_find, self.train_set)  # before each split
+        if len(self._to_find) > 1:
+            users, items = (np.concatenate([pairs["train"][side], pairs["valid"][side]]) for side in (0, 1))
+            self._taken["test"] = Interactions.of(users, items, num_users, num_items)
+        for split, own in self._to_find.items():
+            tell_of_repeats(where, split, self._taken[split], own.users(), own.items)
 
     @classmethod
-    def read(cls, train: Path, test: Path, **settings: Any) -> Self:
+    def read(cls, train: Path, test: Path, valid: Path | None = None, **settings: Any) -> Self:
         """Read a file of lists for each split. JobError names file:line of what is wrong."""
-        return cls({"train": read_lists(train), "test": read_lists(test)}, where=str(train), **settings)
+        files = {"train": train, "valid": valid, "test": test}
+        pairs = {split: read_lists(file) for split, file in files.items() if file is not None}
+        return cls(pairs, where=str(train), **settings)
 
     @property
     def schema(self) -> Schema:
@@ -128,20 +132,24 @@ class InteractionLists:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The split that can be evaluated: test."""
-        return ("test",)
+        """The splits that can be evaluated: test, and valid where there is one."""
+        return tuple(self._to_find)
 
     @property
     def item_ids(self) -> torch.Tensor:
         """(I,) int64: the id of each item."""
         return torch.arange(self.train_set.num_items, device="cpu") + self.train_set.num_users
 
+    @property
+    def items(self) -> tuple[torch.Tensor, None]:
+        """`item_ids`, and no dense features."""
+        return self.item_ids, None
+
     def num_samples(self, split: str) -> int | None:
         """Samples of an epoch, or pairs to be found."""
         if split == "train":
             return len(self._users) * (1 + self._negatives if self._layout == "pairs" else 1)
-        self._check(split)
-        return len(self.test_set.items)
+        return len(self._of(split).items)
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """Shuffled pairs or lists, with fresh negatives."""
@@ -160,8 +168,7 @@ class InteractionLists:
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """The pairs to be found, grouped by user; metrics over all items need `users`."""
         check_share(rank, world_size, batch_size)
-        self._check(split)
-        users, items = self.test_set.users(), self.test_set.items
+        users, items = self._of(split).users(), self._of(split).items
         for part in batches(np.arange(len(items)), rank, world_size, batch_size):
             ids = np.stack([users[part], items[part] + self.train_set.num_users], axis=1)
             ids = np.concatenate([ids, self._histories(users[part])], axis=1)
@@ -170,11 +177,11 @@ class InteractionLists:
     def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
         """Users with something to be found; worker r takes the r-th, (r + world_size)-th, ... of them."""
         check_share(rank, world_size, batch_size)
-        self._check(split)
-        some = np.flatnonzero(np.diff(self.test_set.starts))
+        to_find = self._of(split)
+        some = np.flatnonzero(np.diff(to_find.starts))
         for part in batches(some, rank, world_size, batch_size):
             users = part.astype(np.int64)
-            seen, relevant = self.train_set.of_users(users), self.test_set.of_users(users)
+            seen, relevant = self._taken[split].of_users(users), to_find.of_users(users)
             ids = np.concatenate([users[:, None], self._histories(users)], axis=1) if self._history else users
             yield Users(torch.from_numpy(ids), *seen, *relevant)
 
@@ -182,6 +189,8 @@ class InteractionLists:
         """(B, history) ids of items that users took in training."""
         return item_ids(self.train_set, self.train_set.histories(users, self._history, np.zeros_like(users)))
 
-    def _check(self, split: str) -> None:
-        if split not in self.splits:
-            raise JobError(where=self._where, reason=f"no split {split!r} (known: train, test)")
+    def _of(self, split: str) -> Interactions:
+        """The items of a split that are to be found."""
+        if split not in self._to_find:
+            raise JobError(where=self._where, reason=f"no split {split!r} (known: train, {', '.join(self.splits)})")
+        return self._to_find[split]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Self
 
@@ -68,12 +69,23 @@ def pair_inputs(data: Interactions, history: int = 0, names: Names | None = None
     return RowInputs(categorical=(users, items), lists=(taken,) if history else (), ignored=ignored)
 
 
+def tell_of_repeats(where: str, split: str, taken: Interactions, users: Ints, items: Ints, remedy: str = "") -> None:
+    """Warn of items to be found, (N,) with their users (N,), that these had `taken` before: a ranking has none."""
+    before = taken.users() * taken.num_items + taken.items
+    if again := int(np.isin(users * taken.num_items + items, before).sum()):
+        _log.warning(
+            "%s: of %s, %d of %d items are among those that their users took before, and count as not found: a ranking "
+            "leaves these out%s", where, split, again, len(items), remedy
+        )  # fmt: skip
+
+
 def item_ids(data: Interactions, items: Ints) -> Ints:
     """Ids of items, which come behind the users'; PADDING stays."""
     ids: Ints = np.where(items == PADDING, PADDING, items + data.num_users)
     return ids
 
 
+_log = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
 MAX_COUNT = 1 << 28  # users or items: an array of that length still fits, and user * num_items + item stays below 2**63
 _INTS = types.int64[::1]

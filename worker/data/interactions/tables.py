@@ -175,10 +175,11 @@ def _numbered(parts: Sequence[Sequence[pa.DictionaryArray]]) -> tuple[list[Ids],
     return np.split(flat, ends[:-1]), tuple(texts.take(pa.array(order)).to_pylist())
 
 
-def hold_out_latest(pairs: Pairs, count: int) -> dict[str, Pairs]:
-    """The splits train and test of interactions in the order of time: test has the latest `count` items of each user.
+def hold_out_latest(pairs: Pairs, count: int, parts: Sequence[str] = ("valid", "test")) -> dict[str, Pairs]:
+    """The splits train and `parts` of interactions in the order of time.
 
-    Users with no more items than that are in train alone. Of a user's interactions with one item, the first counts.
+    The last part has the latest `count` items of each user, the part before it the `count` items before those. Users
+    with no more items than all parts take are in train alone. Of a user's interactions with one item, the first counts.
     """
     users, items = pairs
     _, first = np.unique(users * (1 + items.max(initial=0)) + items, return_index=True)
@@ -187,6 +188,8 @@ def hold_out_latest(pairs: Pairs, count: int) -> dict[str, Pairs]:
     order = np.argsort(users, kind="stable")
     users, items = users[order], items[order]
     ends = np.searchsorted(users, users, side="right")
-    taken = ends - np.searchsorted(users, users, side="left")
-    is_test = (ends - np.arange(len(users)) <= count) & (taken > count)
-    return {"train": (users[~is_test], items[~is_test]), "test": (users[is_test], items[is_test])}
+    taken, later = ends - np.searchsorted(users, users, side="left"), ends - np.arange(len(users)) - 1
+    place = len(parts) - 1 - later // count  # among the parts, below 0 of train
+    place[taken <= count * len(parts)] = -1
+    chosen = {"train": place < 0, **{part: place == number for number, part in enumerate(parts)}}
+    return {part: (users[which], items[which]) for part, which in chosen.items()}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.files import as_file
@@ -79,10 +79,14 @@ class ListsSection(_InteractionsSection):
 
     reader: Literal["lists"]
     train: SomeNames  # files with the items that each user took, to train on
+    valid: Names = ()
+    """Files with the items that each user took later, by which the best evaluation is chosen."""
     test: Names = ()
-    """Files with the items that each user took later, to evaluate on; of tables by default the latest ones of train."""
+    """Files with the items that each user took after these; tables without files have valid and test in train."""
     hold_out: Count | None = None
-    """Number of each user's latest items in train that are the split test, in place of files; by default 1."""
+    """Of tables: number of each user's latest items in train that are the split test, and of those before them that are
+    valid; by default 1. If `test` names files, it holds out valid alone.
+    """
     delimiter: Delimiter | None = None
     """Character between the columns of a table of text; by default a comma, or a tab in TSV."""
     negatives: Negatives = 0  # items that the user did not take, added to each sample
@@ -90,6 +94,7 @@ class ListsSection(_InteractionsSection):
     """Number of other items that the user took, added to each sample (SimpleX)."""
     negatives_by: DrawnBy = "uniform"  # popularity: in proportion to how often each item was taken
     pairs = True
+    _removed: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def evaluation(self) -> Evaluation:
@@ -99,18 +104,31 @@ class ListsSection(_InteractionsSection):
     @property
     def judged_on(self) -> tuple[str, ...]:
         """The splits that can be evaluated."""
-        return ("test",)
+        return tuple(part for part in ("valid", "test") if getattr(self, part) or part in self._held_out)
+
+    @property
+    def _held_out(self) -> tuple[str, ...]:
+        """The splits that are the latest items of train."""
+        if self.columns is None or self.valid or (self.test and self.hold_out is None):
+            return ()
+        return ("valid",) if self.test else ("valid", "test")
+
+    def without_held_out(self) -> Self:
+        """This section, where what it holds out is in no split: train stays as it is, for a file to evaluate on."""
+        copy = self.model_copy()
+        copy._removed = self._held_out
+        return copy
 
     def files(self) -> dict[str, tuple[Path, ...]]:
         """Field -> the local files and folders that it names, under `root`."""
-        return on_disk({"train": self.train, "test": self.test})
+        return on_disk({"train": self.train, "valid": self.valid, "test": self.test})
 
     def problem(self) -> tuple[str, str] | None:
         """A field that contradicts others, and why."""
         if self.columns is not None:
-            if self.test and self.hold_out is not None:
-                return "hold_out", "takes the items to be found from train: remove it, or test"
-            if not self.test and self.columns.time is None:
+            if self.valid and self.hold_out is not None:
+                return "hold_out", "takes valid from train: remove it, or valid"
+            if self._held_out and self.columns.time is None:
                 return "columns", "has no time, by which each user's latest items are held out: name it, or give test"
             if self.history and "history" in (self.columns.user, self.columns.item):
                 return "history", "adds a list of this name to requests, which columns has already: rename the column"
@@ -118,8 +136,8 @@ class ListsSection(_InteractionsSection):
         for field in ("hold_out", "delimiter"):
             if getattr(self, field) is not None:
                 return field, "has a meaning for tables alone: name their columns, as columns: {user: u, item: i}"
-        for field, names in (("train", self.train), ("test", self.test)):
-            if len(names) != 1:
+        for field, names in (("train", self.train), ("valid", self.valid), ("test", self.test)):
+            if len(names) != 1 and (names or field != "valid"):
                 reason = f"is one file of lists, a line `user item item ...` per user, and not {len(names)}"
                 return field, f"{reason}; if these are tables, name columns: {{user: u, item: i, time: t}}"
         return super().problem()
@@ -129,9 +147,9 @@ class ListsSection(_InteractionsSection):
         from embershard.worker.data.interactions.files import look_at_lists
 
         if self.columns is not None:
-            self._tables(folder, self.delimiter, train=self.train, test=self.test).look()
+            self._tables(folder, self.delimiter, train=self.train, valid=self.valid, test=self.test).look()
         else:
-            look_at_lists(folder / self.root / path for path in (*self.train, *self.test))
+            look_at_lists(folder / self.root / path for path in (*self.train, *self.valid, *self.test))
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
@@ -141,16 +159,19 @@ class ListsSection(_InteractionsSection):
         popular = self.negatives_by == "popularity"
         if self.columns is None:
             train, test = (folder / self.root / names[0] for names in (self.train, self.test))
+            valid = folder / self.root / self.valid[0] if self.valid else None
             return InteractionLists.read(
-                train, test, negatives=self.negatives, history=self.history, by_popularity=popular, seed=seed
+                train, test, valid, negatives=self.negatives, history=self.history, by_popularity=popular, seed=seed
             )
-        pairs, names = self._tables(folder, self.delimiter, train=self.train, test=self.test).read()
-        if not self.test or self.hold_out:  # both where `evaluate --on` gives a test of its own
-            held_out = hold_out_latest(pairs["train"], self.hold_out or 1)
-            pairs = {**held_out, **pairs, "train": held_out["train"]}
-            if not len(pairs["test"][0]):
-                reason = f"no user has more than {self.hold_out or 1} items, of which the latest could be held out"
+        files = {"train": self.train, "valid": self.valid, "test": self.test}
+        pairs, names = self._tables(folder, self.delimiter, **files).read()
+        if parts := self._removed or self._held_out:
+            count = self.hold_out or 1
+            held_out = hold_out_latest(pairs["train"], count, parts)
+            if not len(held_out[parts[0]][0]):
+                reason = f"no user has more than {count * len(parts)} items, of which the latest could be held out"
                 raise JobError(where=self.train[0], reason=reason)
+            pairs |= {"train": held_out["train"]} if self._removed else held_out
         return InteractionLists(
             pairs,
             where=self.train[0],

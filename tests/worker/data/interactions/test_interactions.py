@@ -207,7 +207,7 @@ def test_items_to_be_found_that_their_users_took_in_training_are_told_of(files, 
     assert not caplog.records
     files[1].write_text("0 1 2\n1 0\n")
     InteractionLists.read(*files)
-    assert "2 of 3 items are in their users' train lists" in caplog.text
+    assert "of test, 2 of 3 items are among those that their users took before" in caplog.text
 
 
 @pytest.mark.parametrize(

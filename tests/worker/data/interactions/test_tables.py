@@ -79,11 +79,16 @@ def test_without_times_rows_are_in_the_order_of_the_files_compressed_ones_among_
 
 def test_the_latest_items_of_users_who_have_more_are_held_out(plays):
     pairs, names = tables(plays).read()
-    parts = {part: sorted(named(own, names)) for part, own in hold_out_latest(pairs["train"], 1).items()}
+
+    def held_out(*parts):
+        return {part: sorted(named(own, names)) for part, own in hold_out_latest(pairs["train"], 1, parts).items()}
+
     # Ann took y first and again last: it is in train; é has one item
-    assert parts["test"] == [("Ann", "x"), ("bob", "x")]
-    assert parts["train"] == [("Ann", "y"), ("bob", "y"), ("bob", "z"), ("é", "z")]
-    assert not len(hold_out_latest(pairs["train"], 3)["test"][0])
+    train = [("Ann", "y"), ("bob", "y"), ("bob", "z"), ("é", "z")]
+    assert held_out("test") == {"train": train, "test": [("Ann", "x"), ("bob", "x")]}
+    train = [("Ann", "x"), ("Ann", "y"), ("bob", "z"), ("é", "z")]  # Ann has no more than two items
+    assert held_out("valid", "test") == {"train": train, "valid": [("bob", "y")], "test": [("bob", "x")]}
+    assert not len(hold_out_latest(pairs["train"], 3, ["test"])["test"][0])
 
 
 CODED = pa.dictionary(pa.int32(), pa.string())
@@ -112,7 +117,8 @@ def test_a_parquet_file_without_rows_is_a_part_of_a_table_as_any_other(tmp_path)
 def test_a_request_has_the_ids_of_training_and_unknown_names_share_one_that_nothing_trains(plays):
     pyarrow.csv.write_csv(table_of([*ROWS, ("é", "v", 0)]), plays)
     pairs, names = tables(plays).read()
-    data = InteractionLists(hold_out_latest(pairs["train"], 1), names=names, negatives=2, history=2, by_popularity=True)
+    held_out = hold_out_latest(pairs["train"], 1)
+    data = InteractionLists(held_out, names=names, negatives=2, history=2, by_popularity=True)
     assert data.schema.num_ids == 3 + 1 + 4 + 1
     assert len(data.log_q) == data.schema.num_ids
     rows = {"who": ["bob", "nobody"], "what": ["z", "w"], "at": [0, 0], "history": [["y", "new"], []]}
@@ -278,7 +284,11 @@ NO_TIME = {"user": "who", "item": "what"}
     ("data", "reason"),
     [
         (LISTS | {"columns": NO_TIME}, "data.columns: has no time, by which each user's latest items are held out"),
-        (LISTS | {"test": "plays.csv", "hold_out": 1}, "data.hold_out: takes the items to be found from train"),
+        (LISTS | {"valid": "plays.csv", "hold_out": 1}, "data.hold_out: takes valid from train: remove it, or valid"),
+        (
+            LISTS | {"columns": NO_TIME, "test": "plays.csv", "hold_out": 1},
+            "data.columns: has no time, by which each user's latest items are held out",
+        ),
         (LISTS | {"columns": {**COLUMNS, "item": "history"}, "history": 2}, "data.history: adds a list of this name"),
         (LISTS | {"columns": NO_TIME | {"time": "what"}}, "data.columns: names one column twice"),
         ({"reader": "lists", "train": "plays.csv"}, "data.test: is one file of lists"),
@@ -295,10 +305,48 @@ def test_columns_that_contradict_the_rest_are_refused_before_training(tmp_path, 
         job.data.look(tmp_path)
 
 
+PARTS = {  # fields of the job beside train: what train, and each split, then has
+    "none": ({}, {"train": "Ax Ay bz éz", "valid": "by", "test": "bx"}),
+    "test": ({"test": "later.csv"}, {"train": "Ax Ay bx by bz éz", "test": "bw"}),
+    "test, held out": ({"test": "later.csv", "hold_out": 1}, {"train": "Ay by bz éz", "valid": "Ax bx", "test": "bw"}),
+    "both": ({"valid": "next.csv", "test": "later.csv"}, {"train": "Ax Ay bx by bz éz", "valid": "Av", "test": "bw"}),
+    "valid": ({"valid": "next.csv"}, {"train": "Ax Ay bx by bz éz", "valid": "Av"}),
+}
+
+
+@pytest.mark.parametrize("given", PARTS)
+def test_valid_and_test_are_files_or_the_latest_items_of_train(tmp_path, plays, given):
+    pyarrow.csv.write_csv(table_of([("Ann", "v", 10)]), tmp_path / "next.csv")
+    pyarrow.csv.write_csv(table_of([("bob", "w", 11)]), tmp_path / "later.csv")
+    fields, wanted = PARTS[given]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, "data": LISTS | fields}))
+    section = load_job(tmp_path / "job.yaml").data
+    section.look(tmp_path)
+    data = section.open(tmp_path, 0)
+    users, items = (column.values for column in data.inputs.categorical)
+
+    def shown(batches):
+        pairs = [pair for batch in batches for pair in batch.ids[:, :2].tolist()]
+        return " ".join(sorted(users[user][0] + items[item - data.train_set.num_users] for user, item in pairs))
+
+    found = {split: shown(data.evaluate(split, 0, 1, 9)) for split in data.splits}
+    assert {"train": shown(data.train(0, 0, 1, 9)), **found} == wanted
+    assert data.splits == section.judged_on
+
+
+def test_on_test_a_ranking_leaves_out_what_a_user_took_in_valid_too(tmp_path):
+    for name, text in (("train", "0 1 3\n1 0\n"), ("valid", "0 2\n"), ("test", "0 4\n1 2\n")):
+        (tmp_path / name).write_text(text)
+    data = InteractionLists.read(*(tmp_path / name for name in ("train", "test", "valid")))
+    (valid,), (test,) = (data.users(split, 0, 1, 9) for split in ("valid", "test"))
+    assert list(zip(valid.seen_user, valid.seen_item, strict=True)) == [(0, 1), (0, 3)]
+    assert list(zip(test.seen_user, test.seen_item, strict=True)) == [(0, 1), (0, 2), (0, 3), (1, 0)]
+
+
 def test_where_nobody_has_an_item_to_hold_out_the_job_is_refused(tmp_path, plays):
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, "data": LISTS | {"hold_out": 5}}))
     job = load_job(tmp_path / "job.yaml")
-    with refused(JobError, "no user has more than 5 items"):
+    with refused(JobError, "no user has more than 10 items"):
         job.data.open(tmp_path, 0)
 
 
