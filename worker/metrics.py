@@ -163,11 +163,12 @@ def map_one(ranks: npt.NDArray[np.int64], k: int) -> float:
 class Users:
     """Users to rank all items for; the pairs index a score matrix: `scores[seen_user, seen_item] = -inf`."""
 
-    ids: torch.Tensor  # (B,) int64, or (B, 1 + history) with what they took
+    ids: torch.Tensor  # (B,) int64, or (B, 1 + history) with what they took, or (B, C) of features
     seen_user: npt.NDArray[np.int64]  # (S,) row of the score matrix
-    seen_item: npt.NDArray[np.int64]  # (S,) column: an item of the user's train set
+    seen_item: npt.NDArray[np.int64]  # (S,) column: an item that the user took before
     relevant_user: npt.NDArray[np.int64]  # (R,) row, ascending
     relevant_item: npt.NDArray[np.int64]  # (R,) column: an item to be found
+    dense: torch.Tensor | None = None  # (B, D) float32, of features
 
 
 class Scored(NamedTuple):

@@ -300,11 +300,11 @@ class Dataset(Protocol):
 
 
 class RankingDataset(Protocol):
-    """A Dataset that is evaluated by ranking all items for each user."""
+    """A Dataset that is evaluated by ranking all items for each user, as a RankingModel scores them."""
 
     @property
-    def item_ids(self) -> torch.Tensor:
-        """(I,) int64: the id of each item, in the order of a score matrix's columns."""
+    def items(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ids (I,) or (I, C) and dense features (I, D) of all items, in the order of a score matrix's columns."""
 
     def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
         """This worker's share of the users that have something to be found."""

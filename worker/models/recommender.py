@@ -84,16 +84,30 @@ class ListRecommender(Recommender):
         raise NotImplementedError
 
 
-class RetrievalModel(ListRecommender):
-    """A model that ranks all items by the dot product of a user's vector and an item's."""
+class RankingModel(Recommender):
+    """A model that ranks all items by the dot product of a user's vector and an item's.
 
-    def user_vectors(self, ids: Tensor) -> Tensor:
-        """Vectors (N, dim) of users, ids (N,) int64 or with what they took before (N, 1 + history)."""
+    `ids` and `dense` are those of its data: a RetrievalModel's ids are those of users or of items alone, another model
+    has the columns of a batch, and reads those of one side.
+    """
+
+    features_of_item: tuple[str, ...] = ()
+    """The features that `item_vectors` reads, of a model that reads features; `user_vectors` reads the others."""
+
+    def user_vectors(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Vectors (N, dim) of the users of ids (N,) or (N, C) int64 and dense (N, D) float32."""
         raise NotImplementedError
 
-    def item_vectors(self, items: Tensor) -> Tensor:
-        """Vectors (N, dim) of items (N,) int64."""
+    def item_vectors(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Vectors (N, dim) of the items of ids (N,) or (N, C) int64 and dense (N, D) float32."""
         raise NotImplementedError
+
+
+class RetrievalModel(ListRecommender, RankingModel):
+    """A model of users and items that are one id each: it ranks all items, and is trained on lists of them.
+
+    Items are ids (N,); users are ids (N,), or with what they took before (N, 1 + history).
+    """
 
 
 def id_columns(model: nn.Module, schema: Schema) -> int:

@@ -23,8 +23,7 @@ from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.inputs.rows import PADDING, CategoricalInput, RowInputs
 from embershard.worker.job.job import Job
 from embershard.worker.models.layers import FeatureEmbedding
-from embershard.worker.models.recommender import ListRecommender, RetrievalModel, id_columns, scores_lists
-from embershard.worker.models.retrieval.feature_towers import FeatureTowers
+from embershard.worker.models.recommender import ListRecommender, RankingModel, id_columns, scores_lists
 from embershard.worker.models.user_defined import forward_of, in_whole_rows, seeded
 from embershard.worker.trained.folder import (
     FACTS,
@@ -174,7 +173,7 @@ class ExportedModel:
         return {name: module for name, module in self._model.named_modules() if isinstance(module, kinds)}
 
     def user_vectors(self, users: object) -> Floats:
-        """Vectors (N, dim) of users' ids (N,), of a model for retrieval; of feature_towers `users` are columns by name.
+        """Vectors (N, dim) of users' ids (N,), of a model for retrieval; if it reads features, of columns by name.
 
         The best items have the largest products of their vectors with the user's. Where the model reads histories,
         `users` is (N, 1 + history), with -1 behind a shorter one.
@@ -182,25 +181,30 @@ class ExportedModel:
         return self._vectors("user_vectors", "user", users)
 
     def item_vectors(self, items: object) -> Floats:
-        """Vectors (N, dim) of items' ids (N,), of a model for retrieval; of feature_towers `items` are columns by name.
+        """Vectors (N, dim) of items' ids (N,), of a model for retrieval; if it reads features, of columns by name.
 
         Users and items share a table: `ids` gives the ids of items by their names or numbers.
         """
         return self._vectors("item_vectors", "item", items)
 
-    def _vectors(self, method: str, feature: str, ids: object) -> Floats:
-        model = self._model
-        if isinstance(model, FeatureTowers) and isinstance(self._inputs, FeatureInputs):
+    def _vectors(self, method: str, feature: str, given: object) -> Floats:
+        model, dense = self._model, None
+        if not isinstance(model, RankingModel):
+            raise CannotServe(what=method, reason=f"{self.job.model.name} is no model for retrieval, as two_tower is")
+        if isinstance(self._inputs, FeatureInputs):
             of_item = set(model.features_of_item)
             features = of_item if feature == "item" else self._inputs.features - of_item
-            rows, dense = self._inputs.of_some(ids, features)
-            with torch.inference_mode():
-                tensors = torch.from_numpy(rows), None if dense is None else torch.from_numpy(dense)
-                return cast(Floats, getattr(model, method)(*tensors).numpy())
-        if not isinstance(model, RetrievalModel):
-            raise CannotServe(what=method, reason=f"{self.job.model.name} is no model for retrieval, as two_tower is")
-        found = _array("ids", ids, "iu").astype(np.int64)
-        wanted = 1 + (feature == "user" and bool(getattr(model, "history", 0)))
+            ids, dense = self._inputs.of_some(given, features)
+        else:
+            ids = self._checked_ids(feature, given)
+        with torch.inference_mode():
+            tensors = torch.from_numpy(ids), None if dense is None else torch.from_numpy(dense)
+            return cast(Floats, getattr(model, method)(*tensors).numpy())
+
+    def _checked_ids(self, feature: str, given: object) -> Ids:
+        """Ids (N,) of users or items, or (N, 1 + history) of users, as `user_vectors` says. BadIds."""
+        found = _array("ids", given, "iu").astype(np.int64)
+        wanted = 1 + (feature == "user" and bool(getattr(self._model, "history", 0)))
         if not 1 <= found.ndim <= wanted:
             shape = "(N,)" if wanted == 1 else "(N,) or (N, 1 + history)"
             raise BadIds(what=f"ids of {feature}s", reason=f"have shape {found.shape}, not {shape}")
@@ -209,8 +213,7 @@ class ExportedModel:
         if found.ndim == 2:
             taken = found[:, 1:]
             _check_range("ids of the history", taken[taken != PADDING], *self._ids_of("item"))
-        with torch.inference_mode():
-            return cast(Floats, getattr(model, method)(torch.from_numpy(found)).numpy())
+        return found
 
     def _ids_of(self, feature: str) -> tuple[int, int | None]:
         """The first id of users, or of items, and the one behind their last."""

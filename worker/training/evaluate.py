@@ -19,12 +19,10 @@ from torch import nn
 
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingDataset, Schema
-from embershard.worker.data.readers.ranked import RankedStream
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Labels, Pointwise, reliability
-from embershard.worker.models.recommender import RetrievalModel
-from embershard.worker.models.retrieval.feature_towers import FeatureTowers
+from embershard.worker.models.recommender import RankingModel
 from embershard.worker.models.user_defined import Forward, in_whole_rows
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
@@ -65,8 +63,9 @@ class Evaluator:
         figures: dict[str, Figures] = {}
         averaged = self._averaged(self._group.broadcast)
         with torch.no_grad(), self._shared_buffers(), _evaluating(self._model), self._strategy.exact(), averaged:
+            items = self._item_vectors() if self._dataset.evaluation == "ranking" else None
             for split in self._dataset.splits:
-                collectors = self._score(split)
+                collectors = self._score(split) if items is None else [self._rank(split, items)]
                 for collector in collectors:
                     _gather(collector, self._group)
                 if self._group.is_first:
@@ -87,8 +86,6 @@ class Evaluator:
                     buffer.copy_(own[name])
 
     def _score(self, split: str) -> Sequence[Collector]:
-        if self._dataset.evaluation == "ranking":
-            return [self._rank(split)]
         schema = self._dataset.schema
         collectors = self._metrics.collectors(schema.labels)
         for batch in self._dataset.evaluate(split, *self._group.share, self._batch_size):
@@ -98,31 +95,23 @@ class Evaluator:
                 collector.update(logits, batch.labels, groups, batch.weights)
         return collectors
 
-    def _rank(self, split: str) -> Collector:
-        model = self._model
-        if isinstance(model, FeatureTowers):
-            return self._rank_by_features(model, split)
-        dataset = cast(RankingDataset, self._dataset)  # it says that it is ranked
-        assert isinstance(model, RetrievalModel)
-        items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
+    def _item_vectors(self) -> torch.Tensor:
+        """Vectors (I, dim) of all items, for all splits."""
+        ids, dense = cast(RankingDataset, self._dataset).items  # it says that it is ranked
+        assert isinstance(self._model, RankingModel)
+        dense, step = _floats_on(dense, self._device), 1 << 14
+        parts = [slice(first, first + step) for first in range(0, len(ids), step)]
+        return torch.cat([self._model.item_vectors(ids[p], None if dense is None else dense[p]) for p in parts])
+
+    def _rank(self, split: str, items: torch.Tensor) -> Collector:
+        dataset = cast(RankingDataset, self._dataset)
+        assert isinstance(self._model, RankingModel)
         collector = FullRanking(self._metrics.top_k, num_items=len(items))
         # a score matrix of the batch's size, whatever the number of items
         users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
         for users in dataset.users(split, *self._group.share, users_per_batch):
-            collector.update(model.user_vectors(users.ids) @ items.T, users)
-        return collector
-
-    def _rank_by_features(self, model: FeatureTowers, split: str) -> Collector:
-        dataset = cast(RankedStream, self._dataset)
-        batch = to_device(dataset.items, self._device)
-        parts = [slice(start, start + (1 << 14)) for start in range(0, len(batch), 1 << 14)]
-        dense = batch.dense
-        items = torch.cat([model.item_vectors(batch.ids[p], None if dense is None else dense[p]) for p in parts])
-        collector = FullRanking(self._metrics.top_k, num_items=len(items))
-        users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
-        for rows, users in dataset.queries(split, *self._group.share, users_per_batch):
-            rows = to_device(rows, self._device)
-            collector.update(model.user_vectors(rows.ids, rows.dense) @ items.T, users)
+            vectors = self._model.user_vectors(users.ids, _floats_on(users.dense, self._device))
+            collector.update(vectors @ items.T, users)
         return collector
 
 
@@ -130,8 +119,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """A batch whose floats are on a device; ids stay on the host, where they are routed."""
     if device.type == "cpu":
         return batch
-    dense, weights = (None if part is None else tensor_to_device(part, device) for part in (batch.dense, batch.weights))
+    dense, weights = _floats_on(batch.dense, device), _floats_on(batch.weights, device)
     return dataclasses.replace(batch, dense=dense, labels=tensor_to_device(batch.labels, device), weights=weights)
+
+
+def _floats_on(floats: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if floats is None else tensor_to_device(floats, device)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def test_a_job_ranks_the_catalogue_for_each_row_as_torch_does(make_session, fold
     job = load_job(folder / "job.yaml")
     data = job.data.fit(folder, 0)
     dataset = data.open(folder, 0)
-    assert len(dataset.items) == 12
+    assert len(dataset.items[0]) == 12
     trainer = Trainer(job.model_copy(update={"data": data}), dataset, make_session(2), WorkerGroup())
     trainer.run()
     found = trainer._evaluator.evaluate()["test"]

@@ -252,7 +252,7 @@ class Taste:
     schema = Schema(("user", "item"), 0, 60)
     evaluation = "ranking"
     splits = ("test",)
-    item_ids = torch.arange(20, 60)
+    items = torch.arange(20, 60), None
 
     def __init__(self):
         rng = np.random.default_rng(0)

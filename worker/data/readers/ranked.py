@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import torch
 
-from embershard.worker.data.batch import Batch, Evaluation, Samples, Schema
+from embershard.worker.data.batch import Evaluation, Samples, Schema
 from embershard.worker.data.inputs.rows import PADDING
 from embershard.worker.data.negatives import ItemPool, observe_all
 from embershard.worker.data.shuffle import check_share
@@ -44,18 +45,19 @@ class RankedStream(StreamDataset):
         return "ranking"
 
     @property
-    def items(self) -> Batch:
-        """All items; the columns of other features hold nothing."""
-        return self._whole(self._pool.items).batch()
+    def items(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ids (I, C) and dense features (I, D) of all items; the columns of other features hold nothing."""
+        batch = self._whole(self._pool.items).batch()
+        return batch.ids, batch.dense
 
-    def queries(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Batch, Users]]:
+    def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
         """This worker's rows of a split, and the place of each one's item among `items`."""
         check_share(rank, world_size, batch_size)
         none = np.empty(0, np.int64)
         for rows in in_batches(self._source(split).blocks(rank, world_size, None), batch_size):
             if len(rows):
                 batch = rows.batch()
-                yield batch, Users(batch.ids, none, none, np.arange(len(rows)), self._pool.places(rows))
+                yield Users(batch.ids, none, none, np.arange(len(rows)), self._pool.places(rows), batch.dense)
 
     def _whole(self, items: Samples) -> Samples:
         """Samples with all columns, of the columns of the item."""

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from embershard.worker.data.batch import Schema
 from embershard.worker.models.layers import Device, FeatureEmbedding, Tower
-from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.recommender import RankingModel
 
 _PRIME = 0x100000001B3  # of the hash FNV-1a with 64 bits
 
 
-class FeatureTowers(Recommender):
+class FeatureTowers(RankingModel):
     """A vector of the features of `item`, and one of all others; the logit is their dot product over `temperature`.
 
     Each tower is an MLP over the vectors and numbers of its features. `normalize` scales its output to length 1, and

@@ -80,16 +80,16 @@ class SimpleX(RetrievalModel):
         single, _ = self._parts(ids)
         return single[:, 1], single[:, 2:].reshape(1, -1)
 
-    def user_vectors(self, ids: Tensor) -> Tensor:
+    def user_vectors(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Vectors (N, dim) of users with their histories, ids (N, 1 + history) or (N,), for ranking."""
         ids = ids.unsqueeze(1) if ids.dim() == 1 else ids
         users, history = ids[:, 0], ids[:, 1:]
         rows = self.embedding(torch.cat([users, history[history >= 0]]))
         return self._users(rows[: len(ids)], rows[len(ids) :], history)
 
-    def item_vectors(self, items: Tensor) -> Tensor:
+    def item_vectors(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Vectors (N, dim) of items (N,) int64, for ranking."""
-        return functional.normalize(self.embedding(items), dim=1)
+        return functional.normalize(self.embedding(ids), dim=1)
 
     def _parts(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The columns before the history, and those of the history."""

@@ -78,13 +78,13 @@ class TwoTower(RetrievalModel):
         others = ids[:, 2:] if ids.shape[1] > 2 else ids[:, 1]
         return ids[:, 1], others.reshape(1, -1)
 
-    def user_vectors(self, ids: Tensor) -> Tensor:
+    def user_vectors(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Vectors (N, dim) of users (N,) int64, for ranking."""
         return self._vectors(self.user_tower(self.embedding(ids)))
 
-    def item_vectors(self, items: Tensor) -> Tensor:
+    def item_vectors(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Vectors (N, dim) of items (N,) int64, for ranking."""
-        return self._vectors(self.item_tower(self.embedding(items)))
+        return self._vectors(self.item_tower(self.embedding(ids)))
 
     def _vectors(self, rows: Tensor) -> Tensor:
         return functional.normalize(rows, dim=1) if self.normalize else rows
