@@ -61,7 +61,7 @@ class ItemPool:
         """Add the items of these training rows, with their counts, to those that negatives are drawn from."""
         ids = rows.ids[:, self.columns]
         dense = np.empty((len(rows), 0), np.float32) if rows.dense is None else rows.dense[:, self.dense_columns]
-        self._parts.append(_distinct([_Items(_keys(ids), np.ones(len(rows), np.int64), ids, dense)]))
+        self._parts.append(_distinct([_Items(self.keys(rows), np.ones(len(rows), np.int64), ids, dense)]))
         if sum(len(part.keys) for part in self._parts[1:]) > len(self._parts[0].keys):  # else each block would sort all
             self._parts = [_distinct(self._parts)]
 
@@ -77,9 +77,13 @@ class ItemPool:
         found = self._items
         return Samples(found.ids, found.dense, np.ones(len(self), np.float32))
 
-    def places(self, rows: Samples) -> Ids:
-        """(N,) the place in `items` of each row's item, which was observed."""
-        return np.searchsorted(self._items.keys, _keys(rows.ids[:, self.columns])).astype(np.int64)
+    def keys(self, rows: Samples) -> Ids:
+        """(N,) a key of each row's item: of its ids."""
+        return _keys(rows.ids[:, self.columns])
+
+    def places(self, keys: Ids) -> Ids:
+        """(N,) the place in `items` of each of these keys, which were observed."""
+        return np.searchsorted(self._items.keys, keys).astype(np.int64)
 
     def beside(self, rows: Samples, shares: Shares) -> Samples:
         """Each sample, then `count` of other items, whose labels are 0.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +12,7 @@ from embershard.proto.spec import LOCAL_OPTIMIZERS
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.compression_checks import check_compression
 from embershard.worker.job.job import Job
-from embershard.worker.job.readers.tabular import TabularSection
+from embershard.worker.job.readers.tabular import FeatureSection, TabularSection
 from embershard.worker.job.sections import (
     BceSection,
     DINSection,
@@ -391,6 +391,21 @@ def _towers(job: Job, model: FeatureTowersSection) -> Problems:
                 yield at, f"leaves no feature with an embedding to the {of}'s tower; declare one"
     if job.loss is not None and job.own_loss is None and job.loss.code != "sampled_softmax":
         yield ("loss",), f"{model.name} is trained by sampled_softmax alone; remove it"
+    if (user := job.evaluate.user) is not None:
+        yield from _user_of_towers(user, model, features)
+
+
+def _user_of_towers(user: str, model: FeatureTowersSection, features: Mapping[str, FeatureSection]) -> Problems:
+    at, of_user = ("evaluate", "user"), [name for name in features if name not in model.item]
+    if user not in of_user or features[user].type not in (None, "category", "cross"):
+        yield at, f"{user!r} is no category of the user, whose features are {', '.join(of_user)}"
+        return
+    table = features[user].table or user
+    for name, one in features.items():
+        for field in ("buckets", "vocabulary", "min_count"):
+            if (one.table or name) == table and getattr(one, field) is not None:
+                reason = f"users that share a row of table {table!r} would be one user: remove {field} of {name!r}"
+                yield at, f"{reason}, or evaluate.user"
 
 
 def _loss(job: Job) -> Problems:
@@ -521,6 +536,9 @@ def _judging(job: Job) -> Problems:
         yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"
     if job.evaluate.groups is not None and job.data.evaluation != "pointwise":
         yield ("evaluate", "groups"), f"has no meaning for data.reader {job.data.reader}; remove it"
+    if job.evaluate.user is not None and not isinstance(job.model, FeatureTowersSection):
+        reason = f"has a meaning for feature_towers, and not for {job.model.name}; remove it"
+        yield ("evaluate", "user"), reason
     if isinstance(job.data, TabularSection):
         yield from _groups(job, job.data.single_valued)
     if job.evaluate.top_k is not None and job.data.evaluation == "pointwise":

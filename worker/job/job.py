@@ -107,7 +107,8 @@ class Job(Section):
         if isinstance(self.data, TabularSection):
             paired = self.model.history if isinstance(self.model, DINSection) else ()
             ranked = self.model.item if isinstance(self.model, FeatureTowersSection) else ()
-            object.__setattr__(self, "data", self.data.for_model(self.features or self.data.features, paired, ranked))
+            features = self.features or self.data.features
+            object.__setattr__(self, "data", self.data.for_model(features, paired, ranked, self.evaluate.user))
         return self
 
     @property

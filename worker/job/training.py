@@ -324,6 +324,8 @@ class EvaluateSection(Section):
     top_k: Count | None = None  # the k of HR@k, NDCG@k, ...; by default 20 for lists, otherwise 10
     groups: str | None = None
     """A feature, such as the user; gauc is the mean of the AUCs of the samples that share a value of this feature."""
+    user: str | None = None
+    """The feature of the user, for model feature_towers: what a user took before is left out of the user's ranking."""
     batch_size: Count = 16_384  # samples of a batch of an evaluation
 
 

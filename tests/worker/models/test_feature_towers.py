@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+import embershard as es
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch, Field, IdTable, Schema
@@ -126,7 +127,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_job_ranks_the_catalogue_for_each_row_as_torch_does(make_session, folder):
+def rows_of(path):
+    return [line.split(",") for line in path.read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("user", [None, "user"])
+def test_a_job_ranks_the_catalogue_for_each_row_as_torch_does(make_session, folder, user):
+    (folder / "job.yaml").write_text(JOB.replace("top_k: 3", f"top_k: 3, user: {user or 'null'}"))
     job = load_job(folder / "job.yaml")
     data = job.data.fit(folder, 0)
     dataset = data.open(folder, 0)
@@ -136,7 +143,7 @@ def test_a_job_ranks_the_catalogue_for_each_row_as_torch_does(make_session, fold
     found = trainer._evaluator.evaluate()["test"]
 
     model, inputs = trainer.model, data.preprocessor()
-    rows = [line.split(",") for line in (folder / "later.csv").read_text().splitlines()[1:]]
+    rows = rows_of(folder / "later.csv")
 
     def vectors(method, columns):
         ids, numbers = inputs({name: [row[i] for row in columns] for i, name in enumerate(job.features)})
@@ -145,17 +152,58 @@ def test_a_job_ranks_the_catalogue_for_each_row_as_torch_does(make_session, fold
     users = vectors("user_vectors", [[*row[:4], float(row[4])] for row in rows])
     items = vectors("item_vectors", [["", "", item, *ITEM[item]] for item in ITEM])
     scores = users @ items.T
-    ranks = [int((row > row[list(ITEM).index(line[2])]).sum()) for row, line in zip(scores, rows, strict=True)]
+    own = scores[range(40), [list(ITEM).index(row[2]) for row in rows]].clone()
+    if user is not None:
+        taken = {(row[0], row[2]) for row in rows_of(folder / "plays.csv")}
+        for row, place in ((row, place) for row in range(40) for place in range(12)):
+            if (rows[row][0], list(ITEM)[place]) in taken:
+                scores[row, place] = -torch.inf
+        own[[(row[0], row[2]) in taken for row in rows]] = -torch.inf
+    ranks = [int((row > score).sum()) if score > -torch.inf else 99 for row, score in zip(scores, own, strict=True)]
     assert found["users"] == 40
     assert found["recall@3"] == pytest.approx(np.mean([rank < 3 for rank in ranks]))
     assert found["ndcg@3"] == pytest.approx(np.mean([(rank < 3) / np.log2(rank + 2) for rank in ranks]))
-    assert found["recall@3"] > 0.5  # three of twelve at random
+    assert user is not None or found["recall@3"] > 0.5  # three of twelve at random
+    assert found["recall@3"] > 0
     assert {*remote_tables(model)} == {"embedding.user", "embedding.country", "embedding.item", "embedding.genres"}
+
+
+def test_what_a_user_took_before_is_left_out_of_the_users_ranking(tmp_path, caplog):
+    parts = {"train": ["a,x", "a,y", "b,x", ",x"], "valid": ["a,z", "b,z"], "test": ["b,y", "a,v", ",y", "c,x", "a,x"]}
+    for part, rows in parts.items():
+        (tmp_path / f"{part}.csv").write_text("\n".join(["user,item", *rows, ""]))
+    (tmp_path / "job.yaml").write_text(
+        "model: {name: feature_towers, item: item}\nevaluate: {user: user}\nfeatures: {user: {}, item: {}}\n"
+        "data: {reader: tabular, label: [], train: train.csv, valid: valid.csv, test: test.csv}\n"
+        "embedding: {dim: 4, optimizer: {name: sgd, lr: 0.1}}\ntrain: {epochs: 1, batch_size: 4}\n"
+    )
+    dataset = load_job(tmp_path / "job.yaml").data.open(tmp_path, 0)
+    ids, _ = dataset.items
+    names = {es.feature_id("item", name): name for name in "vxyz"}
+    items = [names[one] for one in ids[:, 1].tolist()]
+    (valid,), (test,) = (dataset.users(split, 0, 1, 9) for split in ("valid", "test"))
+
+    def seen(users):
+        found = [""] * len(users.ids)
+        for row, place in zip(users.seen_user, users.seen_item, strict=True):
+            found[row] += items[place]
+        return ["".join(sorted(own)) for own in found]
+
+    assert seen(valid) == ["xy", "x"]
+    assert seen(test) == ["xz", "xyz", "", "", "xyz"]  # of the row without a user nothing
+    assert [items[place] for place in test.relevant_item] == ["y", "v", "y", "x", "x"]
+    assert "of test, 1 of 5 items" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("old", "new", "want"),
     [
+        (
+            "top_k: 3",
+            "user: genre",
+            "evaluate.user: 'genre' is no category of the user, whose features are user, country",
+        ),
+        ("user: {}", "user: {min_count: 2}", "evaluate.user: users that share a row of table 'user' would be one user"),
         ("label: []", "label: price", "data.label: has no meaning for feature_towers"),
         ("label: []", "label: []\n  weight: price", "data.weight: has no meaning for feature_towers"),
         ("item: [item, genre, price]", "item: [item, what]", "model.item: names 'what', which is no feature"),
@@ -175,7 +223,8 @@ def test_a_job_ranks_the_catalogue_for_each_row_as_torch_does(make_session, fold
     ],
 )
 def test_what_contradicts_the_towers_is_refused(folder, old, new, want):
-    (folder / "job.yaml").write_text(JOB.replace(old, new))
+    job = JOB.replace("top_k: 3", "top_k: 3, user: user") if "min_count" in new else JOB
+    (folder / "job.yaml").write_text(job.replace(old, new, 1))
     with pytest.raises(JobFileError) as found:
         load_job(folder / "job.yaml")
     assert want in str(found.value)

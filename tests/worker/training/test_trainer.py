@@ -285,6 +285,21 @@ def test_two_towers_learn_to_rank_all_items(make_session):
     assert session.missed_reads == 0
 
 
+def test_the_vectors_of_items_are_computed_once_for_all_splits(make_session):
+    class Counted(Taste):
+        splits, reads = ("valid", "test"), 0
+
+        @property
+        def items(self):
+            self.reads += 1
+            return Taste.items
+
+    data = Counted()
+    trained = click_job("two_tower", evaluate={"metric": "recall@10"})
+    figures = Trainer(trained, data, make_session(1), WorkerGroup())._evaluator.evaluate()
+    assert (data.reads, figures["valid"]) == (1, figures["test"])
+
+
 def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make_session):
     session = make_session(1)
     trainer = Trainer(click_job("lr"), dataset(), session, WorkerGroup())

@@ -7,19 +7,26 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from embershard.worker.data.batch import Evaluation, Samples, Schema
+from embershard.proto.arrays import Ids
+from embershard.worker.data.batch import Evaluation, Field, Samples, Schema
+from embershard.worker.data.inputs.feature_ids import feature_id
 from embershard.worker.data.inputs.rows import PADDING
-from embershard.worker.data.negatives import ItemPool, observe_all
+from embershard.worker.data.interactions.interactions import Interactions, tell_of_repeats
+from embershard.worker.data.negatives import ItemPool
 from embershard.worker.data.shuffle import check_share
 from embershard.worker.data.stream import BlockSource, StreamDataset, in_batches
 from embershard.worker.metrics import Users
+
+_NONE = np.empty(0, np.int64)
+_Pairs = tuple[Ids, Ids]  # (N,) ids of users and (N,) keys of items
 
 
 class RankedStream(StreamDataset):
     """A stream of interactions; in an evaluation each row is a user for whom all items are ranked, to find the row's.
 
     The items are those of all rows and of `catalogue`, samples with the columns of the item alone, and stay in memory.
-    An item is the ids of its features; its numbers are those of its first row.
+    An item is the ids of its features; its numbers are those of its first row. `user` names the feature by which rows
+    have the same user: items that the user took in train, and of test those in valid, are left out of a row's ranking.
     """
 
     def __init__(
@@ -29,15 +36,19 @@ class RankedStream(StreamDataset):
         pool: ItemPool,
         catalogue: Iterator[Samples],
         *,
+        user: str | None = None,
         seed: int,
         shuffle_rows: int,
     ) -> None:
         super().__init__(schema, sources, seed=seed, shuffle_rows=shuffle_rows)
         self._pool = pool
-        for source in self._sources.values():
-            observe_all(pool, source)
+        self._user = next((field for field in schema.fields if field.name == user), None)
+        pairs = {split: self._observed(split) for split in self._sources}
         for rows in catalogue:
             pool.observe(self._whole(rows))
+        self._user_ids, self._taken = _NONE, dict[str, Interactions]()
+        if self._user is not None:
+            self._remember(self._user, pairs)
 
     @property
     def evaluation(self) -> Evaluation:
@@ -51,13 +62,43 @@ class RankedStream(StreamDataset):
         return batch.ids, batch.dense
 
     def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
-        """This worker's rows of a split, and the place of each one's item among `items`."""
+        """This worker's rows of a split, what each row's user took before, and the place of its item among `items`."""
         check_share(rank, world_size, batch_size)
-        none = np.empty(0, np.int64)
         for rows in in_batches(self._source(split).blocks(rank, world_size, None), batch_size):
             if len(rows):
-                batch = rows.batch()
-                yield Users(batch.ids, none, none, np.arange(len(rows)), self._pool.places(rows), batch.dense)
+                batch, seen = rows.batch(), (_NONE, _NONE)
+                if self._user is not None:
+                    seen = self._taken[split].of_users(self._numbers(rows.ids[:, self._user.start]))
+                places = self._pool.places(self._pool.keys(rows))
+                yield Users(batch.ids, *seen, np.arange(len(rows)), places, batch.dense)
+
+    def _observed(self, split: str) -> _Pairs:
+        """Add the items of a split; its pairs, where users are known."""
+        users, keys = [_NONE], [_NONE]
+        for rows in self._sources[split].blocks(0, 1, None):
+            self._pool.observe(rows)
+            if self._user is not None:
+                users.append(rows.ids[:, self._user.start].copy())  # a view would keep the block
+                keys.append(self._pool.keys(rows))
+        return np.concatenate(users), np.concatenate(keys)
+
+    def _remember(self, user: Field, pairs: Mapping[str, _Pairs]) -> None:
+        """Note what the users of each evaluated split took in the splits before it."""
+        self._user_ids = np.unique(np.concatenate([_NONE, *(pairs[split][0] for split in self.splits)]))
+        nobody = feature_id(user.table, None)  # rows without a user are not all of one
+        before, keys_before = pairs["train"]
+        for split in self.splits:
+            wanted = np.isin(before, self._user_ids) & (before != nobody)
+            own, places = self._numbers(before[wanted]), self._pool.places(keys_before[wanted])
+            taken = self._taken[split] = Interactions.of(own, places, len(self._user_ids), len(self._pool))
+            users, keys = pairs[split]
+            to_find = self._numbers(users), self._pool.places(keys)
+            tell_of_repeats(self._source(split).where, split, taken, *to_find, "; to rank them, remove evaluate.user")
+            before, keys_before = np.concatenate([before, users]), np.concatenate([keys_before, keys])
+
+    def _numbers(self, users: Ids) -> Ids:
+        """(N,) numbers of the ids of users who are evaluated."""
+        return np.searchsorted(self._user_ids, users).astype(np.int64)
 
     def _whole(self, items: Samples) -> Samples:
         """Samples with all columns, of the columns of the item."""

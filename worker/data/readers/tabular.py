@@ -190,6 +190,7 @@ class Tabular:
     vocabulary_folder: Path = Path()
     negatives: NegativeSampling | None = None
     ranked: tuple[str, ...] = ()  # the features of the items that are ranked in an evaluation
+    user: str | None = None  # the feature of the user, from whose ranking is left out what the user took before
     catalogue: Sequence[File] = ()  # tables with these features of more items
     open_tables: OpenTables = open_tables
 
@@ -244,7 +245,9 @@ class Tabular:
             own = [name for name in pre.features if name in self.ranked]  # in the order of the columns
             pool = ItemPool(NegativeSampling(count=1, features=tuple(own)), pre.schema, numbers)
             catalogue = whole._items()
-            return RankedStream(pre.schema, sources, pool, catalogue, seed=seed, shuffle_rows=shuffle_rows)
+            return RankedStream(
+                pre.schema, sources, pool, catalogue, user=self.user, seed=seed, shuffle_rows=shuffle_rows
+            )
         stream = StreamDataset(pre.schema, sources, seed=seed, shuffle_rows=shuffle_rows)
         if self.negatives is None:
             return stream

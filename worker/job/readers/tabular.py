@@ -234,6 +234,7 @@ class TabularSection(DataSection):
     _first_rows_only: bool = PrivateAttr(default=False)
     _paired: tuple[str, ...] = PrivateAttr(default=())
     _ranked: tuple[str, ...] = PrivateAttr(default=())
+    _user: str | None = PrivateAttr(default=None)
 
     @property
     def evaluation(self) -> Evaluation:
@@ -384,6 +385,7 @@ class TabularSection(DataSection):
             vocabulary_folder=where,
             negatives=None if self.negatives is None else NegativeSampling(**self.negatives.model_dump()),
             ranked=self._ranked,
+            user=self._user,
             catalogue=[as_file(where, name) for name in self.catalogue],
         )
 
@@ -396,13 +398,17 @@ class TabularSection(DataSection):
         return Preprocessor(features, self.fitted, self.label, self._paired, missing)
 
     def for_model(
-        self, features: Mapping[str, FeatureSection], paired: tuple[str, ...], ranked: tuple[str, ...] = ()
+        self,
+        features: Mapping[str, FeatureSection],
+        paired: tuple[str, ...],
+        ranked: tuple[str, ...] = (),
+        user: str | None = None,
     ) -> Self:
-        """This section with the features of the job, the sequences that its model reads place by place, and the
-        features of the items that it ranks.
+        """This section with the features of the job, the sequences that its model reads place by place, the features
+        of the items that it ranks, and that of the user for whom it does.
         """
         copy = self.model_copy(update={"features": features})
-        copy._paired, copy._ranked = paired, ranked
+        copy._paired, copy._ranked, copy._user = paired, ranked, user
         return copy
 
     def first_rows(self) -> DataSection:
