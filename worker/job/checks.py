@@ -534,6 +534,9 @@ def _judging(job: Job) -> Problems:
         yield ("evaluate", "metric"), f"{job.metric!r} {reason}"
     if job.metric == "calibration":
         yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"
+    if job.metric.startswith("coverage@"):
+        reason = f"{job.metric} is high for random scores, too: it cannot tell which evaluation is the best"
+        yield ("evaluate", "metric"), f"{reason}; choose another metric, or list another one first"
     if job.evaluate.groups is not None and job.data.evaluation != "pointwise":
         yield ("evaluate", "groups"), f"has no meaning for data.reader {job.data.reader}; remove it"
     if job.evaluate.user is not None and not isinstance(job.model, FeatureTowersSection):

@@ -432,6 +432,11 @@ def test_a_delimiter_that_parsers_do_not_take_is_refused(folder, text):
         Layout(columns={"label": "label"}, delimiter=text)
 
 
+def test_coverage_alone_cannot_decide_which_evaluation_is_the_best(folder):
+    assert any("coverage@20 is high for random" in line for line in mistakes(folder, TOWERS, "metrics=[coverage@20]"))
+    assert load(folder, TOWERS, "data.root=data", "metrics=[recall@20, coverage@20]").metric == "recall@20"
+
+
 @pytest.mark.parametrize(
     ("section", "want"),
     [
