@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from embershard.deploy import sessions
-from embershard.proto.errors import EmbershardError, from_wire
+from embershard.proto.errors import EmbershardError, from_wire, how_ended
 from embershard.proto.user_modules import environment_for_child
 
 LAST_LINES = 12  # of what it wrote to stderr
@@ -117,7 +117,7 @@ def _ended(process: subprocess.Popen[bytes], stderr: IO[bytes], doing: str, wher
     crash = text.rfind("Fatal Python error")  # of which the first lines tell, the innermost call first
     lines = text[crash:].splitlines()[:LAST_LINES] if crash >= 0 else text.splitlines()[-LAST_LINES:]
     return CheckEnded(
-        how=sessions.how_ended(process.returncode),
+        how=how_ended(process.returncode),
         doing=doing,
         where=where or "?",
         lines="\n".join(lines) or "(nothing)",

@@ -15,6 +15,7 @@ from typing import IO
 from embershard.compare.results import ArmRun, RunFigures
 from embershard.compare.run.plan import Task
 from embershard.compare.run.run_log import RunLog, RunProgress
+from embershard.proto.errors import how_ended
 from embershard.proto.security.tls import TLS
 from embershard.proto.user_modules import environment_for_child
 from embershard.worker.reporting.log import FILE_NAME
@@ -102,7 +103,7 @@ def _attempt(
             return log.trouble
         said.seek(begin)
         lines = said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-    return "\n".join([f"it ended with exit code {process.returncode}", *lines])
+    return "\n".join([f"it ended with {how_ended(process.returncode)}", *lines])
 
 
 @contextmanager
