@@ -228,7 +228,8 @@ def _carry_out(plan: ComparisonPlan, setup: RunSetup, margin: float | None, *, r
             if not report_only:
                 engine.run()
         except (KeyboardInterrupt, SystemExit):
-            show.say(f"stopped; the same command continues with the first missing run: {shlex.join(_command())}")
+            command = shlex.join(_command(plan.experiment))
+            show.say(f"stopped; the same command continues with the first missing run: {command}")
             show.say("with --report-only it reports the existing runs")
             raise
         _report(engine, plan, folder, setup.job, margin, show)
@@ -244,7 +245,7 @@ def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, mar
         plan,
         folder.runs,
         job_file=job,
-        command=_command(),
+        command=_command(plan.experiment),
         chosen=engine.chosen,
         complete=engine.complete,
         margin=margin,
@@ -263,9 +264,12 @@ def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, mar
         raise RunsFailed(failed=len(failed), runs=len(results.runs), first=name_of(failed[0]), log=str(log))
 
 
-def _command() -> tuple[str, ...]:
-    """The command that made the runs: as it was called, without --report-only."""
-    return ("embershard", *(word for word in sys.argv[1:] if word != "--report-only"))
+def _command(experiment: Experiment) -> tuple[str, ...]:
+    """The command that made the runs: as it was called, without --report-only, and with shards of the environment."""
+    words = [word for word in sys.argv[1:] if word != "--report-only"]
+    if experiment.ps and not any(word.partition("=")[0] == "--ps" for word in words):
+        words += ["--ps", ",".join(experiment.ps)]
+    return ("embershard", *words)
 
 
 def _bandwidths(text: str) -> tuple[Bandwidth, ...]:

@@ -188,7 +188,9 @@ class ComparisonPlan:
         settings += _rates(job, multiple) if multiple != 1 else []
         settings += _shortened(job, self.experiment.speed_steps) if kind == "speed" else []
         words = [word for setting in settings for word in ("--set", setting)]
-        words += [word for module in self.experiment.imports if job.has_shards for word in ("--import", module)]
+        if job.has_shards:
+            words += [word for module in self.experiment.imports for word in ("--import", module)]
+            words += ["--ps", ",".join(self.experiment.ps)] if self.experiment.ps else []
         return Task(kind=kind, arm=arm, seed=seed, bandwidth=bandwidth, multiple=multiple, words=tuple(words))
 
 
