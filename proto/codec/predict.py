@@ -53,15 +53,12 @@ def predict_bytes(
     whole = float(count_of(codec.number, size)) if elements is None else min(elements, size)
     if touched is None:
         touched = num_ids * (1 - math.pow(1 - whole / size, dim)) if whole else 0.0
-    return (
-        HEAD_BYTES
-        + age_bytes(touched, age or 1.0)
-        + sum(
-            part * (_drawn_bytes(count) if codec.select == "randomk" else _position_bytes(count, size))
-            + part * flat_nbytes(count, values)
-            for count, part in _whole_counts(whole)
-        )
-    )
+    drawn = codec.select == "randomk"
+    return HEAD_BYTES + age_bytes(touched, age or 1.0) + sum(
+        part * (_varint_bytes(count) + 1 + _KEY if drawn else _position_bytes(count, size))
+        + part * flat_nbytes(count, values)
+        for count, part in _whole_counts(whole)
+    )  # fmt: skip
 
 
 def _whole_counts(mean: float) -> Iterator[tuple[int, float]]:
@@ -70,10 +67,6 @@ def _whole_counts(mean: float) -> Iterator[tuple[int, float]]:
     yield fewer, 1 - share
     if share:
         yield fewer + 1, share
-
-
-def _drawn_bytes(count: int) -> float:
-    return _varint_bytes(count) + 1 + _KEY
 
 
 def _position_bytes(count: int, limit: int) -> float:
