@@ -11,10 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from embershard.deploy import sessions
-from embershard.proto.errors import EmbershardError, from_wire
+from embershard.proto.errors import EmbershardError, from_wire, how_ended
 from embershard.proto.user_modules import environment_for_child
 
 LAST_LINES = 12  # of what it wrote to stderr
@@ -39,11 +39,12 @@ def check_job(
     data: Path | None = None,
     imports: Sequence[str] = (),
     say: Callable[[str], object] = lambda text: None,
-) -> None:
+) -> dict[str, str]:
     """Try the code and the data of a job on their first samples: what is wrong is raised, as the job's workers would.
 
-    `overrides` and `data` are those of load_job, `imports` modules that are imported too. `say` is told what goes on
-    where it takes long, and what is remarkable. CheckEnded where the code ends its process.
+    Returns the sha256 of each file of the user's code (`sha256_of_modules`). `overrides` and `data` are those of
+    load_job, `imports` modules that are imported too. `say` is told what goes on where it takes long, and what is
+    remarkable. CheckEnded where the code ends its process.
     """
     request = {
         "job": str(job.absolute()),
@@ -65,7 +66,7 @@ def check_job(
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-            _follow(process, process.stdout, stderr, say)
+            return _follow(process, process.stdout, stderr, say)
         finally:
             sessions.kill(process)
             process.stdin.close()
@@ -74,7 +75,7 @@ def check_job(
 
 def _follow(
     process: subprocess.Popen[bytes], stdout: IO[bytes], stderr: IO[bytes], say: Callable[[str], object]
-) -> None:
+) -> dict[str, str]:
     began = time.monotonic()
     next_news, doing, where, rest = began + FIRST_NEWS_SECONDS, "starting", "", b""
     while True:
@@ -86,7 +87,8 @@ def _follow(
                 raise from_wire(json.dumps(line["error"]).encode(), "")
             if "started" in line:
                 _remark(line, sessions.members(process.pid), say)
-                return
+                code: dict[str, str] = line["code"]
+                return code
             doing, where = line.get("doing", doing), line["at"] or where
         if not data and (ready or sessions.has_ended(process)):
             raise _ended(process, stderr, doing, where)
@@ -96,7 +98,7 @@ def _follow(
             say(f"checking the job: {doing}{at}, {time.monotonic() - began:.0f} s so far")
 
 
-def _remark(line: dict[str, str], left: Sequence[int], say: Callable[[str], object]) -> None:
+def _remark(line: dict[str, Any], left: Sequence[int], say: Callable[[str], object]) -> None:
     if line["printed"]:
         say(
             f"note: {line['printed']} prints when it is imported; what workers print goes to worker-*.log in the run's "
@@ -117,7 +119,7 @@ def _ended(process: subprocess.Popen[bytes], stderr: IO[bytes], doing: str, wher
     crash = text.rfind("Fatal Python error")  # of which the first lines tell, the innermost call first
     lines = text[crash:].splitlines()[:LAST_LINES] if crash >= 0 else text.splitlines()[-LAST_LINES:]
     return CheckEnded(
-        how=sessions.how_ended(process.returncode),
+        how=how_ended(process.returncode),
         doing=doing,
         where=where or "?",
         lines="\n".join(lines) or "(nothing)",

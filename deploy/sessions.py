@@ -79,16 +79,6 @@ def kill(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def how_ended(code: int) -> str:
-    """How a process ended, in words, by its exit code as subprocess gives it (below 0: the signal)."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
 def kill_own() -> None:
     """End this process, and all that is in its session where it leads one."""
     if os.getsid(0) == os.getpid():

@@ -23,7 +23,7 @@ from typing import IO, Self
 
 from embershard.deploy import sessions
 from embershard.deploy.engine import LOCAL, ClusterEngine
-from embershard.proto.errors import ShardFailed
+from embershard.proto.errors import ShardFailed, how_ended
 from embershard.proto.monitoring.exporter import loopback_host, show_address
 from embershard.proto.user_modules import environment_for_child
 
@@ -114,7 +114,7 @@ class _ShardProcess:
         self._ended_at = time.monotonic()
         for reader in self._readers:
             reader.join(timeout=3.0)  # a grandchild may hold the pipe open
-        return sessions.how_ended(code)
+        return how_ended(code)
 
     @property
     def code(self) -> int:

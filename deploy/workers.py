@@ -19,7 +19,7 @@ from typing import IO, Self
 
 from embershard.deploy import sessions
 from embershard.deploy.engine import LOCAL, ClusterEngine, meeting
-from embershard.proto.errors import EmbershardError, WorkerLost
+from embershard.proto.errors import EmbershardError, WorkerLost, how_ended
 from embershard.proto.monitoring.exporter import loopback_host
 from embershard.proto.user_modules import environment_for_child
 
@@ -209,7 +209,7 @@ class LocalWorkers:
             return 0
 
     def _lose(self, rank: int, *, restart: bool) -> None:
-        how = sessions.how_ended(self._code(rank))
+        how = how_ended(self._code(rank))
         self.lost.setdefault(rank, []).append(how)
         if restart and self._restarts > 0 and rank < self._least:
             self._restarts -= 1
@@ -317,7 +317,7 @@ class LocalWorkers:
         code = self._code(rank)
         return WorkerFailed(
             worker=rank,
-            how=sessions.how_ended(code),
+            how=how_ended(code),
             code=code,
             log=str(self._logs / f"worker-{rank}.log"),
             lines=self._tail(rank) or self._no_lines(),

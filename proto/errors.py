@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import enum
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from typing import ClassVar
@@ -977,6 +978,16 @@ def clipped(error: EmbershardError) -> EmbershardError:
 
 def _short(text: str) -> str:
     return text if len(text) <= _MAX_FIELD_CHARS else text[: _MAX_FIELD_CHARS - 4] + " ..."
+
+
+def how_ended(code: int) -> str:
+    """Say how a process ended, for the text of an error, by its exit code from subprocess (below 0: the signal)."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal has a number only
+        return f"signal {-code}"
 
 
 def to_wire(error: EmbershardError) -> tuple[Status, bytes]:

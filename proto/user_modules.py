@@ -1,9 +1,13 @@
-"""Modules of users, in which a process finds what a job or a command names as `module:name`; what fails there."""
+"""Modules of users, in which a process finds what a job or a command names as `module:name`; what fails there.
+
+And which files and versions of modules and packages are used.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import inspect
 import os
@@ -81,6 +85,21 @@ def files_of(modules: Sequence[str]) -> dict[str, Path]:
             if path and (other == name or (is_beside and path.endswith(".py"))):
                 found[other] = Path(path)
     return found
+
+
+def sha256_of_modules(modules: Sequence[str]) -> dict[str, str]:
+    """Map the names in `files_of` the modules to the sha256 of their files, which tells whether their code changed."""
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files_of(modules).items()}
+
+
+def version_of(package: str = "embershard") -> str:
+    """Return the version of an installed package; `unknown` of one that is not, as of a checkout on the path."""
+    from importlib import metadata  # takes part of the time of a command that only shows its help
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def find(name: str) -> object:

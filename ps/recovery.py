@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
 from embershard.proto.errors import BadFrame, EmbershardError, LogDiverged, LogStalled, LogUnusable
-from embershard.proto.user_modules import files_of
 from embershard.proto.wire import FrameReader, Header
 from embershard.ps.bases.base import ShardBase, make_tables, read_bases
 from embershard.ps.bases.bases import BASES_READER, Bases
@@ -267,8 +265,3 @@ class EventReader:
 
 def _place(header: Header) -> list[memoryview]:
     return [np.empty(length, np.uint8).data for length in header.lengths]
-
-
-def sha256_of_modules(modules: Sequence[str]) -> dict[str, str]:
-    """The sha256 of the files of imported modules, by name: a replay needs the row functions and codecs of then."""
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files_of(modules).items()}

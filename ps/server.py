@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.monitoring.logs import log_as_json
+from embershard.proto.user_modules import sha256_of_modules, version_of
 from embershard.ps.monitoring.log_lines import log_as_lines
 from embershard.ps.monitoring.systemd import notify
 from embershard.ps.options import ServerOptions, check_durability
@@ -152,7 +152,7 @@ def _make_shard(options: ServerOptions, places: SnapshotPlaces) -> Shard:
         placement,
         optimizers,
         codecs=codecs,
-        version=_version(),
+        version=version_of(),
         memory=options.memory,
         places=places,
     )
@@ -165,13 +165,13 @@ def _recover(shard: Shard, options: ServerOptions, progress: RecoveryProgress) -
         return None
     from embershard.ps.journal.folder import LogFolder, check_log_dir, log_folder
     from embershard.ps.journal.progress import RecoveryRate
-    from embershard.ps.recovery import recover, sha256_of_modules
+    from embershard.ps.recovery import recover
 
     rate = RecoveryRate(_seconds_since_start())
     check_log_dir(options.log_dir.absolute(), options.shard, options.of)
     path = log_folder(options.log_dir.absolute(), options.shard)
     modules = sha256_of_modules(options.imports)
-    folder = LogFolder.open(path, shard=options.shard, num_shards=options.of, modules=modules, package=_version())
+    folder = LogFolder.open(path, shard=options.shard, num_shards=options.of, modules=modules, package=version_of())
     log = recover(shard, folder, mode, progress=progress, rate=rate, limit_bytes=options.log_bytes)
     log.start()
     return log
@@ -390,10 +390,3 @@ def _end_with(parent_pid: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS + 5)
     os._exit(1)
-
-
-def _version() -> str:
-    try:
-        return version("embershard")
-    except PackageNotFoundError:
-        return "unknown"

@@ -98,8 +98,8 @@ def read_varint(data: Bytes, limit: int, what: str) -> tuple[int, int]:
     return int(value[0]), int(used)
 
 
-def best_rice(bits: Callable[[int], float], count: int) -> tuple[int, float]:
-    """The Rice parameter with the fewest bits(k) of `count` integers, and these: bits is convex in k."""
+def best_rice(bits: Callable[[int], float], count: float) -> tuple[int, float]:
+    """The Rice parameter with the fewest bits(k) of `count` integers, maybe a mean, and these: bits is convex in k."""
     if not count:
         return 0, 0.0
     # sum(v) from the bits at 0; the best parameter is next to log2(mean * ln 2)

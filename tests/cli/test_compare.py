@@ -5,6 +5,7 @@ import os
 import sys
 
 import pytest
+from half_codec import HALF_CODEC
 from report_cases import JOB
 from typer.testing import CliRunner
 
@@ -67,6 +68,14 @@ def test_a_report_of_a_folder_without_its_runs_is_refused_and_nothing_is_made(fo
     said = run("none,int8", "--set", "shards=3", "--output", "out")
     assert 'these differ: job.shards: 2 there, 3 now overrides: [] there, ["shards=3"]' in said
     assert kept(folder) == before
+
+
+def test_a_comparison_whose_code_has_changed_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for change, said in (("", "3 of 3 runs failed"), ("# changed\n", "code_sha256.mine_changing")):
+        (folder / "mine_changing.py").write_text(HALF_CODEC + change)
+        monkeypatch.delitem(sys.modules, "mine_changing", raising=False)
+        assert said in run("none,mine_changing:half", "--import", "mine_changing", *OUT)
 
 
 @pytest.mark.parametrize(("tool", "said"), [("/usr/sbin/ip", "needs root"), (None, "no `ip`; install iproute2")])

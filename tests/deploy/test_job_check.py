@@ -1,5 +1,6 @@
 """The check of a job's code and data: what it names, with file and line, and what it leaves behind (nothing)."""
 
+import hashlib
 import re
 from itertools import count
 
@@ -45,6 +46,12 @@ def check(tmp_path):
 
 def test_a_job_that_is_fine_passes_without_a_word(check):
     assert check() == []
+
+
+def test_the_code_of_a_job_is_told_by_the_sha256_of_its_files(check, tmp_path):
+    check()
+    (module,) = tmp_path.glob("checked_*.py")
+    assert check_job(tmp_path / "job.yaml") == {module.stem: hashlib.sha256(module.read_bytes()).hexdigest()}
 
 
 def reads(code):

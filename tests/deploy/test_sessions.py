@@ -73,8 +73,3 @@ def test_an_interrupt_that_meets_the_start_of_the_starting_thread_waits_for_it(m
     with pytest.raises(KeyboardInterrupt):
         sessions.start_each([start])
     assert started
-
-
-def test_a_process_has_ended_by_its_exit_code_or_by_a_signal_which_may_have_no_name():
-    told = [sessions.how_ended(code) for code in (0, 3, -signal.SIGKILL, -signal.SIGRTMIN - 1)]
-    assert told == ["exit code 0", "exit code 3", "SIGKILL", f"signal {signal.SIGRTMIN + 1}"]

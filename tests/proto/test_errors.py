@@ -2,6 +2,7 @@ import importlib
 import pickle
 import pkgutil
 import re
+import signal
 import string
 import subprocess
 import sys
@@ -93,3 +94,8 @@ def test_a_module_with_an_error_runs_as_a_program_where_it_is_imported_too(tmp_p
     )
     program = "import runpy, own; runpy.run_module('own', run_name='__main__', alter_sys=True)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+
+
+def test_a_process_has_ended_by_its_exit_code_or_by_a_signal_which_may_have_no_name():
+    told = [errors.how_ended(code) for code in (0, 3, -signal.SIGKILL, -signal.SIGRTMIN - 1)]
+    assert told == ["exit code 0", "exit code 3", "SIGKILL", f"signal {signal.SIGRTMIN + 1}"]

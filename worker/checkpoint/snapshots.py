@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 from embershard.proto.codec.name import CodecName
@@ -47,6 +46,7 @@ from embershard.proto.snapshot.manifest import (
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import StoredSnapshot, open_snapshot
 from embershard.proto.timing import Deadline
+from embershard.proto.user_modules import version_of
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import raise_first
 
@@ -251,7 +251,7 @@ class RunningSnapshot:
         is_increment = any(table.increment for part in parts for table in part.tables)
         parent = self._parent if is_increment else None
         number = self._request.id if self._request.incremental else 0
-        manifest = Manifest(self.name, time.time(), _version(), parts, extra, number, parent)
+        manifest = Manifest(self.name, time.time(), version_of(), parts, extra, number, parent)
         data = pack_manifest(manifest)
         chain = StoredSnapshot(self._storage, self.name, manifest, "").chain  # somebody may have removed its parent
         self._storage.replace(f"{self.name}/{MANIFEST}", data)
@@ -486,10 +486,3 @@ def _remove(storage: Storage, name: str, parts: Sequence[str]) -> None:
     for part in parts:
         storage.remove(f"{name}/{part}")
     storage.remove_if_empty(name)
-
-
-def _version() -> str:
-    try:
-        return version("embershard")
-    except PackageNotFoundError:
-        return "unknown"

@@ -61,10 +61,15 @@ class SentAverages(NamedTuple):
 
     rows: float | None = None  # of which something was sent
     age: float | None = None  # of these
+    elements: float | None = None  # that were chosen one by one
 
     def of(self, rows: int, average: float) -> SentAverages:
         """Those of messages about `rows` rows, where these are of messages about `average`."""
-        return self if self.rows is None or not average else self._replace(rows=self.rows * rows / average)
+        if self.rows is None or not average:
+            return self
+        scale = rows / average
+        elements = None if self.elements is None else self.elements * scale
+        return self._replace(rows=self.rows * scale, elements=elements)
 
 
 class Feedback:
@@ -75,7 +80,7 @@ class Feedback:
         self._threshold = Threshold()
         self._memory = [np.empty((0, dim), np.float32), np.empty((0, dim), np.float32)]
         self._rate = 0.0  # of the last push that took or held something
-        self.pushes = self.sent_rows = 0
+        self.pushes = self.sent_rows = self.sent_elements = 0
         self.sent_ages = 0.0  # of these rows, summed
 
     def takes(self, rate: float) -> bool:
@@ -156,6 +161,7 @@ class Feedback:
         # another key than that of the values, whose rounding is not to go by where they lie
         drawn = (how.key + 1) % 2**64 if how.codec.select == "randomk" else None
         at = self._threshold.select(flat, count) if drawn is None else random_positions(flat.size, count, drawn)
+        self.sent_elements += at.size
         told = ages if how.ages else None
         payload = encode_elements(at, flat[at], rows.shape, how.values, how.key, drawn=drawn, ages=told)
         if how.values.name == "none":

@@ -82,9 +82,10 @@ class TableCompressor:
         if not rows:
             return SentAverages()
         aged = uses_row_age(self.spec) or self.directions.push.select == "rows"
-        return SentAverages(
-            rows / pushes, sum(feedback.sent_ages for feedback in self._feedbacks.values()) / rows if aged else None
-        )
+        ages = sum(feedback.sent_ages for feedback in self._feedbacks.values()) / rows if aged else None
+        elements = sum(feedback.sent_elements for feedback in self._feedbacks.values())
+        is_steady = self.directions.push.select in ("topk", "randomk")  # dgc sends more at first
+        return SentAverages(rows / pushes, ages, elements / pushes if is_steady else None)
 
     def follow(self, placement: Placement) -> None:
         """Keep each residual for the shard that has its id under this placement; one that moves loses its momentum."""

@@ -19,12 +19,12 @@ import re
 import tempfile
 import time
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.proto.errors import CannotWrite
+from embershard.proto.user_modules import version_of
 from embershard.worker.reporting.records import Evaluation, Interval, Observer, RunPlan, RunResult
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class JsonLog(RunEvents):
 
     def _write(self, record: str, fields: dict[str, object]) -> None:
         if record in ("config", "takeover"):
-            versions = {name: _version(name) for name in ("embershard", "torch", "numpy")}
+            versions = {name: version_of(name) for name in ("embershard", "torch", "numpy")}
             fields = {**fields, "python": platform.python_version(), "versions": versions}
         line = {"record": record, "time": round(time.time(), 3), **fields}
         self._file.write(json.dumps(finite(line), separators=(",", ":")) + "\n")
@@ -110,13 +110,6 @@ def finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
     return value
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout on the path, without an installation
-        return "unknown"
 
 
 class TensorBoardLog(Observer):

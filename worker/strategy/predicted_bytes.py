@@ -112,15 +112,15 @@ def _payload_bytes(
 ) -> float:
     if direction == "pull" and codec.select == "all":  # without the head of a push's payload
         return float(find(codec.values).nbytes(rows, dim))
-    return predict_bytes(codec, rows, dim, find, age=sent.age, touched=sent.rows)
+    return predict_bytes(codec, rows, dim, find, age=sent.age, touched=sent.rows, elements=sent.elements)
 
 
 def _residual_bytes(part: BytePart, counted: ByteCount, client: Client) -> float:
     """Bytes of residual rows that are sent as float32, with their ages and ids."""
     spec = client.spec(part.table)
     row = _ID_BYTES * _packed_share(client.byte_counter.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
-    ages = age_bytes(counted.residual, client.compressor.sent(part.table).age or 1.0)
-    return counted.residual * row + ages + counted.messages * HEAD_BYTES
+    ages = age_bytes(counted.residual / counted.messages, client.compressor.sent(part.table).age or 1.0)
+    return counted.residual * row + counted.messages * (ages + HEAD_BYTES)
 
 
 def _factor_bytes(codec: CodecName, counted: ByteCount, client: Client, table: str) -> float:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from embershard.proto.errors import EmbershardError, UserCodeFailed, to_wire
-from embershard.proto.user_modules import members_of, search_from, user_code, where_running
+from embershard.proto.user_modules import members_of, search_from, sha256_of_modules, user_code, where_running
 
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}  # audit events
@@ -106,7 +106,8 @@ def check(request: Mapping[str, object], progress: Progress) -> None:
     if imports:
         search_from(Path())
     progress.watch()
-    for module in _modules(job.model_dump(), imports):
+    modules = _modules(job.model_dump(), imports)
+    for module in modules:
         with progress.step(f"importing {module}", _file(module)):
             members_of(module)
     printed, progress.printed = progress.printed, "-"
@@ -120,7 +121,7 @@ def check(request: Mapping[str, object], progress: Progress) -> None:
             batches[split] = first_batch(dataset, split, size)
     with progress.step("trying the model on the first samples"), user_code("the job's model"):
         try_model(job, dataset.schema, batches)
-    progress.say(started=progress.started, printed=printed)
+    progress.say(started=progress.started, printed=printed, code=sha256_of_modules(modules))
 
 
 def _modules(values: object, imports: list[str]) -> list[str]:

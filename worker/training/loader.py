@@ -31,7 +31,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from embershard.proto.arrays import Bytes
-from embershard.proto.errors import EmbershardError, from_wire, to_wire
+from embershard.proto.errors import EmbershardError, from_wire, how_ended, to_wire
 from embershard.proto.user_modules import environment_for_child
 from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData
@@ -173,8 +173,7 @@ class LoaderProcess:
             ended = not hasattr(os, "waitid")  # macOS, until Python 3.13: it is waited for at once
             if ended or os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 self._end_group()
-                code = self._process.wait()
-                return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+                return f"ended with {how_ended(self._process.wait())}"
             time.sleep(0.01)
         return "closed its pipe"
 

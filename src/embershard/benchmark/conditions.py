@@ -7,8 +7,9 @@ import platform
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from embershard.proto.user_modules import version_of
 
 _PACKAGES = ("embershard", "torch", "numpy", "numba", "grpcio", "uvloop")
 
@@ -36,7 +37,7 @@ class MachineConditions:
             load_average=round(os.getloadavg()[0], 2),
             system=f"{platform.system()} {platform.release()}",
             python=platform.python_version(),
-            versions={name: found for name in _PACKAGES if (found := _version(name))},
+            versions={name: found for name in _PACKAGES if (found := version_of(name)) != "unknown"},
             time=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         )
 
@@ -73,10 +74,3 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.split(":")[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

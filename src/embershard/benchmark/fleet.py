@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Self
 
 from embershard.benchmark.settings import Lap, Order
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import EmbershardError, how_ended
 from embershard.proto.user_modules import environment_for_child
 
 _POLL_SECONDS = 0.2
@@ -22,7 +22,7 @@ _LAST_LINES = 12
 class BenchFailed(EmbershardError):
     """A process of a bench ended before it had measured."""
 
-    template = "worker {worker} of the bench ended with exit code {code}; its last lines:\n{lines}"
+    template = "worker {worker} of the bench ended with {how}; its last lines:\n{lines}"
 
 
 class _WorkerProcess:
@@ -77,7 +77,7 @@ class _WorkerProcess:
         code = self.popen.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-        return BenchFailed(worker=self.number, code=code, lines="\n".join(lines) or "(nothing)")
+        return BenchFailed(worker=self.number, how=how_ended(code), lines="\n".join(lines) or "(nothing)")
 
 
 class Fleet:

@@ -134,9 +134,9 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from embershard.proto.user_modules import version_of
 
-        typer.echo(f"embershard {version('embershard')}")
+        typer.echo(f"embershard {version_of()}")
         raise typer.Exit
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ from embershard.compare.run.runs import SAID, RunSetup
 from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.proto.transport.addresses import shard_addresses
 from embershard.proto.transport.emulated_link import parse_bandwidth
+from embershard.proto.user_modules import sha256_of_modules
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 
@@ -138,6 +140,10 @@ def compare(
     base, found = load_job(job, sets, data), _arms(arms, job, sets, data)
     if shards:
         base, found = _on_shards(len(shards), base, found)
+    code: dict[str, str] = {}
+    if not report_only:
+        check_user_code([arm_job for _, arm_job in found.values()], imports or (), starts_shards=not shards)
+        code = {**sha256_of_modules(imports or ()), **_try_arms(found, job, sets, data, imports or ())}
     experiment = Experiment(
         job=base.model_dump(mode="json"),
         overrides=sets,
@@ -149,12 +155,10 @@ def compare(
         speed_steps=None if full else speed_steps,
         link="network namespace" if netns else "token bucket",
         ps=shards,
+        code_sha256=code,
     )
-    if not report_only:
-        check_user_code([arm_job for _, arm_job in found.values()], experiment.imports, starts_shards=not shards)
-        _try_arms(found, job, sets, data, experiment.imports)
-        if shards:
-            prepare_shards(shards, replace=replace, tls=certificates)
+    if shards and not report_only:
+        prepare_shards(shards, replace=replace, tls=certificates)
     setup = RunSetup(
         job=job,
         data=data,
@@ -196,15 +200,17 @@ def _on_shards(shards: int, base: Job, found: dict[str, tuple[Arm, Job]]) -> tup
 
 
 def _try_arms(
-    found: dict[str, tuple[Arm, Job]], path: Path, sets: tuple[str, ...], data: Path | None, imports: tuple[str, ...]
-) -> None:
-    """Try the data and the model of every arm, those that several arms have in common once."""
+    found: dict[str, tuple[Arm, Job]], path: Path, sets: tuple[str, ...], data: Path | None, imports: Sequence[str]
+) -> dict[str, str]:
+    """Try the data and the model of every arm, those that several arms have in common once; as `try_job`."""
+    code: dict[str, str] = {}
     tried: list[tuple[object, ...]] = []
     for arm, job in found.values():
         parts = (job.data, job.model, job.loss, job.metrics, job.callbacks, job.strategy, job.train.batch_size)
         if parts not in tried:
             tried.append(parts)
-            try_job(job, path, [*sets, *arm.settings], data, imports, typer.echo)
+            code |= try_job(job, path, [*sets, *arm.settings], data, imports, typer.echo)
+    return code
 
 
 def _carry_out(plan: ComparisonPlan, setup: RunSetup, margin: float | None, *, report_only: bool) -> None:
@@ -222,7 +228,8 @@ def _carry_out(plan: ComparisonPlan, setup: RunSetup, margin: float | None, *, r
             if not report_only:
                 engine.run()
         except (KeyboardInterrupt, SystemExit):
-            show.say(f"stopped; the same command continues with the first missing run: {shlex.join(_command())}")
+            command = shlex.join(_command(plan.experiment))
+            show.say(f"stopped; the same command continues with the first missing run: {command}")
             show.say("with --report-only it reports the existing runs")
             raise
         _report(engine, plan, folder, setup.job, margin, show)
@@ -238,7 +245,7 @@ def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, mar
         plan,
         folder.runs,
         job_file=job,
-        command=_command(),
+        command=_command(plan.experiment),
         chosen=engine.chosen,
         complete=engine.complete,
         margin=margin,
@@ -257,9 +264,12 @@ def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, mar
         raise RunsFailed(failed=len(failed), runs=len(results.runs), first=name_of(failed[0]), log=str(log))
 
 
-def _command() -> tuple[str, ...]:
-    """The command that made the runs: as it was called, without --report-only."""
-    return ("embershard", *(word for word in sys.argv[1:] if word != "--report-only"))
+def _command(experiment: Experiment) -> tuple[str, ...]:
+    """The command that made the runs: as it was called, without --report-only, and with shards of the environment."""
+    words = [word for word in sys.argv[1:] if word != "--report-only"]
+    if experiment.ps and not any(word.partition("=")[0] == "--ps" for word in words):
+        words += ["--ps", ",".join(experiment.ps)]
+    return ("embershard", *words)
 
 
 def _bandwidths(text: str) -> tuple[Bandwidth, ...]:

@@ -45,17 +45,19 @@ def try_job(
     data: Path | None,
     imports: Sequence[str],
     say: Callable[[str], object],
-) -> None:
+) -> dict[str, str]:
     """Try the data and the model of a job on the first samples, before anything starts.
+
+    Returns the sha256 of each file of the user's code that the job names (`sha256_of_modules`).
 
     What a user wrote runs in a process of its own. Files of the built-in readers are looked at here, in milliseconds
     and without torch. JobError, BadModule, UserCodeFailed or CheckEnded say what is wrong.
     """
     if not job.has_user_code:
         job.data.look(path.parent)
-        return
+        return {}
     with ended_by_signals():
-        check_job(path, overrides=overrides, data=data, imports=imports, say=say)
+        return check_job(path, overrides=overrides, data=data, imports=imports, say=say)
 
 
 def _codecs(job: Job) -> Iterator[CodecName]:

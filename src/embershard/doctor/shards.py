@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib import metadata
 
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, size, some, warn
@@ -13,6 +12,7 @@ from embershard.doctor.probe import Probe
 from embershard.proto.errors import ShardUnavailable, WrongShards
 from embershard.proto.timing import Deadline
 from embershard.proto.transport.addresses import transport_for
+from embershard.proto.user_modules import version_of
 from embershard.ps.coordination.fencing import AHEAD_MINUTES
 from embershard.worker.client.shard_connection import handshake
 
@@ -169,7 +169,7 @@ def unix_sockets(case: Case) -> Finding | None:
 )
 def versions(case: Case) -> Finding | None:
     """Compare the shards' versions with this one."""
-    mine = metadata.version("embershard")
+    mine = version_of()
     found = [(probe, probe.greeting.version) for probe in case.probes if probe.greeting is not None]
     if not found:
         return None

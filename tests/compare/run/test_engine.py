@@ -50,7 +50,7 @@ class Bench:
     """A comparison of two arms and two seeds in a folder."""
 
     def __init__(self, path):
-        self.path, self.namespaces, self.data = path, None, None
+        self.path, self.namespaces, self.data, self.words = path, None, None, ()
         (path / "job.yaml").write_text(JOB)
         self.console = Console(record=True, width=200)
 
@@ -59,7 +59,7 @@ class Bench:
             fields["link"] = "network namespace"
         plan = plan_of(self.path / "job.yaml", arms, **fields)
         with Folder(self.path / "out", plan.experiment) as folder:
-            place = RunSetup(job=self.path / "job.yaml", data=self.data, folder=folder.path)
+            place = RunSetup(job=self.path / "job.yaml", data=self.data, folder=folder.path, words=self.words)
             engine = Engine(plan, folder, place, Show(self.console), self.namespaces)
             engine.run()
             self.runs = folder.runs
@@ -106,6 +106,15 @@ def test_a_run_names_the_data_that_it_was_made_with(bench):
     bench.data = bench.path / "files"
     bench.run(seeds=(0,))
     assert [run.words[-2:] for run in bench.runs.values()] == [("--data", str(bench.data))] * 2
+
+
+def test_a_run_names_the_shards_that_ran_already_and_how_it_reaches_them(bench, stream_shard):
+    bench.words = ("--token-file", "a.token")
+    bench.run("strategy=ps,local", seeds=(0,), ps=(stream_shard,))
+    named = {run.arm: run.words[-4:] for run in bench.runs.values()}
+    assert named["strategy=ps"] == ("--ps", stream_shard, *bench.words)
+    assert not {"--ps", *bench.words} & {*named["strategy=local"]}
+    assert (bench.path / "out" / "shards.txt").read_text().split() == [stream_shard]
 
 
 class NumberedShards(Namespaces):

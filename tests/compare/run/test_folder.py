@@ -75,6 +75,17 @@ def test_a_folder_takes_more_and_fewer_seeds_and_keeps_the_settings_of_arms_that
         kept(tmp_path, experiment=other)
 
 
+def test_a_folder_refuses_runs_of_other_code_and_takes_those_of_more_modules(tmp_path):
+    def coded(**code):
+        return kept(tmp_path, FIRST, experiment=EXPERIMENT.model_copy(update={"code_sha256": code}))
+
+    coded(mine="a1")
+    coded(mine="a1", theirs="b2")
+    coded()  # a report alone imports nothing
+    with pytest.raises(OtherExperiment, match=r'  code_sha256\.theirs: "b2" there, "b3" now\n'):
+        coded(theirs="b3")
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "experiment.json"])
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path, name):
     (tmp_path / name).write_text("mine")

@@ -264,18 +264,20 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session, codec, rows):
         assert expected[held] == pytest.approx(moved[held].wire, rel=0.03)
 
 
-@pytest.mark.parametrize("codec", ["rows:0.1", "rows:0.3", "rows:0.5+int8"])
+@pytest.mark.parametrize("codec", ["rows:0.1", "rows:0.5+int8", "topk:0.01", "topk:0.1+fp16s", "randomk:0.02"])
 @pytest.mark.parametrize("most", [6, 30])
-def test_rows_of_messages_of_a_few_rows_are_foreseen(make_session, codec, most):
+@pytest.mark.parametrize("optimizer", [SGD(lr=1.0), Adagrad(lr=0.1)], ids=["sgd", "adagrad"])
+def test_messages_of_a_few_rows_are_foreseen(make_session, codec, most, optimizer):
     """Of 5 rows rows:0.1 sends one, of 15 two: which part it sends of all depends on the sizes of the messages."""
-    client = make_session(2).client
-    client.declare(ITEMS)
+    client, dim = make_session(2).client, 16
+    table = TableSpec(name="items", dim=dim, optimizer=optimizer)
+    client.declare(table)
     client.compressor.choose("items", CodecName.parse(codec))
     rng = np.random.default_rng(0)
-    for clock in range(40):
+    for clock in range(60):
         ids = rng.choice(500, rng.integers(1, most), replace=False)
-        route = ascending(make_route(ids, ITEMS.space_key, client.placement))
-        client.push([("items", route, rng.standard_normal((len(ids), ITEMS.dim), np.float32))], clock=clock)
+        route = ascending(make_route(ids, table.space_key, client.placement))
+        client.push([("items", route, rng.standard_normal((len(ids), dim), np.float32))], clock=clock)
     moved = client.stats.volume
     assert predict_volumes(moved, client)[ROWS] == pytest.approx(moved[ROWS].wire, rel=0.03)
 

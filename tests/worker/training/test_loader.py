@@ -103,13 +103,14 @@ def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it
     assert "t.csv:1002" in str(found.value)
 
 
-def test_a_killed_loader_is_named(tmp_path):
+@pytest.mark.parametrize(("by", "how"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, "signal [0-9]+")])
+def test_a_killed_loader_is_named(by, how, tmp_path):
     with LoaderProcess(share(CLICKS, tmp_path)) as loader:
         process = only_child()
         batches = loader.train(0)
         next(batches)
-        process.send_signal(signal.SIGKILL)
-        words = rf"process {process.pid}\) was ended by SIGKILL; .*loader_processes=0"
+        process.send_signal(by)
+        words = rf"process {process.pid}\) ended with {how}; .*loader_processes=0"
         with pytest.raises(LoaderLost, match=words):
             list(chain(batches, *map(loader.train, range(1, 1000))))  # what the pipe still holds comes first
 

@@ -65,8 +65,8 @@ class Engine:
         """Make one run on the link that it names."""
         job = self._plan.arms[task.arm][1]
         if ps := self._plan.experiment.ps:
-            named = partial(emptied_shards, ps, self._setup.tls)
-            setup = replace(self._setup, shards=named) if job.has_shards else self._setup
+            emptied = partial(emptied_shards, ps, self._setup.tls)
+            setup = replace(self._setup, shards=emptied) if job.has_shards else replace(self._setup, words=())
             return make_run(task, setup, self._show.look)
         if self._namespaces is None or not can_be_limited(job):
             return make_run(task, self._setup, self._show.look)

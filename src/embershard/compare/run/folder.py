@@ -30,8 +30,8 @@ class OtherExperiment(EmbershardError):
 
     template = (
         "the folder {folder} holds another comparison; these differ:\n{difference}\n"
-        "name another folder with --output, or repeat the command that made this one: only its arms, seeds and "
-        "bandwidths may change"
+        "name another folder with --output, or undo these differences: only arms, seeds and bandwidths may change "
+        "(`code_sha256` tells that the code of a module changed)"
     )
 
 

@@ -38,11 +38,13 @@ class Experiment(Record):
     speed_steps: int | None  # of a run on a limited link; None: whole
     link: Literal["token bucket", "network namespace"]
     ps: tuple[str, ...] = ()  # addresses of the shards, which run already; none: each run starts its own
+    code_sha256: Mapping[str, str] = {}  # of the file of every module of the user's that the runs import
 
     def difference(self, other: Experiment) -> str:
         """Say why the runs of both cannot be compared: a line per differing field; empty where they can."""
-        common = dict(self.arms).keys() & dict(other.arms).keys()
-        mine, theirs = (one._of_all_runs(common) for one in (self, other))
+        arms = dict(self.arms).keys() & dict(other.arms).keys()
+        modules = self.code_sha256.keys() & other.code_sha256.keys()
+        mine, theirs = (one._of_all_runs(arms, modules) for one in (self, other))
         return "\n".join(f"  {name}: {_short(a)} there, {_short(b)} now" for name, a, b in _differences(mine, theirs))
 
     def joined(self, other: Experiment) -> Experiment:
@@ -51,13 +53,16 @@ class Experiment(Record):
             "arms": tuple({**dict(self.arms), **dict(other.arms)}.items()),
             "bandwidths": tuple(dict.fromkeys([*self.bandwidths[:-1], *other.bandwidths])),
             "seeds": tuple(sorted({*self.seeds, *other.seeds})),
+            "code_sha256": {**self.code_sha256, **other.code_sha256},
         }
         return self.model_copy(update=update)
 
-    def _of_all_runs(self, arms: Set[str]) -> dict[str, object]:
-        """The fields that must be equal in all runs, with the settings of the given arms."""
+    def _of_all_runs(self, arms: Set[str], modules: Set[str]) -> dict[str, object]:
+        """The fields that must be equal in all runs, with the settings of the given arms and the given modules."""
         fields: dict[str, object] = json.loads(self.model_dump_json(exclude={"bandwidths", "seeds"}))
-        return {**fields, "arms": {label: list(settings) for label, settings in self.arms if label in arms}}
+        code = {module: sha256 for module, sha256 in self.code_sha256.items() if module in modules}
+        settings = {label: list(settings) for label, settings in self.arms if label in arms}
+        return {**fields, "arms": settings, "code_sha256": code}
 
 
 def _differences(one: object, other: object, name: str = "") -> Iterator[tuple[str, object, object]]:
@@ -183,7 +188,9 @@ class ComparisonPlan:
         settings += _rates(job, multiple) if multiple != 1 else []
         settings += _shortened(job, self.experiment.speed_steps) if kind == "speed" else []
         words = [word for setting in settings for word in ("--set", setting)]
-        words += [word for module in self.experiment.imports if job.has_shards for word in ("--import", module)]
+        if job.has_shards:
+            words += [word for module in self.experiment.imports for word in ("--import", module)]
+            words += ["--ps", ",".join(self.experiment.ps)] if self.experiment.ps else []
         return Task(kind=kind, arm=arm, seed=seed, bandwidth=bandwidth, multiple=multiple, words=tuple(words))
 
 

@@ -15,6 +15,7 @@ from typing import IO
 from embershard.compare.results import ArmRun, RunFigures
 from embershard.compare.run.plan import Task
 from embershard.compare.run.run_log import RunLog, RunProgress
+from embershard.proto.errors import how_ended
 from embershard.proto.security.tls import TLS
 from embershard.proto.user_modules import environment_for_child
 from embershard.worker.reporting.log import FILE_NAME
@@ -36,10 +37,10 @@ class RunSetup:
     data: Path | None
     folder: Path  # of the comparison
     prefix: Sequence[str] = ()  # words before the command, which put it into a network namespace
-    # addresses for one attempt, none where it starts its own: a failed one leaves what it trained in its shards
+    # shards of one attempt that the command does not name: a failed one leaves what it trained in its shards
     shards: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(())
     tls: TLS | None = None  # to shards that run already
-    words: Sequence[str] = ()  # options of a run on such shards, that say so too, and who asks
+    words: Sequence[str] = ()  # options of a run on such shards: who asks, and by which certificates
 
 
 def make_run(task: Task, setup: RunSetup, watch: Callable[[RunProgress], None]) -> ArmRun:
@@ -47,7 +48,7 @@ def make_run(task: Task, setup: RunSetup, watch: Callable[[RunProgress], None]) 
     began, load, seconds = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.getloadavg()[0], 0.0
     folder = setup.folder / task.folder
     folder.mkdir(parents=True, exist_ok=True)
-    words = task.words if setup.data is None else (*task.words, "--data", str(setup.data))
+    words = (*task.words, *setup.words, *(() if setup.data is None else ("--data", str(setup.data))))
     log, error, attempts = RunLog.after(folder / FILE_NAME), "", 0
     while attempts < ATTEMPTS:
         attempts += 1
@@ -86,7 +87,7 @@ def _attempt(
     """Make the run once; return its last output where it failed, else an empty string."""
     command = [*setup.prefix, *COMMAND, str(setup.job), *words]
     command += ["--output", str(folder), "--parent-pid", str(os.getpid())]
-    command += ["--ps", ",".join(shards), *setup.words] if shards else []
+    command += ["--ps", ",".join(shards)] if shards else []
     with (folder / SAID).open("ab+") as said:
         begin, heard = said.tell(), time.monotonic()
         with _process(command, said) as process:
@@ -102,7 +103,7 @@ def _attempt(
             return log.trouble
         said.seek(begin)
         lines = said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-    return "\n".join([f"it ended with exit code {process.returncode}", *lines])
+    return "\n".join([f"it ended with {how_ended(process.returncode)}", *lines])
 
 
 @contextmanager
