@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 _FAREWELL = timedelta(seconds=5)
+_LAST_WORD = timedelta(seconds=1)  # to leave shards that have not answered by then
 
 _log = logging.getLogger(__name__)
 
@@ -430,12 +431,14 @@ class Client:
 
         It waits for a shard that has no room to write its event log as long as a push does, if `awaits_room`.
         """
+        timeout = _LAST_WORD
         try:
             self._await_safe(awaits_room)
+            timeout = _FAREWELL
         except EmbershardError as error:
             _log.warning("worker %d ends before its last pushes are known to be safe: %s", self.worker, error)
         finally:  # a Ctrl-C, too, which ends a long wait
-            self._leave()
+            self._leave(timeout)
 
     def _await_safe(self, awaits_room: bool) -> None:
         try:
@@ -445,7 +448,7 @@ class Client:
                 raise
             self._pushes.await_safe(self.connections.shards, self.timeout)
 
-    def _leave(self) -> None:
+    def _leave(self, timeout: timedelta) -> None:
         if not self._pushes.is_empty:
             _log.warning(
                 "worker %d ends before its last push was acknowledged by shards %s, which may have applied it; "
@@ -453,7 +456,7 @@ class Client:
                 self.worker, ", ".join(map(str, self._pushes.waiting_shards)),
             )  # fmt: skip
         if self.membership is not None:
-            self.membership.leave()
+            self.membership.leave(timeout)
         for connection in self.connections:
             connection.transport.close()
 
