@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 _FAREWELL = timedelta(seconds=5)
-_LAST_WORD = timedelta(seconds=1)  # to leave shards that have not answered by then
+_LAST_WORD = timedelta(seconds=1)  # for shards that have no room for their logs, or have not answered by then
 
 _log = logging.getLogger(__name__)
 
@@ -441,8 +441,10 @@ class Client:
             self._leave(timeout)
 
     def _await_safe(self, awaits_room: bool) -> None:
+        has_stalled = any(connection.has_stalled for connection in self.connections)
+        timeout = _LAST_WORD if has_stalled and not awaits_room else _FAREWELL
         try:
-            self._pushes.await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
+            self._pushes.await_safe(self.connections.shards, min(self.timeout, timeout), awaits_recovery=False)
         except EmbershardError:  # a shard without room may also be one that has not refused again before the timeout
             if not awaits_room or not any(connection.has_stalled for connection in self.connections):
                 raise
