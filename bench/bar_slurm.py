@@ -119,6 +119,7 @@ def main() -> None:
     ):
         found = [run_case(case, cluster, Path(place)) for case in cases]
     failures = judge(found)
+    failures += [f"{one['case']}: {one['attempts']} attempts" for one in found if one.get("attempts", 1) != 1]
     finish({"bar": "slurm", "nodes": 4, "cases": found, "load": load()}, failures)
 
 

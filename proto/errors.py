@@ -1,7 +1,8 @@
 """Errors with fields, one message built here, and one wire status.
 
 A shard raises these; a transport moves them as (status, name, fields) and the client raises the same type again.
-The tree, by what they are about; only InvalidRequest, ShardBusy, NotAllowed and MemoryLost have subclasses:
+The tree, by what they are about; only InvalidRequest, ShardBusy, NotAllowed, MemoryLost and SnapshotUnknown have
+subclasses:
 
     EmbershardError
         requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName,
@@ -20,9 +21,9 @@ The tree, by what they are about; only InvalidRequest, ShardBusy, NotAllowed and
         codecs        UnknownCodec, BadCodec
         workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, JobOver, RendezvousOver, ModeMismatch,
                       MemoryLost (LoadLost), OtherLineage, OtherTerm, RowsLost, WorkerLost, WorkersApart, UpdateFailed
-        snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
-                      SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
-                      SnapshotTooNew, TablesInTheWay
+        snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown (SnapshotReplaced), SnapshotTooLate,
+                      SnapshotTimeout, SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable,
+                      SnapshotDamaged, SnapshotTooNew, RestoreRunning, TablesInTheWay
         logs          LogDamaged, LogDiverged, LogLocked, LogMismatch, LogTooNew, LogUnusable
         serving       BadExport, CannotServe, BadRows, BadIds
         the user's    JobError, BadModule, UserCodeFailed, CannotWrite, OutputClosed
@@ -757,8 +758,26 @@ class SnapshotUnknown(EmbershardError):
 
     status = Status.ABORTED
     template = (
-        "the shard no longer works on {what} {name!r}: another one replaced it, or the shard was restarted; start the "
-        "{what} again"
+        "the shard no longer works on {what} {name!r}: another one replaced it, or the shard was restarted; start "
+        "it again"
+    )
+
+
+class SnapshotReplaced(SnapshotUnknown):
+    """A snapshot that waited for its moment, or whose storage hung, when a shard began another client's snapshot."""
+
+    template = (
+        "the shard did not write snapshot {name!r}: it began {other!r} for another client; take the snapshot again"
+    )
+
+
+class RestoreRunning(EmbershardError):
+    """A restore onto shards that another client restores at the moment."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "another client restores snapshot {name!r} onto these shards; wait until it has ended, and restore another one "
+        "only if these rows are not wanted. If that client was killed, try again in {seconds:.0f} s"
     )
 
 

@@ -6,16 +6,18 @@ import hashlib
 import logging
 import posixpath
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
     OtherOptimizer,
+    RestoreRunning,
     SnapshotDamaged,
     SnapshotUnknown,
     SnapshotUnreadable,
@@ -25,6 +27,7 @@ from embershard.proto.errors import (
 from embershard.proto.messages import Restore, Restored
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot.manifest import MANIFEST, TableBlocks, WorkerWindow, check_name, unpack_manifest
+from embershard.proto.spec import TableSpec
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.security.places import AnyPlace, SnapshotPlaces
 from embershard.ps.table.frozen_kernels import mark_own
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 # A client asks four times a second, and gives a silent shard up after so long: what a dead one's restore has read is
 # dropped then. One that comes later begins it again.
 HELD_SECONDS = 60.0
+WATCHED_SECONDS = 5.0  # after which the restore of a client that does not ask gives way to another's
+_PIECE_BYTES = 16 * 2**20  # of an event of restored rows
 _NAMES_SHOWN = 5
 
 _log = logging.getLogger(__name__)
@@ -55,10 +60,50 @@ class Contents:
     flags: dict[str, tuple[bool, tuple[str, str]]] = field(default_factory=dict)  # see Tables.replace
 
 
+class RestoredPiece(NamedTuple):
+    """Some rows of a restored table, with their states."""
+
+    spec: TableSpec
+    ids: Ids
+    rows: Floats
+    state: Floats
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.ids.nbytes + self.rows.nbytes + self.state.nbytes
+
+
+class UnloggedRows:
+    """The rows of restored tables, in pieces that the event log takes one after the other."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._pieces = (piece for table in tables for piece in _pieces(table))
+        self.next = next(self._pieces, None)  # the first that is not in the log
+        self.last_lsn = 0  # of those that are
+        self.logged_bytes = 0
+
+    def logged(self, piece: RestoredPiece, lsn: int) -> None:
+        """The log has the next piece."""
+        self.last_lsn = lsn
+        self.logged_bytes += piece.num_bytes
+        self.next = next(self._pieces, None)
+
+
+def _pieces(table: Table) -> Iterator[RestoredPiece]:
+    row_bytes = 8 + 4 * (table.spec.dim + table.num_state)
+    for rows in table.scan(max(1, _PIECE_BYTES // row_bytes)):
+        yield RestoredPiece(table.spec, *rows)
+    # one without rows: the table may have none
+    empty = np.empty((0, table.spec.dim), np.float32), np.empty((0, 0), np.float32)
+    yield RestoredPiece(table.spec, np.empty(0, np.int64), *empty)
+
+
 class Restores:
     """Carry out the restores of a shard, one at a time, on the apply thread.
 
-    `names` gives the tables that are here, `install` puts others in their place.
+    `names` gives the tables that are here. `install` puts others in their place, once the event log has their rows:
+    False as long as it has to be called again for that.
     """
 
     def __init__(
@@ -67,7 +112,7 @@ class Restores:
         placement: Placement,
         optimizers: OptimizerRegistry,
         names: Callable[[], Sequence[str]],
-        install: Callable[[Contents], None],
+        install: Callable[[Contents, UnloggedRows], bool],
         budget: MemoryBudget | None = None,
         places: SnapshotPlaces | None = None,
     ) -> None:
@@ -77,18 +122,23 @@ class Restores:
         self.reader: SnapshotReader | None = None  # of the restore that goes on, or that was installed
         self._asked_at = 0.0  # when somebody asked for it last
 
+    @property
+    def is_installing(self) -> bool:
+        """Whether the event log has some of the restored rows, and not all of them."""
+        return self.reader is not None and self.reader.is_installing
+
     def answer(self, request: Restore, now: float) -> Restored:
-        """Begin, watch, install or cancel."""
+        """Begin, watch, install or cancel. RestoreRunning for a second client."""
         if request.step == "begin":
-            self._begin(request)
+            self._begin(request, now)
         reader = self.reader
         if reader is None or reader.request.id != request.id:
             raise SnapshotUnknown(what="restore of", name=request.name or request.url)
         self._asked_at = now
         match request.step:
-            case "begin" | "watch":
+            case "begin" | "watch" if not reader.is_installing:
                 return reader.reply()
-            case "install":
+            case "begin" | "watch" | "install":
                 self._check(request)
                 return reader.install(self._install)
             case "cancel":
@@ -119,10 +169,12 @@ class Restores:
         reader = self.reader
         return reader.table_names() if reader is not None and reader.request.id == number else []
 
-    def _begin(self, request: Restore) -> None:
+    def _begin(self, request: Restore, now: float) -> None:
         if self.reader is not None:
             if self.reader.request.id == request.id:  # its first reply was lost
                 return
+            if not self.reader.has_ended and now - self._asked_at < WATCHED_SECONDS:
+                raise RestoreRunning(name=self.reader.request.name or "none", seconds=WATCHED_SECONDS)
             self.reader.cancel()  # whoever wanted it would have ended it
             self.reader = None
         if request.name:
@@ -159,7 +211,7 @@ class SnapshotReader:
         self._error: EmbershardError | None = None
         self._cancelled = threading.Event()
         self._rows = self._bytes = 0
-        self._contents = Contents()
+        self._contents, self._unlogged = Contents(), UnloggedRows([])
         threading.Thread(target=self._run, name="restore", daemon=True).start()
 
     @property
@@ -167,30 +219,41 @@ class SnapshotReader:
         """Whether what was read is in place."""
         return self._state == "installed"
 
+    @property
+    def is_installing(self) -> bool:
+        """Whether it is to be put in place, and the event log has not all of its rows."""
+        return self._state == "installing"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes of it: it is in place, or failed."""
+        return self.installed or self._error is not None
+
     def reply(self) -> Restored:
         """Return the progress of the restore; raises the error that ended it."""
         if self._error is not None:
             raise clipped(self._error)  # as another exception: it is raised more than once
-        return Restored(state=self._state, rows=self._rows, bytes=self._bytes)
+        return Restored(state=self._state, rows=self._rows, bytes=self._bytes + self._unlogged.logged_bytes)
 
     def table_names(self) -> list[str]:
         """The tables that were read and are not in place yet."""
         return [table.spec.name for table in self._contents.tables]
 
-    def install(self, put: Callable[[Contents], None]) -> Restored:
-        """Hand over what was read; again, as after a lost reply, nothing."""
+    def install(self, put: Callable[[Contents, UnloggedRows], bool]) -> Restored:
+        """Hand over what was read, as far as it is taken; again, as after a lost reply, nothing."""
         if self._state == "ready":
-            put(self._contents)
-            self._contents, self._state = Contents(), "installed"
+            self._unlogged, self._state = UnloggedRows(self._contents.tables), "installing"
+        if self.is_installing and put(self._contents, self._unlogged):
+            self._contents, self._unlogged, self._state = Contents(), UnloggedRows([]), "installed"
         reply = self.reply()
-        if not self.installed:
+        if not (self.installed or self.is_installing):
             raise InvalidRequest(reason=f"the restore of {self.request.name!r} is {reply.state}, not ready")
         return reply
 
     def cancel(self) -> None:
         """Read no more, and let go of what was read."""
         self._cancelled.set()
-        self._contents = Contents()
+        self._contents, self._unlogged = Contents(), UnloggedRows([])
 
     def _run(self) -> None:
         try:

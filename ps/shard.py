@@ -10,9 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
-
-import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.clock import SYSTEM_CLOCK, SystemClock
@@ -79,20 +76,19 @@ from embershard.ps.events import (
     check_size,
 )
 from embershard.ps.memory import MemoryBudget, resident_memory
-from embershard.ps.restore import Contents, Restores
+from embershard.ps.restore import Contents, Restores, UnloggedRows
 from embershard.ps.security.places import SnapshotPlaces
 from embershard.ps.security.table_quotas import TableQuotas
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.checked import Stopwatch, read_all
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.table import Applied, Table
+from embershard.ps.table.table import Applied
 
 DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
 _DECLARE_RETRY_MS = 100
 _CHANGES = (Push, Load, Declare, Join, Leave, Rendezvous, TakeSplit, Compress)
 _EVENT_BYTES = 4096  # of an event's record in a log, beside its arrays
-_RESTORED_BYTES = 16 * 2**20  # of an event of restored rows
-_WAIT_SECONDS = 0.01
+_PIECES_AT_ONCE = 4  # events of restored rows, between which the shard serves others
 _QUICK_FLOATS = 2**17  # of a pull or push: half a MiB
 
 
@@ -368,7 +364,7 @@ class Shard:
             case Snapshot():
                 return self._snapshots.answer(request, self.core.clock.open)
             case Restore():
-                return self._restores.answer(request, now)
+                return self._restores.answer(request, max(now, self.system.now()))  # it may have waited for long
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
@@ -557,13 +553,17 @@ class Shard:
 
     def _take_base(self, now: float, bases: Bases) -> None:
         """Take a base of the log where one is due; a snapshot that somebody waits for comes first."""
+        bases.hold(self._restores.is_installing)
         if bases.due(now, self.core.budget.used) and not self._snapshots.running:
             bases.take(now, self.core.tables.all(), self.core.control())
 
-    def _install(self, contents: Contents) -> None:
-        """Put what was restored in place of what is here."""
+    def _install(self, contents: Contents, unlogged: UnloggedRows) -> bool:
+        """Put what was restored in place of what is here; False where the log has to take more of its rows first."""
         if (quotas := self.core.tables.quotas) is not None:
             quotas.check_restored(contents.tables)
+        if self._log is not None and not self._log_rows(unlogged, contents.lineage, self._log):
+            self._is_early = True  # the answer that more is to come waits for nothing
+            return False
         known = self.core.pushes.dedup.epochs()
         # a system time that was corrected since: such a worker epoch is refused here, and would refuse all later ones
         workers = [
@@ -571,31 +571,31 @@ class Shard:
             for window in contents.workers
             if not self._fences.is_ahead(window.epoch) or known.get(window.worker) == window.epoch
         ]
-        contents = dataclasses.replace(contents, workers=workers)
-        if self._log is not None:
-            for table in contents.tables:
-                self._log_rows(table, contents.lineage, self._log)
-        self._record(TablesRestored(contents))
+        self._record(TablesRestored(dataclasses.replace(contents, workers=workers)))
         self._routes = RouteCache()  # what pulls left is of rows that are gone
         self._show_lineage()
+        return True
 
-    def _log_rows(self, table: Table, lineage: int, log: EventLog) -> None:
-        """Have the log keep the rows of a table that is restored; it waits for the disk where that is slower."""
-        row_bytes = 8 + 4 * (table.spec.dim + table.num_state)
-        empty = np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32), np.empty((0, 0), np.float32)
-        for ids, rows, state in chain(table.scan(max(1, _RESTORED_BYTES // row_bytes)), [empty]):
-            while True:
-                try:
-                    log.check_room(_EVENT_BYTES + ids.nbytes + rows.nbytes + state.nbytes)
-                    break
-                except ShardBusy as error:
-                    if isinstance(error, LogStalled):
-                        raise
-                    self.system.sleep(_WAIT_SECONDS)
-            updates = self.core.clock.updates
-            outcome = Outcome(version=updates.version, clock=self.core.clock.open)
-            self._append(RestoredRows(lineage, table.spec, ids, rows, state), outcome, log)
+    def _log_rows(self, unlogged: UnloggedRows, lineage: int, log: EventLog) -> bool:
+        """Have the log keep more of the rows that are restored; whether it has all of them, and they are safe.
+
+        LogStalled where it has no room; what it has, it keeps.
+        """
+        for _ in range(_PIECES_AT_ONCE):
+            piece = unlogged.next
+            try:
+                log.check_room(_EVENT_BYTES + (0 if piece is None else piece.num_bytes))
+            except LogStalled:
+                raise
+            except ShardBusy:
+                return False
+            if piece is None:
+                return log.safe_lsn >= unlogged.last_lsn
+            outcome = Outcome(version=self.core.clock.updates.version, clock=self.core.clock.open)
+            self._append(RestoredRows(lineage, *piece), outcome, log)
             self.core.lsn = self._lsn
+            unlogged.logged(piece, self._lsn)
+        return False
 
     def _show_lineage(self) -> None:
         """Greet with the lineage that the shard has now, once that outlives the process."""

@@ -18,6 +18,7 @@ from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
     SnapshotNotWritten,
+    SnapshotReplaced,
     SnapshotRunning,
     SnapshotTooLate,
     SnapshotUnknown,
@@ -112,7 +113,8 @@ class Snapshots:
         if asked is None or clock < asked.at_clock or (not asked.at_clock and self._pushes_wait()):
             return
         self.asked = None
-        if self.running:  # one that was taken at once: whoever watches this one begins it again
+        if self._writer is not None and self.running:  # it was taken at once; whoever watches this one begins it again
+            self._note_replaced(asked.id, asked.name, self._writer.name)
             return
         try:
             if asked.at_clock and clock > asked.at_clock:
@@ -128,6 +130,7 @@ class Snapshots:
             if not self._writer.hangs:
                 raise self._writer.running()
             self._writer.cancel()
+            self._note_replaced(self._writer.id, self._writer.name, request.name)
         if request.at_clock and request.at_clock < clock:
             raise SnapshotTooLate(clock=request.at_clock, now=clock)
         if request.at_clock <= clock and not self._pushes_wait():
@@ -136,8 +139,9 @@ class Snapshots:
         asked = self.asked
         if asked is not None and asked.at_clock <= request.at_clock and self._is_watched:
             raise SnapshotRunning(name=asked.name, rows=0, total_rows=0)
-        # replaces one that waited for a clock, for which nothing was done yet: who asks may be a worker without which
-        # that clock does not come
+        # nothing was done yet for the one that waits; who asks may be a worker without which that clock does not come
+        if asked is not None:
+            self._note_replaced(asked.id, asked.name, request.name)
         self.asked, self._watched_at = request, -_WATCHED_SECONDS
         return Snapshotted(state="waiting")
 
@@ -186,9 +190,15 @@ class Snapshots:
         if writer.is_cancelled:
             return
         try:
-            self._outcomes[writer.id] = writer.reply()
+            self._keep(writer.id, writer.reply())
         except EmbershardError as error:
-            self._outcomes[writer.id] = error
+            self._keep(writer.id, error)
+
+    def _note_replaced(self, number: int, name: str, other: str) -> None:
+        self._keep(number, SnapshotReplaced(name=name, other=other))
+
+    def _keep(self, number: int, outcome: Snapshotted | EmbershardError) -> None:
+        self._outcomes[number] = outcome
         if len(self._outcomes) > _KEPT_OUTCOMES:
             del self._outcomes[next(iter(self._outcomes))]
 
@@ -197,7 +207,7 @@ class SnapshotWriter:
     """Writes one part. Made, cancelled and asked on the apply thread; SnapshotNotWritten where memory is refused."""
 
     def __init__(self, request: Snapshot, moment: ShardImage, began: float, places: SnapshotPlaces) -> None:
-        self.id = request.id
+        self.id, self.name = request.id, request.name
         self._places = places
         self._request, self._moment = request, moment
         self._state = "writing"

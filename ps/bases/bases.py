@@ -82,6 +82,7 @@ class Bases:
         self._retry_at = 0.0
         self._most_cost = 2**62
         self._next_large_at = 0.0  # when the next large event may come, while the tail is too long
+        self._is_held = False
         self._limit_segments()
 
     @property
@@ -107,7 +108,7 @@ class Bases:
     def due(self, now: float, state_bytes: int) -> bool:
         """Whether one is to be taken: a replay would take long for this state, or the folder is at its limit."""
         tail = self.tail_bytes
-        if tail <= 0 or self._writer is not None or now < self._retry_at:
+        if tail <= 0 or self._is_held or self._writer is not None or now < self._retry_at:
             return False
         segments = self._journal.segments
         cost, enough = self.replay_cost, max(self._least_cost, int(self._cost_share * state_bytes))
@@ -131,6 +132,15 @@ class Bases:
             wait_ms = math.ceil(1000 * (self._next_large_at - now))
             raise LogTooLong(tail_bytes=tail, retry_after_ms=wait_ms)
         self._next_large_at = now + num_bytes / max(SLOWED_BYTES, tail // 100)
+
+    def hold(self, is_held: bool) -> None:
+        """Begin none as long as a restore is between its first event and its last, which the limit does not delay.
+
+        A base has none of the rows that the log has of it, and would have their events removed.
+        """
+        was_held, self._is_held = self._is_held, is_held
+        if is_held or was_held:
+            self._limit_segments()
 
     def take(self, now: float, tables: Sequence[Table], control: dict[str, Any]) -> None:
         """Freeze these tables, and have their image written; `control` is the rest of the state, of this moment."""
@@ -187,6 +197,10 @@ class Bases:
         """
         segments = self._journal.segments
         if self._limit_bytes is None:
+            return
+        if self._is_held:
+            segments.limit_bytes = None
+            segments.wants_spare.set()
             return
         smallest = segments.bytes_up_to(self.lsn) + NUM_SPARES * segments.segment_bytes
         images = sum(self._sizes) + self._sizes[0] if self._sizes else self._limit_bytes // 2

@@ -85,6 +85,14 @@ def test_what_shards_say_is_shown(statuses, words):
 
 
 @pytest.mark.parametrize(
+    "changes", [{"recovering": True}, {"draining": True}, {"waits_for_room": "No space left"}, {"failed_update": "it"}]
+)
+def test_a_shard_that_refuses_requests_does_not_serve(changes):
+    assert command.Seen("h:1", status=EMPTY).is_serving
+    assert not command.Seen("h:1", status=replace(EMPTY, **changes)).is_serving
+
+
+@pytest.mark.parametrize(
     ("reason", "why"), [("no answer", "within 2 s"), ("Connection refused", "(Connection refused)")]
 )
 def test_a_shard_that_does_not_answer_is_shown_with_the_reason(reason, why):

@@ -34,7 +34,7 @@ from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
-from harness.logged_shard import SEGMENT_BYTES, LoggedShard, bases_of
+from harness.logged_shard import SEGMENT_BYTES, LoggedShard, bases_of, install
 from harness.logs import FOLDER, disk_of, ids, open_log
 from harness.random_job import RandomJob, state_of
 from harness.shards import gradients, push, rows, table
@@ -274,7 +274,7 @@ def test_tables_that_a_restore_put_in_place_are_whole_in_the_next_base():
     one.take_base()
     other = Table(table(optimizer=Adam(lr=0.1)), OptimizerRegistry().find(Adam(lr=0.1)))
     other.apply(np.arange(5), np.ones((5, 3), np.float32))
-    one.shard._install(Contents([other], [], 7))
+    install(one.shard, one.log, Contents([other], [], 7))
     one.take_base()
     assert recovered(one.disk)[0]["rows"] == state_of(one.shard.core)["rows"]
 

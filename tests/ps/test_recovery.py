@@ -28,6 +28,7 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
+from harness.logged_shard import install
 from harness.logs import open_log
 from harness.raises import raises
 from harness.random_job import OPTIMIZERS, RandomJob, empty_core, replay, state_of
@@ -372,7 +373,7 @@ def test_restored_tables_come_back_with_their_states_and_pushes_that_follow(opti
     states = np.random.default_rng(0).random((50, one.num_state), np.float32)
     one.restore(np.arange(50), np.ones((50, 2), np.float32), states)
     empty = Table(table("empty", 2), OptimizerRegistry().find(SGD(lr=1.0)))
-    shard._install(Contents([one, empty], [], 7, {"other": (True, ("int8", ""))}))
+    install(shard, log, Contents([one, empty], [], 7, {"other": (True, ("int8", ""))}))
     shard.handle(push(gradients([1, 60], name="other", dim=2)))
     write(log)
     want = state_of(shard.core)
@@ -398,12 +399,12 @@ def test_a_restore_that_the_end_of_the_process_ended_takes_no_memory_of_the_next
 
     monkeypatch.setattr(shard, "_record", end)  # its rows are in the log, and nothing says that they are all
     with pytest.raises(Crash):
-        shard._install(contents)
+        install(shard, log, contents)
     write(log)
     disk.kill()
     again, log = start(disk)
     assert again.core.budget.used == used
-    again._install(contents)
+    install(again, log, contents)
     write(log)
     disk.kill()
     np.testing.assert_array_equal(rows(start(disk)[0], 1, name="other"), [[1.0, 1.0]])

@@ -1,6 +1,7 @@
 """A shard's part of a snapshot, and a shard made of parts, without a transport."""
 
 import dataclasses
+import errno
 import hashlib
 import os
 import stat
@@ -28,7 +29,10 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from harness import shards
 from harness.eventually import eventually
+from harness.logged_shard import SEGMENT_BYTES, LoggedShard
+from harness.raises import raises
 from harness.shards import join
+from harness.simulated_disk import SimulatedDisk
 
 DIM = 3
 ITEMS = spec.TableSpec(name="ctr/items", dim=DIM, optimizer=spec.Adagrad(lr=0.5))
@@ -107,6 +111,11 @@ def run(shard, request):
 
 def part_of(folder, reply, name="one"):
     return unpack_part((folder / name / reply.path).read_bytes(), "part")
+
+
+def refuse_writes(operation, path):
+    if operation == "pwritev":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def refuse(part):
@@ -426,11 +435,12 @@ class TestAtAClock:
     def test_one_that_waits_gives_way_and_can_be_cancelled(self, shard, tmp_path):
         first, second = (snapshot_in(tmp_path, number=number, at_clock=9) for number in (7, 8))
         shard.handle(first())
-        assert shard.handle(second()).state == "waiting"
-        for request in (first, second):
-            with pytest.raises(errors.SnapshotUnknown):
-                shard.handle(request(step="watch"))
-            shard.handle(second(step="cancel"))
+        assert shard.handle(second(name="two")).state == "waiting"
+        with raises(errors.SnapshotReplaced, name="one", other="two"):
+            shard.handle(first(step="watch"))
+        shard.handle(second(step="cancel"))
+        with pytest.raises(errors.SnapshotUnknown):
+            shard.handle(second(step="watch"))
 
     def test_one_that_somebody_waits_for_gives_way_to_an_earlier_one_alone(self, shard, tmp_path, monkeypatch):
         first, second, earlier = (snapshot_in(tmp_path, str(n), n, at_clock=at) for n, at in ((7, 9), (8, 9), (9, 8)))
@@ -440,7 +450,7 @@ class TestAtAClock:
             shard.handle(second())
         assert shard.handle(first(step="watch")).state == "waiting"
         assert shard.handle(earlier()).state == "waiting"  # by a worker, say, who takes it before it goes on
-        with pytest.raises(errors.SnapshotUnknown):
+        with raises(errors.SnapshotReplaced, name="7", other="9"):
             shard.handle(first(step="watch"))
         shard.handle(earlier(step="watch"))
         monkeypatch.setattr(module, "_WATCHED_SECONDS", -1.0)  # its client has ended
@@ -462,7 +472,7 @@ class TestAtAClock:
         shard.handle(waits())
         shard.handle(now())
         self.close(shard, 0)
-        with pytest.raises(errors.SnapshotUnknown):
+        with raises(errors.SnapshotReplaced, name="one", other="now"):
             shard.handle(waits(step="watch"))
         go.set()
         assert settled(shard, now).state == "done"
@@ -542,12 +552,53 @@ class TestRestore:
         assert shard.handle(restore_from(folder, step="install")()).state == "installed"
         assert pulled(shard) == after
 
-    def test_another_restore_takes_the_place_of_one_that_nobody_ends(self, folder):
-        shard, first = empty(), restore_from(folder, 1)
-        shard.handle(first())
-        restore(shard, folder, 2)
+    def test_a_second_restore_is_refused_as_long_as_somebody_asks_for_the_first(self, folder):
+        shard, first, second = empty(), restore_from(folder, 1), restore_from(folder, 2)
+        now = time.monotonic() + 100
+        shard.handle(first(), now)
+        shard.handle(first(step="watch"), now + 4)
+        with raises(errors.RestoreRunning, name="one"):
+            shard.handle(second(), now + 8)
+        shard.handle(second(), now + 4 + restores.WATCHED_SECONDS)
         with pytest.raises(errors.SnapshotUnknown):
-            shard.handle(first(step="watch"))
+            shard.handle(first(step="install"))
+        assert settled(shard, second).state == "ready"
+        shard.handle(second(step="install"))
+        assert restore(shard, folder, 3, replace=True).state == "installed"
+
+    def test_a_restore_into_a_log_waits_for_room_goes_on_where_it_was_and_no_base_cuts_it(self, folder, monkeypatch):
+        monkeypatch.setattr(restores, "_PIECE_BYTES", 2**12)
+        # the limit is below the bytes of the rows, and a base is always due
+        one = LoggedShard(SimulatedDisk(), limit_bytes=5 * SEGMENT_BYTES, least_cost=0, cost_share=0.0).begun()
+        shard, request = one.shard, restore_from(folder, replace=True)
+        run(shard, request)
+        one.write()
+        one.works.pop()()
+        before = shard.core.lsn
+        assert shard.handle(request(step="install")).state == "installing"
+        one.write()
+        one.works.pop()()
+        one.disk.before = refuse_writes
+        assert shard.handle(request(step="watch")).state == "installing"
+        with pytest.raises(OSError, match="No space"):
+            one.log.journal.write_group()
+        lsn = shard.core.lsn
+        for _ in range(2):
+            with pytest.raises(errors.LogStalled):
+                shard.handle(request(step="watch"))
+        assert shard.core.lsn == lsn
+        one.disk.before = lambda operation, path: None
+        one.write()
+        while (reply := shard.handle(request(step="watch"))).state == "installing":
+            one.log.journal.segments.prepare_spare()
+            one.write()
+            assert not one.works
+        assert reply.state == "installed"
+        assert shard.core.lsn == before + 25 + 10 + 1  # each piece of both tables once, and the end
+        one.write()
+        want = pulled(shard)
+        one.disk.kill()
+        assert pulled(LoggedShard(one.disk).shard) == want == pulled(pushed())
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_a_snapshot_that_has_ended_keeps_no_table_that_a_restore_replaces(self, folder, fails, monkeypatch):

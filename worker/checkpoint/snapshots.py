@@ -48,7 +48,7 @@ from embershard.proto.snapshot.stored import StoredSnapshot, open_snapshot
 from embershard.proto.timing import Deadline
 from embershard.proto.user_modules import version_of
 from embershard.worker.client.client import Client
-from embershard.worker.client.connections import raise_first
+from embershard.worker.client.connections import Outcome, raise_first
 
 R = TypeVar("R", Snapshotted, Restored)
 
@@ -245,7 +245,8 @@ class RunningSnapshot:
             pause = min(2 * pause, longest)
 
     def _finish(self, extra: Mapping[str, object], keep: int) -> SnapshotInfo:
-        replies = _await(self._client, self._request, Snapshotted, "done", self._wait_timeout)
+        watch = replace(self._request, step="watch")
+        replies = _await(self._client, watch, Snapshotted, "done", self._wait_timeout)
         shards = self._client.placement.shards
         parts = tuple(self._part(shard, reply) for shard, reply in zip(shards, replies, strict=True))
         is_increment = any(table.increment for part in parts for table in part.tables)
@@ -298,7 +299,8 @@ def restore_snapshot(
     """Restore the rows and optimizer states of a snapshot onto all shards; the number of shards may differ.
 
     The shards must be empty, unless `replace_tables` is true, which drops their tables. Nothing is changed unless
-    every shard has read its part. Raises the errors of `open_snapshot`, TablesInTheWay, OtherOptimizer.
+    every shard has read its part. Raises the errors of `open_snapshot`, TablesInTheWay, OtherOptimizer, and
+    RestoreRunning if another client restores these shards.
     """
     manifest = restore_rows(client, url, name, replace_tables=replace_tables, wait_timeout=wait_timeout)
     for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
@@ -338,13 +340,17 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
         try:
             with suppress(EmbershardError):  # the rows that they were for are about to go
                 client.flush()  # which may take long: what shards have read by then, they would drop
-            client.ask_all(request)
-            check(sum(reply.rows for reply in _await(client, request, Restored, "ready", wait_timeout)))
+            # the first shard decides among several clients, of which each would have begun on some shards
+            raise_first(client.connections.call(dict.fromkeys(client.connections.shards[:1], request)))
+            _ask(client, request)
+            watch = replace(request, step="watch")
+            check(sum(reply.rows for reply in _await(client, watch, Restored, "ready", wait_timeout)))
             client.connections.kept.forget()  # a shard that is started again behind this would be sent them
             client.connections.restoring.add(request.id)
             install = replace(request, step="install")
             request = replace(request, replace=True)  # from here on, tables that are in the way are of this restore
-            client.ask_all(install)
+            _ask(client, install)
+            _await(client, watch, Restored, "installed", wait_timeout)
             client.empty_waiting_pushes()
             client.lineage.check()  # the shards have another one now
             client.connections.restoring.clear()
@@ -359,7 +365,15 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
             return
 
 
-def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, wait_timeout: timedelta) -> list[R]:
+def _ask(client: Client, request: Snapshot | Restore) -> list[Outcome]:
+    """The replies of all shards. While one has no room for its event log, the others see that somebody still asks."""
+    shards = client.connections.shards
+    outcomes = client.connections.call(dict.fromkeys(shards, request), asks_all_again=True)
+    raise_first(outcomes)
+    return [outcomes[shard] for shard in shards]
+
+
+def _await(client: Client, watch: Snapshot | Restore, kind: type[R], state: str, wait_timeout: timedelta) -> list[R]:
     """Ask until all shards are in a state; SnapshotTimeout once nothing has moved for as long as `wait_timeout`.
 
     While a shard has no room for its event log, or recovers its rows, no clock can close: that is waited for as every
@@ -368,20 +382,21 @@ def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: st
     pause, longest = _PAUSES
     moved, deadline = None, Deadline(wait_timeout)
     room = Deadline(client.connections.recovery_timeout)
-    watch = replace(request, step="watch")
     while True:
         asked = Deadline(client.timeout)
-        replies = [reply for reply in client.ask_all(watch) if isinstance(reply, kind)]
+        replies = [reply for reply in _ask(client, watch) if isinstance(reply, kind)]
         if all(reply.state == state for reply in replies):
             return replies
         now = [(reply.state, reply.bytes) for reply in replies]
         held_up = asked.seconds <= 0 or (room.seconds > 0 and _waits_for_room(client, replies))
-        if now != moved or held_up:
+        moves = now != moved
+        if moves or held_up:
             moved, deadline = now, Deadline(wait_timeout)
         elif deadline.seconds <= 0:
-            raise _timeout(request, replies, state, wait_timeout)
+            raise _timeout(watch, replies, state, wait_timeout)
         time.sleep(pause)
-        pause = min(2 * pause, longest)
+        installs = any(reply.state == "installing" for reply in replies)  # a part for each look
+        pause = _PAUSES[0] if installs and moves else min(2 * pause, longest)
 
 
 def _waits_for_room(client: Client, replies: Sequence[Snapshotted | Restored]) -> bool:

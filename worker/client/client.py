@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 _FAREWELL = timedelta(seconds=5)
+_LAST_WORD = timedelta(seconds=1)  # for shards that have no room for their logs, or have not answered by then
 
 _log = logging.getLogger(__name__)
 
@@ -430,22 +431,26 @@ class Client:
 
         It waits for a shard that has no room to write its event log as long as a push does, if `awaits_room`.
         """
+        timeout = _LAST_WORD
         try:
             self._await_safe(awaits_room)
+            timeout = _FAREWELL
         except EmbershardError as error:
             _log.warning("worker %d ends before its last pushes are known to be safe: %s", self.worker, error)
         finally:  # a Ctrl-C, too, which ends a long wait
-            self._leave()
+            self._leave(timeout)
 
     def _await_safe(self, awaits_room: bool) -> None:
+        has_stalled = any(connection.has_stalled for connection in self.connections)
+        timeout = _LAST_WORD if has_stalled and not awaits_room else _FAREWELL
         try:
-            self._pushes.await_safe(self.connections.shards, min(self.timeout, _FAREWELL), awaits_recovery=False)
+            self._pushes.await_safe(self.connections.shards, min(self.timeout, timeout), awaits_recovery=False)
         except EmbershardError:  # a shard without room may also be one that has not refused again before the timeout
             if not awaits_room or not any(connection.has_stalled for connection in self.connections):
                 raise
             self._pushes.await_safe(self.connections.shards, self.timeout)
 
-    def _leave(self) -> None:
+    def _leave(self, timeout: timedelta) -> None:
         if not self._pushes.is_empty:
             _log.warning(
                 "worker %d ends before its last push was acknowledged by shards %s, which may have applied it; "
@@ -453,7 +458,7 @@ class Client:
                 self.worker, ", ".join(map(str, self._pushes.waiting_shards)),
             )  # fmt: skip
         if self.membership is not None:
-            self.membership.leave()
+            self.membership.leave(timeout)
         for connection in self.connections:
             connection.transport.close()
 

@@ -172,18 +172,22 @@ class ShardConnections:
         timeout: timedelta | None = None,
         counted: bool = True,
         awaits_recovery: bool = True,
+        asks_all_again: bool = False,
     ) -> dict[int, Outcome]:
         """Send one request to each of the shards named, all at once, and wait for their replies or errors.
 
         `into`: memory for the rows of pulls, see Transport.submit. With `counted` its time is part of `stats`.
         Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the timeout; one
         that put a request back for other workers' sake, so near to it that no answer could come in time, is not. The
-        timeout begins anew whenever a shard says that it recovers its rows, or that it cannot write its event log, for
-        `recovery_timeout` from the first time on, unless `awaits_recovery` is False.
+        timeout of a shard begins anew whenever it says that it recovers its rows, or that it cannot write its event
+        log, for `recovery_timeout` from the first time on, unless `awaits_recovery` is False. The call ends once one
+        of them is waited for no longer. With `asks_all_again`, those that have answered are asked again too, as long
+        as another has to be.
         """
         whole = left = self.timeout if timeout is None else timeout
         start, deadline = time.perf_counter(), Deadline(left, self.clock)
-        stalled: Deadline | None = None  # for shards that cannot write their logs, once one has said so
+        deadlines = dict.fromkeys(requests, deadline)
+        stalled: dict[int, Deadline] = {}  # for shards that cannot write their logs, since they have said so first
         held = 0.0  # seconds, for other workers
         outcomes: dict[int, Outcome] = {}
         waiting = requests
@@ -199,19 +203,27 @@ class ShardConnections:
                             self._poller.end()
                     if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
                         held = time.perf_counter() - start  # put back: the next try counts anew
-                    if stalled is None and any(isinstance(outcomes.get(shard), LogStalled) for shard in waiting):
-                        stalled = Deadline(self.recovery_timeout, self.clock)
-                    comes_back = awaits_recovery and self._comes_back(waiting, outcomes, stalled)
+                    if not waiting:
+                        break
                     pause = max(pause, _wanted_pause(waiting, outcomes, self.clock))
                     if any(isinstance(outcomes.get(shard), _AnswersAgain) for shard in waiting):
                         pause = 0.0
-                    if not waiting or not (sleep(pause, deadline) or comes_back):
+                    comes_back = [
+                        shard
+                        for shard in waiting
+                        if awaits_recovery and self._comes_back(shard, outcomes.get(shard), stalled)
+                    ]
+                    sleep(pause, deadline)
+                    if asks_all_again:
+                        comes_back += requests.keys() - waiting.keys()
+                        waiting = requests
+                    deadlines |= dict.fromkeys(comes_back, Deadline(whole, self.clock))
+                    deadline = min((deadlines[shard] for shard in waiting), key=lambda one: one.seconds)
+                    if deadline.seconds <= 0:
                         break
-                    if comes_back:
-                        deadline = Deadline(whole, self.clock)
                     left = deadline.remaining
-                for shard in waiting:
-                    outcomes[shard] = self._unanswered(shard, outcomes.get(shard), deadline)
+                if waiting:
+                    outcomes = self._with_unanswered(waiting, outcomes, deadlines)
                 answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
                 # shards work side by side, but for those of this process: the slowest is waited for
                 if coding := max((reply.coding_seconds for reply in answers), default=0.0):
@@ -269,18 +281,22 @@ class ShardConnections:
                 del waiting[shard]
         return waiting
 
-    def _comes_back(
-        self, waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome], stalled: Deadline | None
-    ) -> bool:
+    def _comes_back(self, shard: int, outcome: Outcome | None, stalled: dict[int, Deadline]) -> bool:
         """Whether a shard that is asked again recovers its rows, or has no room for its log, and may go on with it."""
-        earliest = self.clock.now() - self.recovery_timeout.total_seconds()
-        for shard in waiting:
-            outcome, connection = outcomes.get(shard), self._connections[shard]
-            if isinstance(outcome, ShardRecovering) and connection.recovering_since > earliest:
-                return True
-            if isinstance(outcome, LogStalled) and stalled is not None and stalled.seconds > 0:
-                return True
+        if isinstance(outcome, ShardRecovering):
+            earliest = self.clock.now() - self.recovery_timeout.total_seconds()
+            return self._connections[shard].recovering_since > earliest
+        if isinstance(outcome, LogStalled):
+            return stalled.setdefault(shard, Deadline(self.recovery_timeout, self.clock)).seconds > 0
         return False
+
+    def _with_unanswered(
+        self, waiting: Iterable[int], outcomes: dict[int, Outcome], deadlines: Mapping[int, Deadline]
+    ) -> dict[int, Outcome]:
+        """The outcomes, with those of requests that no try was left for; the first are those that ended the call."""
+        late = sorted(waiting, key=lambda shard: deadlines[shard].seconds > 0)
+        ended = {shard: self._unanswered(shard, outcomes.get(shard), deadlines[shard]) for shard in late}
+        return ended | {shard: outcome for shard, outcome in outcomes.items() if shard not in ended}
 
     def _unanswered(self, shard: int, last: Outcome | None, deadline: Deadline) -> Outcome:
         """The outcome of a request that no try was left for."""

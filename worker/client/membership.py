@@ -292,15 +292,16 @@ class Membership:
             self.rejoin(lost_leases)
         return outcomes
 
-    def leave(self) -> None:
-        """Leave the job and stop sending heartbeats; a shard that does not answer is left to the lease."""
+    def leave(self, timeout: timedelta = _FAREWELL) -> None:
+        """Leave the job and stop sending heartbeats; a shard that does not answer in time is left to the lease."""
         if not self._ended.is_set():
             self._ended.set()
             self._connections.heartbeat = None
-            leave, timeout = Leave(worker=self.worker, epoch=self._epoch), min(self._timeout, _FAREWELL)
-            if self._lock.acquire(timeout=timeout.total_seconds()):  # a heartbeat may join again now, behind this
+            leave = Leave(worker=self.worker, epoch=self._epoch)
+            deadline = Deadline(min(self._timeout, timeout), self._connections.clock)
+            if self._lock.acquire(timeout=deadline.seconds / 2):  # a heartbeat may join again now, behind this
                 self._lock.release()
-            self._call_all(leave, timeout, awaits_recovery=False)
+            self._call_all(leave, deadline.remaining, awaits_recovery=False)
 
     def _join(self, clock: int, within: timedelta | None = None) -> int:
         terms, margin = self.terms, _MARGIN

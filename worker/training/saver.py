@@ -281,7 +281,8 @@ class Saver:
         `best`: the evaluation just made is the best. `due`: the job's plan has a checkpoint here. The first worker
         writes it, in a thread of its own: from here on it may train. `wait` until it is written; else the next one
         does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before. One that a shard
-        was started anew under is given up, as its rows have changed since; a job that waits for it takes it again.
+        does not know any more, as it was started anew or began another client's snapshot, is given up: its rows have
+        changed since. A job that waits for it takes it again.
         """
         if best:
             self._best.checkpoint = None  # until it is kept
@@ -330,9 +331,10 @@ class Saver:
                 writing.wait()
         except EmbershardError as error:
             failure = error
-        failed, given_up = self._group.broadcast_json([failure is not None, isinstance(failure, SnapshotUnknown)])
+        unknown = str(failure) if isinstance(failure, SnapshotUnknown) else ""
+        failed, given_up = self._group.broadcast_json([failure is not None, unknown])
         if given_up:
-            _log.warning("checkpoint %s was dropped: a shard restarted while it was written", self._begun)
+            _log.warning("checkpoint %s was dropped: %s", self._begun, given_up)
             return False
         if failed and not self.saves:  # the result says so
             self._best.checkpoint, self.not_kept = None, str(failure or "")

@@ -48,8 +48,9 @@ class Seen:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it answers all requests."""
-        return self.status is not None and not self.status.recovering
+        """Whether it answers all requests, changes too."""
+        now = self.status
+        return now is not None and not (now.recovering or now.draining or problem_of(now))
 
     def as_json(self) -> dict[str, object]:
         """For --json; the keys of `status` are those of the ShardStatus message."""

@@ -472,20 +472,21 @@ def test_the_reason_of_a_failed_checkpoint_is_logged_where_nobody_waits_for_its_
 
 @pytest.mark.parametrize("step", [14, 56], ids=["while training goes on", "at the end"])
 def test_a_checkpoint_is_given_up_where_a_shard_was_started_anew_meanwhile_and_the_last_one_taken_again(
-    make_session, tmp_path, monkeypatch, step
+    make_session, tmp_path, monkeypatch, caplog, step
 ):
-    finish, left = RunningSnapshot.finish, [step]
+    finish, left, unknown = RunningSnapshot.finish, [step], SnapshotUnknown(what="snapshot", name="one")
 
     def restarted(self, *args, **settings):
         if left and f"{left[0]:09d}" in self._storage.url:
             left.clear()
             self.cancel()
-            raise SnapshotUnknown(what="snapshot", name=self.name)
+            raise unknown
         return finish(self, *args, **settings)
 
     monkeypatch.setattr(RunningSnapshot, "finish", restarted)
     train(job(tmp_path), make_session(2))
     assert not left
+    assert str(unknown) in caplog.text
     assert names(tmp_path) == [f"step-{one:09d}" for one in (14, 28, 42, 56) if one != step or step == 56]
 
 

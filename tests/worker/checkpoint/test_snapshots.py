@@ -23,6 +23,7 @@ from embershard.proto.snapshot.manifest import MANIFEST, pack_part
 from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot.stored import list_snapshots, open_snapshot, read_manifest
 from embershard.ps import snapshot as shard_side
+from embershard.ps.restore import SnapshotReader
 from embershard.worker.checkpoint import snapshots as client_side
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
@@ -524,7 +525,7 @@ def forgets_once(wire, kind, step):
             forgotten.append(request)
             if (writer := wire.shard._snapshots._writer) is not None:
                 writer._thread.join(30)  # a process that ended writes no more
-            wire.shard._snapshots._writer = wire.shard._restores._reader = None
+            wire.shard._snapshots._writer = wire.shard._restores.reader = None
 
     wire.before = forget
     return forgotten
@@ -551,3 +552,36 @@ def test_a_restore_begins_again_where_a_shard_was_started_anew_meanwhile(step, m
     assert restore_snapshot(other, str(tmp_path)).rows == len(IDS)
     assert forgotten
     assert np.array_equal(rows(other), rows(client))
+
+
+def test_of_two_clients_that_restore_at_once_one_is_told_and_nothing_is_mixed(make_wires, tmp_path, monkeypatch):
+    wires, go, read = make_wires(2), threading.Event(), SnapshotReader._read
+    trained_ones = [trained(seed=seed) for seed in (0, 1)]
+    for name, client in zip("ab", trained_ones, strict=True):
+        take_snapshot(client, str(tmp_path / name))
+    monkeypatch.setattr(SnapshotReader, "_read", lambda reader: go.wait(100) and read(reader))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(restore_snapshot, wires.client(), str(tmp_path / "a"), replace_tables=True)
+        assert eventually(lambda: wires.wires[1].shard._restores.reader)
+        with raises(errors.RestoreRunning):
+            restore_snapshot(wires.client(1), str(tmp_path / "b"), replace_tables=True)
+        go.set()
+        first.result(100)
+    found = wires.client(2)
+    found.declare(TABLE)
+    assert np.array_equal(rows(found), rows(trained_ones[0]))
+
+
+def test_while_one_shard_has_no_room_the_others_see_that_its_restore_goes_on(make_wires, tmp_path):
+    take_snapshot(trained(), str(tmp_path))
+    wires = make_wires(2)
+
+    def is_install(request):
+        return isinstance(request, Restore) and request.step == "install"
+
+    def full(request):
+        if is_install(request) and sum(map(is_install, wires.wires[0].seen)) < 3:
+            raise errors.LogStalled(path="/logs", reason="No space left on device", retry_after_ms=5)
+
+    wires.wires[1].before = full
+    assert restore_snapshot(wires.client(), str(tmp_path)).rows == len(IDS)

@@ -259,6 +259,16 @@ def test_a_shard_without_room_for_its_log_is_waited_for_beyond_the_timeout_of_a_
         push(client, *range(20))
 
 
+def test_a_dead_shard_is_given_up_although_another_one_is_waited_for_longer(make_wires):
+    wires = make_wires(2)
+    client = declared(wires, timeout=SHORT / 4)
+    client.connections.recovery_timeout = 4 * SHORT
+    wires.wires[0].before = stalled(time.monotonic() + 1000)
+    wires.wires[1].before = lost
+    with raises(errors.ShardUnavailable, address="wire/1"):
+        push(client, *range(20))
+
+
 def test_a_client_that_starts_meanwhile_waits_for_it_too(make_wires):
     wires = make_wires(2)
     wires.wires[1].before = recovering(time.monotonic() + SHORT.total_seconds())

@@ -15,7 +15,7 @@ import pytest
 
 import embershard as es
 from embershard.proto import errors
-from embershard.proto.messages import Greeting, Heartbeat, Hello, Load, Push, Pushed, Restore, Snapshot
+from embershard.proto.messages import Greeting, Heartbeat, Hello, Leave, Load, Push, Pushed, Restore, Snapshot
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
@@ -722,6 +722,26 @@ def test_an_error_or_a_ctrl_c_does_not_wait_for_room(monkeypatch, caplog):
     assert machine.log.close(60)
 
 
+def test_a_client_that_ends_at_once_waits_a_second_for_shards_without_room_and_one_to_leave_them(monkeypatch):
+    machine, timeouts = FullMachine(monkeypatch), {}
+    client = machine.client(staleness=None)
+    monkeypatch.setattr(client_module, "_LAST_WORD", timedelta(seconds=0.01))
+    call = client.connections.call
+
+    def note(requests, **options):
+        timeouts[type(requests[0])] = options["timeout"]
+        return call(requests, **options)
+
+    machine.room.clear()
+    step(client, 0)
+    client.connections[0].has_stalled = True
+    monkeypatch.setattr(client.connections, "call", note)
+    client.close(awaits_room=False)
+    assert max(timeouts[Heartbeat], timeouts[Leave]) <= timedelta(seconds=0.01)
+    machine.room.set()
+    assert machine.log.close(60)
+
+
 def test_a_session_that_is_closed_on_the_way_of_an_error_does_not_wait_for_room_either(monkeypatch, caplog):
     machine = FullMachine(monkeypatch)
     client = machine.client()
@@ -819,7 +839,7 @@ def test_a_shard_that_ends_in_or_after_a_restore_has_the_restored_rows_and_no_pu
 
     def handle_and_end(request):
         reply = handle(request)
-        if moment == "in it" and isinstance(request, Restore) and request.step == "install":
+        if moment == "in it" and isinstance(request, Restore) and reply.state == "installed":
             machine.restart()
         return reply
 
