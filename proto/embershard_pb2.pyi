@@ -85,20 +85,22 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., id_space: _Optional[str] = ..., seed: _Optional[int] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
-    __slots__ = ("spec", "worker", "load", "dense", "lineage", "begins_lineage")
+    __slots__ = ("spec", "worker", "load", "dense", "lineage", "begins_lineage", "num_rows")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     BEGINS_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
     worker: int
     load: bool
     dense: bool
     lineage: int
     begins_lineage: bool
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., worker: _Optional[int] = ..., load: _Optional[bool] = ..., dense: _Optional[bool] = ..., lineage: _Optional[int] = ..., begins_lineage: _Optional[bool] = ...) -> None: ...
+    num_rows: int
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., worker: _Optional[int] = ..., load: _Optional[bool] = ..., dense: _Optional[bool] = ..., lineage: _Optional[int] = ..., begins_lineage: _Optional[bool] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class Declared(_message.Message):
     __slots__ = ("created", "loading", "lineage")

@@ -15,7 +15,7 @@ subclasses:
                       AuditDamaged
         shards        ShardBusy (TooManyDeclares, LogStalled, LogTooLong, ShardRecovering,
                       QuotaExceeded (TableQuotaExceeded)), ShuttingDown, ShardFailed, InternalError
-        tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
+        tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, OtherRows, TableLoading, WrongPlacement,
                       TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
         codecs        UnknownCodec, BadCodec
@@ -235,6 +235,16 @@ class TableMismatch(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "table {table!r} exists with other settings: {difference}; use another name or the same settings"
+
+
+class OtherRows(TableMismatch):
+    """A table of which the models of two workers have different numbers of rows, as by data that differ."""
+
+    template = (
+        "table {table!r} has {want} rows in the model of another worker (num_embeddings), and {got} in this one's, so "
+        "that an id stands for something else, or is refused, there: give all workers the same model and data, or give "
+        "this table another name"
+    )
 
 
 class TableLoading(EmbershardError):

@@ -58,7 +58,8 @@ ShardStatus = pb.ShardStatus
 class Declare:
     """Make sure that a table exists; with `load`, its creator loads the first values; a `dense` one is of layers.
 
-    A shard of another `lineage` refuses (0: it does not compare). `begins_lineage`: see embershard.proto.
+    A shard of another `lineage` refuses, as one does whose caller before had another `num_rows` (0: it does not
+    compare). `begins_lineage`: see embershard.proto.
     """
 
     spec: TableSpec
@@ -67,6 +68,7 @@ class Declare:
     dense: bool = False
     lineage: int = 0
     begins_lineage: bool = False
+    num_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,12 +128,13 @@ def _pack_declare(m: Declare) -> pb.DeclareRequest:
         dense=m.dense,
         lineage=m.lineage,
         begins_lineage=m.begins_lineage,
+        num_rows=m.num_rows,
     )
 
 
 def _unpack_declare(p: pb.DeclareRequest, bulk: Sequence[Buffer]) -> Declare:
     _check_arrays("Declare", bulk, 0)
-    return Declare(_unpack_spec(p.spec), p.worker, p.load, p.dense, p.lineage, p.begins_lineage)
+    return Declare(_unpack_spec(p.spec), p.worker, p.load, p.dense, p.lineage, p.begins_lineage, p.num_rows)
 
 
 def _pack_load(m: Load) -> pb.LoadRequest:

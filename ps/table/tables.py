@@ -23,6 +23,7 @@ from embershard.proto.errors import (
     InvalidRequest,
     MessageTooLarge,
     NonFiniteValue,
+    OtherRows,
     TableLoading,
     TableMismatch,
     TooManyTables,
@@ -73,6 +74,7 @@ class Entry:
     loader: int | None
     dense: bool = False
     codecs: tuple[str, str] = ("", "")  # push and pull, of the worker that declared it last
+    num_rows: int = 0  # of the workers' models; 0: none has said it since this process has the table
 
 
 @compiled(
@@ -199,14 +201,16 @@ class Tables:
             if self.quotas is not None:
                 self.quotas.check_table(self, table)
             self._changed()
-            self._entries[spec.name] = Entry(table, _space_keys(spec), loader, request.dense, codecs)
+            self._entries[spec.name] = Entry(table, _space_keys(spec), loader, request.dense, codecs, request.num_rows)
             return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
+        if 0 not in (entry.num_rows, request.num_rows) and entry.num_rows != request.num_rows:
+            raise OtherRows(table=spec.name, want=entry.num_rows, got=request.num_rows)
         before = entry.dense, entry.codecs
         entry.dense = entry.dense or request.dense
         if request.worker != READ_ONLY_WORKER:
-            entry.codecs = codecs
+            entry.codecs, entry.num_rows = codecs, entry.num_rows or request.num_rows
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None), before != (entry.dense, entry.codecs)
 
@@ -215,7 +219,10 @@ class Tables:
         entry, spec = self._entries.get(request.spec.name), request.spec
         if entry is None or request.load or (request.dense and not entry.dense):
             return False
-        return request.worker == READ_ONLY_WORKER or entry.codecs == (str(spec.push_codec), str(spec.pull_codec))
+        if request.worker == READ_ONLY_WORKER:
+            return True
+        tells_rows = bool(request.num_rows and not entry.num_rows)
+        return not tells_rows and entry.codecs == (str(spec.push_codec), str(spec.pull_codec))
 
     def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""

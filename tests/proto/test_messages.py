@@ -51,7 +51,7 @@ def with_codec(kind):
 EXAMPLES = [
     m.Hello(worker=3),
     m.Greeting(**GREETING, lineage=2**64 - 1, max_message_bytes=64 * 2**20),
-    m.Declare(SPEC, 1, True, lineage=7, begins_lineage=True),
+    m.Declare(SPEC, 1, True, lineage=7, begins_lineage=True, num_rows=2**62),
     m.Declare(CODED),
     m.Declared(created=True, loading=False, lineage=2**63),
     m.Load("t", 1, IDS, ROWS, 2, False, True, m.PushToken(2, 2**63, 5, 4)),

@@ -250,10 +250,15 @@ class Client:
         replies = self.declare_on_each(spec, load=load, dense=dense)
         return frozenset(shard for shard, reply in replies.items() if reply.created)
 
-    def declare_on_each(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> dict[int, Declared]:
-        """Create a table as `declare` does; the reply of each shard, which also says whether somebody loads it."""
+    def declare_on_each(
+        self, spec: TableSpec, *, load: bool = False, dense: bool = False, num_rows: int = 0
+    ) -> dict[int, Declared]:
+        """Create a table as `declare` does; the reply of each shard, which also says whether somebody loads it.
+
+        OtherRows if another worker's table has another `num_rows`; with 0 they are not compared.
+        """
         spec = self.compressor.with_codecs(spec, dense=dense)
-        replies = self.lineage.declare(Declare(spec, self.worker, load, dense))
+        replies = self.lineage.declare(Declare(spec, self.worker, load, dense, num_rows=num_rows))
         self.compressor.add(spec, dense=dense)
         self._specs[spec.name] = spec
         return dict(zip(self.connections.shards, replies, strict=True))

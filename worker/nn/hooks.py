@@ -134,9 +134,20 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    """ParameterChanged: a loop that never calls session.step() would train this process alone, silently."""
-    for weights in {parameter.weights for parameter in _remote_parameters(optimizer)}:  # each looks at all of its own
+    """ParameterChanged: a loop that never calls session.step() would train this process alone, silently.
+
+    RuntimeError where nothing was changed, and nothing else can be: session.step() has taken the gradients.
+    """
+    remote = list(_remote_parameters(optimizer))
+    for weights in {parameter.weights for parameter in remote}:  # each looks at all of its own
         weights.check_unchanged()
+    others = (its for group in optimizer.param_groups for its in group["params"] if not isinstance(its, RemoteWeight))
+    if remote and len(remote) == len(list(others)):
+        raise RuntimeError(
+            "this optimizer of torch has changed nothing: all of its parameters are on the shards, which train them by "
+            "the optimizers that wrap was given, and session.step() has taken their gradients: leave optimizer.step() "
+            "out, or train dense weights with it by wrap(..., dense='ddp')"
+        )
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError
@@ -346,7 +347,11 @@ class RemoteWeight(nn.Parameter):
 
 _ALSO_METADATA = {Tensor.size, Tensor.__len__}
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
-_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.untyped_storage}  # functions that return the memory itself
+# functions that return the memory itself
+_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage}
+
+# as StaleParameter, for torch.func
+pytree.register_pytree_node(RemoteWeight, lambda weight: ([weight.whole()], None), lambda leaves, _: next(iter(leaves)))
 
 
 def _strides(weight: RemoteWeight, dim: int | None = None) -> tuple[int, int] | int:

@@ -148,8 +148,11 @@ def _would_change(table: str, name: str) -> NotImplementedError:
 
 _OF_A_COPY = (
     "a part of emb.weight.grad is a copy, and a change of it would not be pushed: change the rows of "
-    "session.gradients(), or scale all of emb.weight.grad by a number"
+    "session.gradients(), or scale all of emb.weight.grad by a number; to read it elsewhere, take "
+    "emb.weight.grad.clone()"
 )
+# functions that return the memory itself, which others may change (an array of numpy says that it is read-only)
+_MEMORY = {Tensor.__dlpack__, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr}
 
 
 class _Copy(Tensor):
@@ -170,7 +173,7 @@ class _Copy(Tensor):
     ) -> object:
         """Call the function; what shares memory with the copy is one, too."""
         kwargs = kwargs or {}
-        if changed_tensor(func, args, kwargs, _Copy) is not None:
+        if func in _MEMORY or changed_tensor(func, args, kwargs, _Copy) is not None:
             raise NotImplementedError(_OF_A_COPY)
         with torch._C.DisableTorchFunctionSubclass():
             memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, _Copy)}

@@ -108,8 +108,8 @@ def wrap(
     cannot be read as a whole, has a tensor or another parameter in the memory of a parameter (self.w =
     emb.weight.data), or has parameters that are not initialised, on the meta device without being a table, or, where
     the shards hold them, not float32 or of a class with its own __torch_function__. TypeError for an optimizer of
-    torch. OtherParameters if the shards hold other dense weights; TableTooLarge if a use would read a table beyond the
-    limit as a whole.
+    torch. OtherParameters if the shards hold other dense weights; OtherRows if another worker's embedding has another
+    num_embeddings; TableTooLarge if a use would read a table beyond the limit as a whole.
     """
     if hasattr(model, MARK):
         raise ValueError("this model is wrapped already")
@@ -217,10 +217,9 @@ def _move_tables(
             id_space=next((id_space[n] for n in group.names if n in id_space), ""),
             seed=settings.seed,
         )
-        table = session.table(spec, _values(group))
-        weight = RemoteWeight.of(
-            group.weight, table, group.modules[0].num_embeddings, settings.whole_limit, batch_rows=settings.batch_rows
-        )
+        num_rows = group.modules[0].num_embeddings
+        table = session.table(spec, _values(group), num_rows=num_rows)
+        weight = RemoteWeight.of(group.weight, table, num_rows, settings.whole_limit, batch_rows=settings.batch_rows)
         for module in group.modules:
             module._parameters["weight"] = weight  # instead of one on meta, for whoever keeps the module
             replaced[module] = remote = _remote(module, table, weight)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch._C._dynamo.eval_frame as eval_frame
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError
@@ -477,6 +478,14 @@ def _read_parameters(value: object) -> None:
         for part in value:
             _read_parameters(part)
 
+
+def _read_in_tree(parameter: StaleParameter) -> tuple[list[nn.Parameter], None]:
+    parameter.weights.read()
+    return [parameter], None  # no StaleParameter any more, and so a leaf
+
+
+# torch.func takes the values of its arguments past __torch_function__, but goes through them as trees before
+pytree.register_pytree_node(StaleParameter, _read_in_tree, lambda leaves, _: next(iter(leaves)))
 
 # what a parameter says of itself without its values
 METADATA = {

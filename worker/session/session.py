@@ -193,17 +193,18 @@ class Session:
         """Number of reads inside `prefetch` of rows that had not been pulled in advance."""
         return self._prefetched.missed
 
-    def table(self, spec: TableSpec, values: Values | None = None) -> RemoteTable:
+    def table(self, spec: TableSpec, values: Values | None = None, *, num_rows: int = 0) -> RemoteTable:
         """The table of `spec`, created where it does not exist.
 
         `values` gives its first (ids, rows) in portions; they are loaded by the worker that created the table, and
-        every other worker waits until that is done. TableMismatch where the shards hold other settings.
+        every other worker waits until that is done. TableMismatch where the shards hold other settings, OtherRows where
+        another worker has given another `num_rows`, the number of its ids (0: any id is one).
         """
         known = self.registry.tables.get(spec.name)
         if known is None or known.spec != spec:
             if self.local_steps is not None:
                 self.local_steps.add(spec)
-            self.registry.declare(spec, values)
+            self.registry.declare(spec, values, num_rows)
             known = self.registry.tables[spec.name] = RemoteTable(self, spec)
         return known
 

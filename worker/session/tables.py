@@ -113,10 +113,11 @@ class TableRegistry:
         self.closed: dict[str, frozenset[int]] | None = None  # table -> shards, see `keep_closed`
         self._client = client
 
-    def declare(self, spec: TableSpec, values: Values | None) -> None:
+    def declare(self, spec: TableSpec, values: Values | None, num_rows: int) -> None:
         """Create a table on every shard where it does not exist; see Session.table."""
         closes = values is None and self.closed is not None
-        replies = self._client.declare_on_each(spec, load=closes or values is not None, dense=self._is_dense(spec))
+        load, dense = closes or values is not None, self._is_dense(spec)
+        replies = self._client.declare_on_each(spec, load=load, dense=dense, num_rows=num_rows)
         if self.closed is not None and closes:
             self.closed[spec.name] = frozenset(shard for shard, reply in replies.items() if reply.created)
         elif values is not None:

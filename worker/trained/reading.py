@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.spec import TableSpec
 from embershard.worker.checkpoint.checkpoint import Checkpoint
@@ -19,7 +17,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.nn.averaging import Share
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.session.session import Session
-from embershard.worker.session.tables import RemoteTable, await_loaded
+from embershard.worker.session.tables import RemoteTable, Values, await_loaded
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training import build
 from embershard.worker.training.build import choose_strategy, job_model
@@ -59,8 +57,11 @@ class OnlyInWorkers(EmbershardError):
 class ReadOnlySession(Session):
     """A session that creates no tables: a mistaken job must not leave any behind."""
 
-    def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
-        """The table of `spec`; NotTrained if not all shards have one of its name, TableMismatch if it is another."""
+    def table(self, spec: TableSpec, values: Values | None = None, *, num_rows: int = 0) -> RemoteTable:
+        """The table of `spec`; NotTrained if not all shards have one of its name, TableMismatch if it is another.
+
+        `num_rows` is not compared: who reads other data than the workers did may have fewer ids.
+        """
         held = [{table.name for table in status.tables} for status in self.client.status()]
         known = sorted(set.intersection(*held))  # a shard without it would create it
         if spec.name not in known:

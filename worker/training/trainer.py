@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from embershard.proto.errors import JobError, TableMismatch
+from embershard.proto.errors import JobError
 from embershard.proto.timing import begin_step, end_step
 from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.checkpoint.tensors import Stateful
@@ -22,7 +21,6 @@ from embershard.worker.data.splits import SplitQueue
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import num_dense_parameters
 from embershard.worker.models.user_defined import forward_of
-from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
 from embershard.worker.reporting.prometheus import MonitoredWorker, StepCounters
 from embershard.worker.reporting.records import BestWeights, RunResult
@@ -52,18 +50,6 @@ from embershard.worker.training.saver import (
     Saver,
     TrainingData,
 )
-
-_MOST_COMPARED = 1000  # tables: one meeting of the workers carries these numbers of all of them
-
-
-class OtherRows(TableMismatch):
-    """A table of which the models of two workers have different numbers of rows, as by data that differ."""
-
-    template = (
-        "table {table!r} has {rows} rows in the model of worker {worker} (num_embeddings), and {first} in that of the "
-        "first worker, so that an id stands for something else, or is refused, there: give all workers the same job "
-        "file and the same data"
-    )
 
 
 class Trainer:
@@ -98,7 +84,6 @@ class Trainer:
         self._codecs = JobCodecs(job, session)
         self.strategy = choose_strategy(job, model, session, self.device)
         self.model = self.strategy.model
-        self._rows = _rows_of(self.model)
         before = None if resume is None else resume.manifest
         begun = 0 if before is None else steps_of(job, before.step, before=before.world_size, now=group.world_size)
         self._codecs.begin(begun)
@@ -216,7 +201,6 @@ class Trainer:
     def _join(self) -> int:
         """Take part with the other workers from here on; the number of the pauses that they have made."""
         number, shared_state = self._group.join_segment(self._shared_state())
-        _check_rows(self._rows, shared_state.get("rows", {}), self._group.rank)
         self._budget.follow(shared_state["budget"], late=self._group.late)
         if self._group.late:
             # about as many as each of them made: with local(k), whose clocks are rounds, k of them in each
@@ -232,7 +216,7 @@ class Trainer:
         """State that this worker sends to the others, above all to those that join late."""
         common = {name: part.state_dict() for name, part in self._common.items()}
         at = {"steps": self._learn.steps, "clock": self.strategy.clock, "budget": self._budget.shared_state}
-        return {"stopped": self._stopped, "began": self._meter.began, "rows": self._rows, **at, **common}
+        return {"stopped": self._stopped, "began": self._meter.began, **at, **common}
 
     def _synchronise(self, segment: Segment, number: int) -> int:
         """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""
@@ -331,20 +315,6 @@ class Trainer:
             best_folder=best_folder,
             owner=owner,
         )
-
-
-def _rows_of(model: nn.Module) -> dict[str, int | None]:
-    """The rows of the tables on the shards, by name; None where any id is one. Of many tables the first ones."""
-    tables = (module for module in model.modules() if isinstance(module, Embedding | EmbeddingBag))
-    return {module.table.spec.name: module.num_embeddings for module in islice(tables, _MOST_COMPARED)}
-
-
-def _check_rows(own: Mapping[str, int | None], first: Mapping[str, int | None], worker: int) -> None:
-    """OtherRows where the first worker's model has a table with another number of rows."""
-    for name, rows in own.items():
-        if (its := first.get(name, rows)) != rows:
-            number, its_number = ("any number of" if count is None else count for count in (rows, its))
-            raise OtherRows(table=name, rows=number, worker=worker, first=its_number)
 
 
 def build_model(job: Job, dataset: Dataset) -> nn.Module:

@@ -276,8 +276,19 @@ def test_a_step_of_torch_looks_once_at_all_weights(counted, monkeypatch):
     optimizer, looks = torch.optim.SGD(model.parameters(), lr=0.1), []
     session.read_dense()
     monkeypatch.setattr(DenseWeights, "check_unchanged", lambda weights: looks.append(weights))
+    optimizer.add_param_group({"params": [torch.zeros(1)]})  # of its own
     optimizer.step()  # without a gradient: it changes nothing
     assert len(looks) == 1
+
+
+def test_a_step_of_torch_after_that_of_the_session_trains_nothing_and_is_an_error(counted):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    optimizer = torch.optim.Adam(model.linear.parameters())
+    model(IDS).sum().backward()
+    session.step()
+    with pytest.raises(RuntimeError, match="has changed nothing"):
+        optimizer.step()
 
 
 def test_data_of_weights_that_are_nan_may_be_read(counted):

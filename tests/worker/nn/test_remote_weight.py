@@ -81,6 +81,11 @@ def squares(parameters):
     return sum(parameter.square().sum() for parameter in parameters)
 
 
+def of_torch_func(model):
+    loss = torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (IDS,)).square().sum())
+    return loss(dict(model.named_parameters()))
+
+
 def hidden(model):
     return model.items(IDS).sum(1) + model.bag(IDS)
 
@@ -107,6 +112,8 @@ LOSSES = {
     "checkpoint": lambda m: checkpoint(F.linear, hidden(m), m.items.weight, use_reentrant=True).square().sum(),
     "vmap": lambda m: torch.vmap(lambda x: m.items.weight @ x)(hidden(m)).square().sum(),
     "torch.func.grad": lambda m: torch.func.grad(lambda x: (m.items.weight @ x).square().sum())(m.out.weight[0]).sum(),
+    "torch.func.grad by weights": lambda m: m(IDS).mean() + squares(of_torch_func(m).values()).detach(),
+    "torch.func.vmap of weights": lambda m: torch.func.vmap(torch.square)(m.items.weight).sum() + m(IDS).sum(),
     "another tensor in its place": lambda m: torch.func.functional_call(
         m, {"items.weight": torch.ones(12, 4) * m.out.weight}, (IDS,)
     ).sum(),
@@ -289,6 +296,8 @@ def test_a_changed_gradient_is_pushed_as_it_is(make_session, change, loss):
         lambda gradient: gradient[:, 1:].T.mul_(0.5),
         lambda gradient: [row.mul_(0.5) for row in gradient],
         lambda gradient: gradient.cpu().numpy().__imul__(0.5),
+        lambda gradient: torch.from_dlpack(gradient).mul_(0.5),
+        lambda gradient: gradient.untyped_storage().fill_(0),
         lambda gradient: F.dropout(gradient, 0.5, inplace=True),
         lambda gradient: F.hardtanh(gradient, -0.01, 0.01, True),
         lambda gradient: gradient.set_(torch.zeros(12, 4)),
@@ -549,6 +558,7 @@ CHANGES = {
     "set_": lambda w: w.set_(torch.zeros(12, 4)),
     "in place by name": lambda w: F.hardtanh(w, -0.1, 0.1, inplace=True),
     "numpy of a frozen one": lambda w: (w.requires_grad_(False).numpy().fill(1.0), w.requires_grad_()),
+    "dlpack of a frozen one": lambda w: (torch.from_dlpack(w.requires_grad_(False)).fill_(1.0), w.requires_grad_()),
     "optimizer": lambda w: (w.square().sum().backward(), torch.optim.Adam([w]).step()),
 }
 

@@ -12,11 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
-from embershard.proto.errors import TableMismatch
+from embershard.proto.errors import OtherRows, TableMismatch
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.wrap import OtherParameters
 from embershard.worker.session.session import Session
 from harness.models import SumModel, random_pairs
+from harness.raises import raises
 
 BATCHES = random_pairs(8, 16, 40, seed=7)
 
@@ -593,6 +594,13 @@ def test_a_model_whose_wrap_ended_with_an_error_has_to_be_built_anew(make_sessio
     with pytest.raises(ValueError, match="after a wrap that ended with an error, build the model anew"):
         es.wrap(model, other, optimizer=es.SGD(lr=0.1), prefix="mine/")
     es.wrap(build(4), other, optimizer=es.SGD(lr=0.1), prefix="mine/")
+
+
+def test_workers_whose_tables_have_different_numbers_of_rows_are_refused(make_session):
+    session = make_session(2)
+    es.wrap(nn.Sequential(nn.Embedding(10, 4)), session, optimizer=es.SGD(lr=0.1))
+    with raises(OtherRows, table="0", want=10, got=9):
+        es.wrap(nn.Sequential(nn.Embedding(9, 4)), Session(session.client), optimizer=es.SGD(lr=0.1))
 
 
 def test_nothing_is_read_from_a_file_that_a_model_keeps_open(make_session, tmp_path):

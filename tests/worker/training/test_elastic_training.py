@@ -22,8 +22,8 @@ from embershard.worker.client.worker_group import ShardGroup
 from embershard.worker.session.session import Session
 from embershard.worker.trained.reading import ReadOnlySession, remote_tables, trained
 from embershard.worker.training.evaluate import Evaluator
-from embershard.worker.training.trainer import OtherRows, Trainer
-from harness.clicks import NUM_IDS, Notes, click_data, click_job
+from embershard.worker.training.trainer import Trainer
+from harness.clicks import Notes, click_data, click_job
 
 WORKERS, SAMPLES, HELD_OUT, EPOCHS = 3, 600, 200, 3
 
@@ -119,27 +119,6 @@ def test_the_others_train_on_where_one_dies(staleness, splits, victim):
         assert result.samples >= EPOCHS * SAMPLES
     others = [run for rank, run in enumerate(runs) if rank not in (first, victim)]
     assert all(notes.result is None for _, notes in others)  # one of them reports
-
-
-def test_a_worker_whose_table_has_another_number_of_rows_is_refused_before_it_trains():
-    """As where its files number the ids in another way."""
-    cluster = Cluster(None, None)
-
-    def join(rank):
-        client = Client(cluster.shards.transports(), worker=rank)
-        client.join(Terms(workers=WORKERS, staleness=None))
-        data = click_data(NUM_IDS + 5 * (rank == 2), train=SAMPLES, valid=HELD_OUT)
-        trainer = Trainer(cluster.job, data, Session(client), ShardGroup(client, rank, WORKERS))
-        try:
-            return trainer._join()
-        except OtherRows as error:
-            return error.fields | {"table": ""}
-        finally:
-            client.close()
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        found = list(pool.map(join, range(WORKERS)))
-    assert found == [0, 0, {"table": "", "rows": NUM_IDS + 5, "worker": 2, "first": NUM_IDS}]
 
 
 @pytest.mark.parametrize("staleness", [None, 0, pytest.param(2, marks=pytest.mark.long)])
