@@ -58,8 +58,8 @@ ShardStatus = pb.ShardStatus
 class Declare:
     """Make sure that a table exists; with `load`, its creator loads the first values; a `dense` one is of layers.
 
-    A shard of another `lineage` refuses, as one does whose caller before had another `num_rows` (0: it does not
-    compare). `begins_lineage`: see embershard.proto.
+    A shard of another `lineage` refuses, and while a job goes on, one to which another worker gave another `num_rows`
+    (0: it does not compare). `begins_lineage`: see embershard.proto.
     """
 
     spec: TableSpec

@@ -142,7 +142,7 @@ class Core:
 
     def _declare(self, request: Declare) -> Outcome:
         lineage, before = self._lineage_after(request), self.lineage
-        reply, changed = self.tables.declare(request)
+        reply, changed = self.tables.declare(request, job_goes_on=bool(self.clock.members))
         self.lineage = lineage
         return Outcome(replace(reply, lineage=lineage), changed or lineage != before)
 
@@ -165,6 +165,7 @@ class Core:
             self.rendezvous = RendezvousRegistry(self.clock, self._max_message_bytes)
             self.splits = Splits(self.clock)
             self.compression.forget()
+            self.tables.begin_job()
         return Outcome(reply)
 
     def _leave(self, request: Leave) -> Outcome:

@@ -74,7 +74,7 @@ class Entry:
     loader: int | None
     dense: bool = False
     codecs: tuple[str, str] = ("", "")  # push and pull, of the worker that declared it last
-    num_rows: int = 0  # of the workers' models; 0: none has said it since this process has the table
+    num_rows: int = 0  # in the models of the workers of the job that goes on; 0: none of them has said it
 
 
 @compiled(
@@ -181,8 +181,10 @@ class Tables:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def declare(self, request: Declare) -> tuple[Declared, bool]:
+    def declare(self, request: Declare, *, job_goes_on: bool) -> tuple[Declared, bool]:
         """Create the table or compare it; and whether anything changed. TooManyTables, TableFull, TableQuotaExceeded.
+
+        While a job goes on, its workers must have the same number of rows; a later job's model may have more.
 
         A table created with `load` is closed to pulls and pushes until its loader sends the last Load. If the loader
         dies, it stays closed, for half of its first values may be missing: the same worker declares again with `load`
@@ -205,12 +207,12 @@ class Tables:
             return Declared(created=True, loading=request.load), True
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
-        if 0 not in (entry.num_rows, request.num_rows) and entry.num_rows != request.num_rows:
+        if job_goes_on and 0 not in (entry.num_rows, request.num_rows) and entry.num_rows != request.num_rows:
             raise OtherRows(table=spec.name, want=entry.num_rows, got=request.num_rows)
         before = entry.dense, entry.codecs
         entry.dense = entry.dense or request.dense
         if request.worker != READ_ONLY_WORKER:
-            entry.codecs, entry.num_rows = codecs, entry.num_rows or request.num_rows
+            entry.codecs, entry.num_rows = codecs, request.num_rows or entry.num_rows
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None), before != (entry.dense, entry.codecs)
 
@@ -221,8 +223,13 @@ class Tables:
             return False
         if request.worker == READ_ONLY_WORKER:
             return True
-        tells_rows = bool(request.num_rows and not entry.num_rows)
+        tells_rows = request.num_rows not in (0, entry.num_rows)
         return not tells_rows and entry.codecs == (str(spec.push_codec), str(spec.pull_codec))
+
+    def begin_job(self) -> None:
+        """Forget what the workers of the job before said of their models."""
+        for entry in self._entries.values():
+            entry.num_rows = 0
 
     def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""

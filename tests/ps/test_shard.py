@@ -88,15 +88,16 @@ def test_declaring_twice_creates_once_and_a_declaration_that_differs_names_the_d
     assert rows(shard, 1).shape == (1, DIM)
 
 
-def test_a_declaration_with_another_number_of_rows_is_refused_and_one_without_is_not(shard):
-    for num_rows in (0, 9, 9, 0):
-        assert shard.handle(Declare(ITEMS, num_rows=num_rows)) == Declared(created=False, loading=False)
-    with raises(errors.OtherRows, table=ITEMS.name, want=9, got=8):
-        shard.handle(Declare(ITEMS, num_rows=8))
-    other = table("other")
-    shard.handle(Declare(other, num_rows=9))
-    with raises(errors.OtherRows, table="other", want=9, got=10):
-        shard.handle(Declare(other, num_rows=10))
+def test_while_a_job_goes_on_another_number_of_rows_is_refused_and_a_later_model_may_have_more(shard):
+    same = Declared(created=False, loading=False)
+    for num_rows in (7, 8):  # one loop after the other, without a job
+        assert shard.handle(Declare(ITEMS, num_rows=num_rows)) == same
+    for job in range(2):
+        shard.handle(join(workers=2, run=job + 1))
+        for num_rows in (0, 9 + job, 9 + job, 0):
+            assert shard.handle(Declare(ITEMS, num_rows=num_rows)) == same
+        with raises(errors.OtherRows, table=ITEMS.name, want=9 + job, got=8):
+            shard.handle(Declare(ITEMS, num_rows=8))
 
 
 @pytest.mark.parametrize(("count", "known"), [(1, "^t0$"), (25, "and 5 more")])

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
 from embershard.proto.errors import OtherRows, TableMismatch
+from embershard.worker.client.membership import Terms
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.wrap import OtherParameters
 from embershard.worker.session.session import Session
@@ -598,6 +599,7 @@ def test_a_model_whose_wrap_ended_with_an_error_has_to_be_built_anew(make_sessio
 
 def test_workers_whose_tables_have_different_numbers_of_rows_are_refused(make_session):
     session = make_session(2)
+    session.client.join(Terms(workers=2, staleness=None))
     es.wrap(nn.Sequential(nn.Embedding(10, 4)), session, optimizer=es.SGD(lr=0.1))
     with raises(OtherRows, table="0", want=10, got=9):
         es.wrap(nn.Sequential(nn.Embedding(9, 4)), Session(session.client), optimizer=es.SGD(lr=0.1))
