@@ -57,13 +57,17 @@ class ItemPool:
     def __len__(self) -> int:
         return len(self._items.keys)
 
-    def observe(self, rows: Samples) -> None:
-        """Add the items of these training rows, with their counts, to those that negatives are drawn from."""
-        ids = rows.ids[:, self.columns]
+    def observe(self, rows: Samples) -> Ids:
+        """Add the items of these training rows, with their counts, to those that negatives are drawn from.
+
+        Returns the key of each row's item.
+        """
+        ids, keys = rows.ids[:, self.columns], self.keys(rows)
         dense = np.empty((len(rows), 0), np.float32) if rows.dense is None else rows.dense[:, self.dense_columns]
-        self._parts.append(_distinct([_Items(self.keys(rows), np.ones(len(rows), np.int64), ids, dense)]))
+        self._parts.append(_distinct([_Items(keys, np.ones(len(rows), np.int64), ids, dense)]))
         if sum(len(part.keys) for part in self._parts[1:]) > len(self._parts[0].keys):  # else each block would sort all
             self._parts = [_distinct(self._parts)]
+        return keys
 
     @property
     def _items(self) -> _Items:

@@ -228,13 +228,27 @@ def test_one_file_is_a_list_of_one(folder):
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def test_the_job_of_din_reads_the_table_that_is_made_beside_it(tmp_path):
+@pytest.fixture
+def clicks(tmp_path):
+    """The tables of examples/din, of four actions of two users and one of another."""
     actions = [(user, 10 * user + step) for step in range(4) for user in (1, 2)]
     (tmp_path / "actions.txt").write_text("".join(f"{user} {item}\n" for user, item in [*actions, (3, 9)]))
-    line = [sys.executable, EXAMPLES / "din" / "make_table.py", tmp_path / "actions.txt", tmp_path / "clicks"]
+    line = [sys.executable, EXAMPLES / "din" / "make_table.py", tmp_path / "actions.txt", tmp_path / "din" / "clicks"]
     subprocess.run(line, check=True, capture_output=True)
-    shutil.copy(EXAMPLES / "din" / "job.yaml", tmp_path)
-    data = load_job(tmp_path / "job.yaml").data.open(tmp_path, 0)
+    return tmp_path
+
+
+def test_the_job_of_feature_towers_ranks_the_items_of_the_tables_of_din(clicks):
+    shutil.copy(EXAMPLES / "feature-towers.yaml", clicks)
+    data = load_job(clicks / "feature-towers.yaml").data.open(clicks, 0)
+    assert [data.num_samples(part) for part in ("train", "test")] == [4, 2]
+    (users,) = data.users("test", 0, 1, 9)
+    assert [len(data.items[0]), len(users.ids), len(users.seen_item)] == [6, 2, 4]
+
+
+def test_the_job_of_din_reads_the_table_that_is_made_beside_it(clicks):
+    shutil.copy(EXAMPLES / "din" / "job.yaml", clicks / "din")
+    data = load_job(clicks / "din" / "job.yaml").data.open(clicks / "din", 0)
     assert [data.num_samples(part) for part in ("train", "test")] == [8, 4]  # an item that was drawn beside each
     (batch,) = data.evaluate("test", 0, 1, 9)
     taken = [es.hash_ids("item", [user * 10 + step for step in range(4)]).tolist() for user in (1, 2)]

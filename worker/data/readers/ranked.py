@@ -76,10 +76,10 @@ class RankedStream(StreamDataset):
         """Add the items of a split; its pairs, where users are known."""
         users, keys = [_NONE], [_NONE]
         for rows in self._sources[split].blocks(0, 1, None):
-            self._pool.observe(rows)
+            own = self._pool.observe(rows)
             if self._user is not None:
                 users.append(rows.ids[:, self._user.start].copy())  # a view would keep the block
-                keys.append(self._pool.keys(rows))
+                keys.append(own)
         return np.concatenate(users), np.concatenate(keys)
 
     def _remember(self, user: Field, pairs: Mapping[str, _Pairs]) -> None:
