@@ -46,7 +46,9 @@ def install(
             weights.follow()
         # otherwise the dense weights come with the first lookup, in its request, or as they are first used
         if not tables or hasattr(model, "embedding_inputs") or may_be_compiled():
-            session.stage(wrapped.lookups(*args, **kwargs))
+            # inside torch.func's grad or vmap ids have no values
+            is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+            session.stage([] if is_transformed else wrapped.lookups(*args, **kwargs))
 
     def after_forward(*_: object) -> None:
         session.unstage()

@@ -82,8 +82,8 @@ def squares(parameters):
 
 
 def of_torch_func(model):
-    loss = torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (IDS,)).square().sum())
-    return loss(dict(model.named_parameters()))
+    loss = torch.func.grad(lambda weights, ids: torch.func.functional_call(model, weights, (ids,)).square().sum())
+    return loss(dict(model.named_parameters()), IDS)
 
 
 def hidden(model):
@@ -126,6 +126,16 @@ def torch_and_ours(make_session, build=Net, shards=2, **settings):
     session = make_session(shards)
     model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.1), **settings)
     return plain, torch.optim.SGD(plain.parameters(), lr=0.1), model, session
+
+
+def test_torch_func_has_the_weights_of_a_model_that_says_which_ids_it_will_read(make_session):
+    class Announced(Net):
+        def embedding_inputs(self, ids):
+            return {"items": ids, "bag": ids}
+
+    plain, _, model, _ = torch_and_ours(make_session, build=Announced)
+    for theirs, mine in zip(of_torch_func(plain).values(), of_torch_func(model).values(), strict=True):
+        assert torch.equal(theirs, mine)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
