@@ -5,6 +5,8 @@ import random
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
@@ -12,6 +14,7 @@ from embershard.cli import app as cli
 from embershard.init.job_text import job_text
 from embershard.init.look import Look
 from embershard.proto.errors import EmbershardError
+from embershard.worker.job.load import load_job
 
 DRAW = random.Random(0)
 N = 400
@@ -51,6 +54,19 @@ def write_excel(path):
     )
 
 
+def text_of(columns, label=None):
+    """The job file for a table of these columns."""
+    Path("a.csv").touch()
+    return job_text(Path("a.csv"), Look(columns, {}), label, Path.cwd())
+
+
 def features_of(columns, label=None):
-    Path("a.csv").write_text("")
-    return YAML(typ="safe").load(job_text(Path("a.csv"), Look(columns, {}), label, Path.cwd()))
+    return YAML(typ="safe").load(text_of(columns, label))
+
+
+def job_of(columns):
+    """The job that is written for a file of Parquet with these columns, or rows."""
+    is_rows = isinstance(columns, list)
+    pq.write_table(pa.Table.from_pylist(columns) if is_rows else pa.table(columns), "a.parquet")
+    run("a.parquet")
+    return load_job(Path("job.yaml"))

@@ -9,10 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
 
-from embershard.init.job_text import job_text
-from embershard.init.look import Look
 from embershard.worker.job.load import load_job
-from harness.init_tables import features_of, run
+from harness.init_tables import features_of, job_of, run, text_of
 
 
 def test_columns_become_what_their_values_are():
@@ -89,8 +87,7 @@ def test_numbers_with_a_unit_are_remarked_unless_they_are_few():
         "change": [f"+{n}%" for n in range(200)],
         "discount": [f"{n % 3}0%" for n in range(200)],
     }
-    Path("a.csv").touch()
-    found = job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+    found = text_of(columns)
     assert "# price: left out, its numbers have a unit, as $0.50: write them without" in found
     for name in ("share", "profit", "change"):
         assert f"# {name}: left out" in found
@@ -121,8 +118,7 @@ def test_columns_of_parquet_that_no_feature_can_read_are_left_out_and_decimals_a
         "session": pa.array([bytes([255, n % 256] * 8) for n in rows], pa.uuid()),
         "ns": pa.array([n * 1001 for n in rows], pa.timestamp("ns")),
     }
-    pq.write_table(pa.table(columns), "a.parquet")
-    run("a.parquet")
+    job_of(columns)
     features = YAML(typ="safe").load(Path("job.yaml"))["features"]
     assert features == {"user": {}, "price": {"type": "number", "transform": "standardise"}}
     text = Path("job.yaml").read_text()
@@ -150,9 +146,7 @@ def test_a_list_shares_the_table_of_the_one_column_that_its_values_are_in():
     assert {name: feature["table"] for name, feature in features.items() if "table" in feature} == {
         "History of items": "item", "seen": "item",
     }  # fmt: skip
-    pq.write_table(pa.table(columns), "a.parquet")
-    run("a.parquet")
-    assert load_job(Path("job.yaml")).features["seen"].table == "item"
+    assert job_of(columns).features["seen"].table == "item"
 
 
 def test_columns_of_any_name_become_features():
@@ -199,13 +193,12 @@ WRITTEN = {  # values of numbers and times as people write them: what is remarke
 @pytest.mark.parametrize("case", WRITTEN)
 def test_numbers_and_times_as_people_write_them_are_no_categories(case):
     values, remark = WRITTEN[case]
-    Path("a.csv").touch()
     columns = {
         "label": [n % 2 for n in range(len(values))],
         "amount": values,
         "user": [f"u{n}" for n in range(len(values))],
     }
-    assert f"# amount: left out, its {remark}" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+    assert f"# amount: left out, its {remark}" in text_of(columns)
 
 
 def test_texts_that_look_like_numbers_or_times_in_part_stay_categories():
@@ -228,9 +221,7 @@ def test_fractions_in_texts_of_parquet_are_numbers():
         "price": [f"{n / 4:.2f}" for n in rows],
         "zip": [f"{n:05}" for n in rows],
     }
-    pq.write_table(pa.table(columns), "a.parquet")
-    run("a.parquet")
-    job = load_job(Path("job.yaml"))
+    job = job_of(columns)
     assert {name: feature.type for name, feature in job.features.items()} == {"price": "number", "zip": None}
     (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
     assert len(set(batch.dense[:, 0].tolist())) > 200
@@ -247,9 +238,7 @@ def test_lists_whose_values_are_no_categories_are_left_out():
         "days": pa.array([[n] for n in rows], pa.list_(pa.date32())),
         "ids": pa.array([[Decimal(n)] for n in rows], pa.list_(pa.decimal128(38, 0))),
     }
-    pq.write_table(pa.table(columns), "a.parquet")
-    run("a.parquet")
-    assert list(load_job(Path("job.yaml")).features) == ["user", "days", "ids"]
+    assert list(job_of(columns).features) == ["user", "days", "ids"]
     assert "# prices: left out, it has lists of values of type Decimal, as 0.00" in Path("job.yaml").read_text()
 
 
@@ -261,22 +250,20 @@ def test_lists_whose_values_are_no_categories_are_left_out():
     ],
 )
 def test_texts_that_a_request_would_have_otherwise_are_remarked_on(values, remark):
-    Path("a.csv").touch()
     columns = {"label": [n % 2 for n in range(90)], "home": values * 30}
-    assert f"  home: {{}}     {remark}\n" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+    assert f"  home: {{}}     {remark}\n" in text_of(columns)
 
 
 @pytest.mark.parametrize(
     ("text", "remark"), [("2026-01-{} 10:00", "a time"), ("{}.1.2026", "its times are not written as")]
 )
 def test_times_of_text_of_which_there_are_few_are_no_categories(text, remark):
-    Path("a.csv").touch()
     columns = {
         "label": [n % 2 for n in range(90)],
         "bought": [text.format(10 + n % 9) for n in range(90)],
         "user": list(range(90)),
     }
-    assert f"# bought: left out, {remark}" in job_text(Path("a.csv"), Look(columns, {}), None, Path.cwd())
+    assert f"# bought: left out, {remark}" in text_of(columns)
 
 
 @pytest.mark.parametrize("values", [("5.0", "7.0"), ("+1", "-1")])

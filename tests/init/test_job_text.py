@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from embershard.proto.errors import EmbershardError
 from embershard.worker.job.load import load_job
-from harness.init_tables import features_of, run
+from harness.init_tables import features_of, job_of, run
 
 
 def test_rows_are_split_by_the_finest_time_and_by_no_duration():
@@ -91,9 +91,7 @@ def test_a_column_without_a_name_that_numbers_the_rows_is_left_out():
 @pytest.mark.parametrize(("days", "by"), [(1, "random"), (4, "random"), (30, "time")])
 def test_rows_of_too_few_times_are_not_split_by_them(days, by):
     rows = [{"label": row % 2, "user": row % 77, "day": date(2026, 1, 1 + row % days)} for row in range(300)]
-    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
-    run("a.parquet")
-    job = load_job(Path("job.yaml"))
+    job = job_of(rows)
     assert job.data.split.by == by
     assert min(job.data.fit(Path(), 0).fitted["samples"].values()) > 0
 

@@ -8,14 +8,7 @@ import pytest
 
 from embershard.init.look import CannotInit
 from embershard.worker.job.load import load_job
-from harness.init_tables import as_text, features_of, run
-
-
-def test_of_several_columns_of_zeros_and_ones_none_is_taken_for_the_label():
-    columns = {"is_male": [0, 1] * 20, "saw_ad": [1, 0] * 20, "user": [f"u{n}" for n in range(40)]}
-    with pytest.raises(CannotInit, match="is_male, saw_ad; name the label by --label"):
-        features_of(columns)
-    assert features_of(columns, "saw_ad")["data"]["label"] == "saw_ad"
+from harness.init_tables import as_text, features_of, job_of, run
 
 
 def test_a_label_with_missing_values_is_named_and_no_other_column_taken_in_its_place():
@@ -58,20 +51,16 @@ def test_a_second_label_and_a_column_that_tells_the_label_are_no_features():
 )
 def test_a_label_of_two_texts_is_declared(texts, positive):
     rows = [{"user": f"u{n % 7}", "bought": texts[n % 2], "x": n / 3} for n in range(200)]
-    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
-    run("a.parquet")
-    job = load_job(Path("job.yaml"))
+    job = job_of(rows)
     assert job.data.label == ("bought",)
     assert job.data.label_values[1] == positive
     (batch,) = job.data.open(Path(), 0).evaluate("train", 0, 1, 999)
     assert set(batch.labels.tolist()) == {0.0, 1.0}
 
 
-def test_a_label_of_two_texts_is_found_beside_a_column_of_minus_one_and_one():
-    rows = [{"user": f"u{n % 7}", "bought": "yn"[n % 2], "side": 2 * (n // 2 % 2) - 1} for n in range(200)]
-    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
-    run("a.parquet")
-    assert load_job(Path("job.yaml")).data.label == ("bought",)
+def test_a_label_of_two_texts_is_found_beside_numbers_of_which_there_are_two_and_texts_of_such():
+    rows = [{"bought": "yn"[n % 2], "side": n // 2 % 2 * 2 - 1, "shop": f"0{7 + n // 4 % 2 * 5}"} for n in range(200)]
+    assert job_of(rows).data.label == ("bought",)
 
 
 LABELS = {  # name: (what it writes into a file, its values, label_values)
@@ -111,19 +100,20 @@ def test_a_column_of_minus_one_and_one_is_no_label_beside_one_of_zeros_and_ones(
     assert features_of(columns, "side")["data"]["label_values"] == ["-1", "1"]
 
 
-def test_a_column_of_two_texts_of_numbers_is_no_label_unless_it_is_named():
-    columns = {"shop": ["007", "012"] * 20, "user": [f"u{n}" for n in range(40)]}
-    with pytest.raises(CannotInit):
+@pytest.mark.parametrize(
+    ("columns", "reason", "declared"),
+    [
+        ({"is_male": [0, 1] * 20, "saw_ad": [1, 0] * 20}, "is_male, saw_ad; name the label by --label", None),
+        ({"shop": ["007", "012"] * 20}, ".", ["007", "012"]),  # texts of numbers
+        ({"a": ["x", "y"] * 20, "b": ["p", "q"] * 20}, ".", ["p", "q"]),
+    ],
+)
+def test_of_columns_that_may_be_the_label_or_not_none_is_taken_unless_it_is_named(columns, reason, declared):
+    label, columns = list(columns)[-1], {**columns, "user": [f"u{n}" for n in range(40)]}
+    with pytest.raises(CannotInit, match=reason):
         features_of(columns)
-    assert features_of(columns, "shop")["data"]["label_values"] == ["007", "012"]
-    assert features_of({**columns, "bought": ["no", "yes"] * 20})["data"]["label"] == "bought"
-
-
-def test_of_two_columns_of_two_texts_none_is_taken_for_the_label():
-    columns = {"a": ["x", "y"] * 20, "b": ["p", "q"] * 20, "user": [f"u{n}" for n in range(40)]}
-    with pytest.raises(CannotInit):
-        features_of(columns)
-    assert features_of(columns, "b")["data"]["label_values"] == ["p", "q"]
+    data = features_of(columns, label)["data"]
+    assert (data["label"], data.get("label_values")) == (label, declared)
 
 
 def test_a_column_named_label_of_two_texts_is_the_label_beside_one_of_zeros_and_ones():

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 from embershard.init.look import CannotInit, look_at
 from embershard.proto.errors import EmbershardError
 from embershard.worker.job.load import load_job
-from harness.init_tables import as_text, run, write_excel
+from harness.init_tables import as_text, job_of, run, write_excel
 
 
 def test_what_a_file_needs_to_be_read_is_found():
@@ -32,8 +32,7 @@ def test_what_pandas_and_databases_add_to_parquet_is_known():
         "price": [float("nan") if n % 3 else -float(n) for n in rows],
         "none\nof it": [float("nan")] * 300,
     }
-    pq.write_table(pa.table(columns), "a.parquet")
-    run("a.parquet")
+    job_of(columns)
     features = YAML(typ="safe").load(Path("job.yaml"))["features"]
     assert features == {"user_id": {}, "price": {"type": "number", "transform": "standardise"}}
     assert look_at(Path("a.parquet")).columns["price"][:4] == [0.0, None, None, -3.0]

@@ -12,21 +12,12 @@ from collections import Counter
 import msgpack
 import pytest
 
-from embershard.proto.wire import FrameReader
 from embershard.ps.core import Core
-from embershard.ps.events import PushEvent, decode_event, encode_event
+from embershard.ps.events import PushEvent
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
+from harness.events import again
 from harness.random_job import OPTIMIZERS, RandomJob, contents, empty_core, replay, state_of
-
-
-def from_bytes(event):
-    """An event as a log gives it back."""
-    data = b"".join(bytes(piece) for piece in encode_event(event))
-    reader = FrameReader(2**20, lambda header: [memoryview(bytearray(n)) for n in header.lengths], checksum=False)
-    reader.buffer()[: len(data)] = data
-    (frame,) = reader.received(len(data))
-    return decode_event(frame)
 
 
 def again_from(base: Core, events) -> Core:
@@ -49,7 +40,7 @@ def test_a_replay_of_the_events_has_the_same_bits_also_from_the_middle_on(optimi
     seen, gathered = Counter(), 0
     for seed in range(3):
         job = RandomJob(seed, staleness, optimizer, aware=bool(seed % 2)).run(150)
-        events, outcomes = [from_bytes(event) for event in job.log.events], job.log.outcomes
+        events, outcomes = [again(event) for event in job.log.events], job.log.outcomes
         middle = random.Random(seed).randrange(len(events))
         base = replay(empty_core(), events[:middle], outcomes[:middle])
         second = again_from(base, events)

@@ -708,20 +708,6 @@ def test_a_snapshot_that_is_cancelled_does_not_show_that_there_is_room(monkeypat
     assert machine.log.close(60)
 
 
-def test_an_error_or_a_ctrl_c_does_not_wait_for_room(monkeypatch, caplog):
-    machine = FullMachine(monkeypatch)
-    client = machine.client()
-    monkeypatch.setattr(client_module, "_FAREWELL", timedelta(seconds=0.02))
-    machine.room.clear()
-    step(client, 0)
-    with pytest.raises(KeyboardInterrupt), Session(client):
-        raise KeyboardInterrupt
-    assert not machine.room.is_set()
-    assert "before its last pushes are known to be safe" in caplog.text
-    machine.room.set()
-    assert machine.log.close(60)
-
-
 def test_a_client_that_ends_at_once_waits_a_second_for_shards_without_room_and_one_to_leave_them(monkeypatch):
     machine, timeouts = FullMachine(monkeypatch), {}
     client = machine.client(staleness=None)
@@ -742,7 +728,8 @@ def test_a_client_that_ends_at_once_waits_a_second_for_shards_without_room_and_o
     assert machine.log.close(60)
 
 
-def test_a_session_that_is_closed_on_the_way_of_an_error_does_not_wait_for_room_either(monkeypatch, caplog):
+@pytest.mark.parametrize("until_left", [lambda session: session, closing], ids=["entered", "closed"])
+def test_a_session_that_is_left_by_an_error_or_a_ctrl_c_does_not_wait_for_room(until_left, monkeypatch, caplog):
     machine = FullMachine(monkeypatch)
     client = machine.client()
     monkeypatch.setattr(client_module, "_FAREWELL", timedelta(seconds=0.02))
@@ -750,7 +737,7 @@ def test_a_session_that_is_closed_on_the_way_of_an_error_does_not_wait_for_room_
     late = threading.Timer(30, machine.room.set)
     late.start()
     step(client, 0)
-    with pytest.raises(KeyboardInterrupt), closing(Session(client)):
+    with pytest.raises(KeyboardInterrupt), until_left(Session(client)):
         raise KeyboardInterrupt
     assert not machine.room.is_set()
     assert "before its last pushes are known to be safe" in caplog.text
