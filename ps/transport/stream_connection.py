@@ -500,7 +500,7 @@ class Connection(asyncio.BufferedProtocol):
                 message = read(request, header.head, buffers)
             else:
                 message = shared.read(copies=dispatch.keeps_arrays)
-            if isinstance(message, Join | Heartbeat):
+            if isinstance(message, (Join, Heartbeat)):
                 self.sender = message.worker, message.epoch
             return message
 
@@ -511,7 +511,7 @@ class Connection(asyncio.BufferedProtocol):
                 offsets = shared.offsets(reply)
             head = head_bytes(reply)
             pieces = encode(KIND_OF[type(reply)], header.call, 0, head, bulk, checksum=self._checksum, offsets=offsets)
-            if isinstance(reply, Rows | RendezvousResult):
+            if isinstance(reply, (Rows, RendezvousResult)):
                 num_bytes = sum(map(len, pieces))
                 self._made += num_bytes
                 self._server.made_bytes += num_bytes
