@@ -46,6 +46,9 @@ S = TypeVar("S", bound=np.generic)
 Buffer = bytes | memoryview
 
 
+_IDS, _FLOATS = np.dtype("<i8"), np.dtype("<f4")
+
+
 def to_bytes(array: Array) -> bytes:
     """A copy of the values."""
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -53,12 +56,12 @@ def to_bytes(array: Array) -> bytes:
 
 def read_ids(data: Buffer, table: str) -> Ids:
     """(U,) int64, a view of the bytes."""
-    return _array(data, np.dtype("<i8"), table, "ids")
+    return _array(data, _IDS, table, "ids")
 
 
 def read_floats(data: Buffer, table: str) -> Floats:
     """(U * dim,) float32, a view of the bytes."""
-    return _array(data, np.dtype("<f4"), table, "rows")
+    return _array(data, _FLOATS, table, "rows")
 
 
 def read_values(data: Buffer, codec: str, table: str) -> Floats | Bytes:
@@ -222,8 +225,10 @@ def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
     if codecs and len(codecs) != len(bulk):
         raise ValueError(f"{len(codecs)} codecs for {len(bulk)} tables")
     tables = tuple(
-        read_values(part, codec, f"#{i}")
-        for i, (part, codec) in enumerate(zip(bulk, codecs or repeat(""), strict=False))
+        [
+            read_values(part, codec, f"#{i}")
+            for i, (part, codec) in enumerate(zip(bulk, codecs or repeat(""), strict=False))
+        ]
     )
     return Rows(tables, p.version, codecs, p.settings, p.coding_seconds, p.held_seconds, p.acknowledged)
 
@@ -291,7 +296,7 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
             part.table, own, gradients, scale, part.route, part.codec, packed, False, part.unique_ids, *bundle
         )
         tables.append(made)
-    if any(True for _ in left):
+    if next(left, None) is not None:
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)
     return Push(
@@ -366,7 +371,7 @@ def head_bytes(message: Message) -> bytes:
 def read(kind: type[M], head: bytes, bulk: Sequence[Buffer]) -> M:
     """The message of a head and its arrays' bytes. InvalidRequest where they are no such message."""
     proto = _parsed(kind, head)
-    if any(memoryview(data).nbytes for data in _drain(proto)):
+    if any(_drain(proto)):
         raise InvalidRequest(reason=f"a {_name(kind)} message with arrays in its head; they travel beside it")
     return _built(kind, proto, bulk)
 

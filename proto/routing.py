@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -198,8 +198,7 @@ def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list
     if not inputs:
         return []
     flats = [np.ascontiguousarray(ids, dtype=np.int64).reshape(-1) for ids, _ in inputs]
-    starts = np.zeros(len(flats) + 1, np.int64)
-    np.cumsum([len(flat) for flat in flats], out=starts[1:])
+    starts = np.array([0, *accumulate(map(len, flats))], np.int64)
     keys = np.array([key for _, key in inputs], np.uint64)
     flat = flats[0] if len(flats) == 1 else np.concatenate(flats)
     ids, splits, index = _route(flat, starts, keys, placement.shard_of, placement.shards[-1] + 1)

@@ -74,14 +74,14 @@ class Header(NamedTuple):
     @property
     def bulk_bytes(self) -> int:
         """Bytes of the buffers that travel."""
-        if not self.offsets:
+        if not self.uses_memory:
             return sum(self.lengths)
         return sum([size for size, offset in zip(self.lengths, self.offsets, strict=True) if offset == IN_FRAME])
 
     @property
     def uses_memory(self) -> bool:
         """Whether a buffer lies in shared memory."""
-        return any([offset != IN_FRAME for offset in self.offsets])
+        return self.offsets.count(IN_FRAME) < len(self.offsets)
 
 
 class Frame(NamedTuple):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -25,7 +25,7 @@ from embershard.ps.shard import Shard
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Incoming(Generic[T]):
     """A request that a transport has brought; see Dispatch.submit."""
 
@@ -191,8 +191,8 @@ class Dispatch:
         num_bytes, deadline = incoming.num_bytes, incoming.deadline
         if not incoming.is_small:
             return self._apply.submit(partial(self._handled, incoming), num_bytes, deadline)
-        reading = _FirstRead(incoming.read)
-        work = partial(self._handled, replace(incoming, read=reading))
+        incoming.read = reading = _FirstRead(incoming.read)
+        work = partial(self._handled, incoming)
         is_quick = partial(reading.passes, self._shard.is_quick)
         done = self._apply.run_now(work, num_bytes, deadline, is_quick)
         return self._apply.submit(work, num_bytes, deadline, is_quick) if done is None else done

@@ -188,7 +188,7 @@ def _in_heap(heap: SharedHeap, array: Array) -> tuple[Array, int]:
 
 def _offset(heap: SharedHeap, array: Array) -> int:
     """Where an array of float32 lies in shared memory; IN_FRAME where it does not, or is small."""
-    if array.dtype != np.float32 or array.nbytes < SHARED_FROM_BYTES or not array.flags.c_contiguous:
+    if array.nbytes < SHARED_FROM_BYTES or array.dtype != np.float32 or not array.flags.c_contiguous:
         return IN_FRAME
     offset = heap.offset_of(array)
     return IN_FRAME if offset is None else offset

@@ -261,9 +261,9 @@ def read_all(
 
     MessageTooLarge, before memory is taken, where they are over `limit` bytes: ids are small, their rows are not.
     """
-    nbytes = sum(_ENTRY_BYTES + read.nbytes for read in reads)
+    nbytes = sum([_ENTRY_BYTES + read.nbytes for read in reads])
     if nbytes > limit:
         raise MessageTooLarge(got=nbytes, limit=limit)
     found = [read.rows(version, coding) for read in reads]
-    codecs = tuple(codec for _, codec in found)
-    return tuple(rows for rows, _ in found), codecs if any(codecs) else ()
+    codecs = tuple([codec for _, codec in found])
+    return tuple([rows for rows, _ in found]), codecs if any(codecs) else ()

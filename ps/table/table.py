@@ -519,4 +519,6 @@ def _array(array: npt.NDArray[S], dtype: type[S], table: str, what: str) -> npt.
     """The array as the kernels take it, C-ordered and aligned; a copy only if it is not. InvalidRequest: its dtype."""
     if array.dtype != dtype:
         raise InvalidRequest(reason=f"table {table!r}: {what} must be {np.dtype(dtype).name}, got {array.dtype.name}")
+    if array.flags.c_contiguous and array.flags.aligned:  # nearly always, and sooner seen here than by numpy
+        return array
     return np.require(array, requirements=["C", "A"])

@@ -77,10 +77,10 @@ STALL_RATE = 2**18  # bytes per second
 RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
 # Rows that wait to be read, of one peer, before its requests are left unread and no more rows are made for it.
 UNSENT_BYTES = MAX_MESSAGE_BYTES
-# A pull or push in a frame up to this size may be answered on the event loop, where it is quick and nothing else runs.
-# Larger ones would keep other frames from arriving, and took a fifth more CPU there: the system maps memory for their
-# rows anew.
-AT_ONCE_BYTES = 2**14
+# Frames up to this size may be answered on the event loop, where that is quick and nothing else runs. Larger ones would
+# keep other frames from arriving, and larger pulls took a fifth more CPU there: the system maps memory for their rows
+# anew. A push has its memory already, and 64 rows of dim 64 are more than a pull may have.
+AT_ONCE_BYTES: dict[type[Request], int] = {Pull: 2**14, Push: 2**16}
 # Gradients that lie in shared memory do not count with these, up to this size: with a log they are copied first.
 AT_ONCE_SHARED_BYTES = 2**19
 # a TLS record with the alert handshake_failure: what a server says that speaks no TLS
@@ -489,7 +489,7 @@ class Connection(asyncio.BufferedProtocol):
         if shared is not None:
             self._server.counters.received_bytes += shared.read_bytes
         frame_bytes, shared_bytes = len(header.head) + header.bulk_bytes, 0 if shared is None else shared.read_bytes
-        is_small = frame_bytes <= AT_ONCE_BYTES and shared_bytes <= AT_ONCE_SHARED_BYTES
+        is_small = frame_bytes <= AT_ONCE_BYTES.get(kind, -1) and shared_bytes <= AT_ONCE_SHARED_BYTES
 
         def read_request() -> Request:
             if request is Pull or request is Rendezvous:
@@ -500,7 +500,7 @@ class Connection(asyncio.BufferedProtocol):
                 message = read(request, header.head, buffers)
             else:
                 message = shared.read(copies=dispatch.keeps_arrays)
-            if isinstance(message, Join | Heartbeat):
+            if isinstance(message, (Join, Heartbeat)):
                 self.sender = message.worker, message.epoch
             return message
 
@@ -511,7 +511,7 @@ class Connection(asyncio.BufferedProtocol):
                 offsets = shared.offsets(reply)
             head = head_bytes(reply)
             pieces = encode(KIND_OF[type(reply)], header.call, 0, head, bulk, checksum=self._checksum, offsets=offsets)
-            if isinstance(reply, Rows | RendezvousResult):
+            if isinstance(reply, (Rows, RendezvousResult)):
                 num_bytes = sum(map(len, pieces))
                 self._made += num_bytes
                 self._server.made_bytes += num_bytes
@@ -525,7 +525,7 @@ class Connection(asyncio.BufferedProtocol):
             deadline=time.monotonic() + header.timeout_ms / 1000,
             peer=self._peer.address,
             principal=self._known_principal(),
-            is_small=is_small and kind in (Pull, Push),
+            is_small=is_small,
         )
         future.add_done_callback(self._sender(header, kind, shared))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from embershard.proto.arrays import Array
@@ -193,7 +194,8 @@ class ShardConnections:
         waiting = requests
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
-                for pause in pauses(self.clock):
+                growing = pauses(self.clock)
+                while True:
                     try:
                         if self._poller is not None:
                             self._poller.begin()
@@ -201,11 +203,11 @@ class ShardConnections:
                     finally:
                         if self._poller is not None:
                             self._poller.end()
-                    if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
+                    if any([isinstance(outcome, ClockAhead) for outcome in outcomes.values()]):
                         held = time.perf_counter() - start  # put back: the next try counts anew
                     if not waiting:
                         break
-                    pause = max(pause, _wanted_pause(waiting, outcomes, self.clock))
+                    pause = max(next(growing), _wanted_pause(waiting, outcomes, self.clock))
                     if any(isinstance(outcomes.get(shard), _AnswersAgain) for shard in waiting):
                         pause = 0.0
                     comes_back = [
@@ -224,12 +226,16 @@ class ShardConnections:
                     left = deadline.remaining
                 if waiting:
                     outcomes = self._with_unanswered(waiting, outcomes, deadlines)
-                answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
                 # shards work side by side, but for those of this process: the slowest is waited for
-                if coding := max((reply.coding_seconds for reply in answers), default=0.0):
-                    charge_to("shards", coding)
-            held += max((reply.held_seconds for reply in answers if isinstance(reply, Rows)), default=0.0)
-            self.settings_revision = max([self.settings_revision, *(reply.settings for reply in answers)])
+                coding = held_there = 0.0
+                for reply in outcomes.values():
+                    if isinstance(reply, (Rows, Pushed)):
+                        coding = max(coding, reply.coding_seconds)
+                        self.settings_revision = max(self.settings_revision, reply.settings)
+                    if isinstance(reply, Rows):
+                        held_there = max(held_there, reply.held_seconds)
+                charge_to("shards", coding)
+            held += held_there
             if counted and (watch := self.watch) is not None:
                 watch(requests, outcomes, time.perf_counter() - start)
             return outcomes
@@ -497,6 +503,7 @@ class Chunk(NamedTuple):
     is_whole: bool  # whether they are all rows of this table and shard
 
 
+@lru_cache(2048)  # asked for each message, and of a bundle as long as its names are many
 def table_overhead(table: TableKey) -> int:
     """Bytes that a message's head takes for a table or a bundle, at most."""
     if isinstance(table, str):

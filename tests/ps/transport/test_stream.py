@@ -50,6 +50,20 @@ def test_a_frame_cut_anywhere_changes_nothing_and_leaves_nothing_behind(connect,
     assert not watcher.ask(pull()).tables[0].any()
 
 
+@pytest.mark.parametrize(
+    ("request_", "by_loop"), [(push(1500), True), (push(5000), False), (pull(1500), True), (pull(5000), False)]
+)
+def test_a_request_that_is_small_for_its_kind_is_answered_without_the_apply_thread(
+    connect, served, monkeypatch, request_, by_loop
+):
+    handle, threads = served.shard.handle, []
+    monkeypatch.setattr(
+        served.shard, "handle", lambda *given: (threads.append(threading.current_thread()), handle(*given))[1]
+    )
+    connect().ask(request_)
+    assert (threads[-1] is served._thread) == by_loop
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("said", [b"", wire.MAGIC[:3], wire.MAGIC, wire.client_hello(Feature(0))[:15]])
 def test_a_peer_that_does_not_finish_its_hello_is_dropped(served, said):
