@@ -172,7 +172,8 @@ class TableGradients:
     With a `route` the ids are those that a pull left with the shard under this number, and do not travel again. Others
     may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one. A shard
     does not learn which rows are a worker's residual (`is_residual`). Unless ids are `unique` a shard sums gradients of
-    equal ones. `members` and `counts`: as in TableIds.
+    equal ones. `members` and `counts`: as in TableIds. `copy` is memory for as many floats as `gradients`, which then
+    may change at any time: it has those that were applied, once the push is.
     """
 
     table: str
@@ -186,6 +187,7 @@ class TableGradients:
     unique: bool = True
     members: tuple[str, ...] = ()
     counts: tuple[int, ...] = ()
+    copy: Floats | None = field(default=None, compare=False)  # it does not travel
 
     @property
     def key(self) -> TableKey:

@@ -136,15 +136,32 @@ def encode_event(event: Event) -> list[bytes | memoryview]:
             plain = {"lineage": contents.lineage, "workers": workers, "flags": contents.flags}
             return encode(RESTORED, 0, 0, b"", [msgpack.packb(plain)], checksum=False)
         case PushEvent():
-            message: Message = event.push
-            if event.ids:
-                parts = zip(event.push.tables, event.ids, strict=True)
-                own = (part if ids is None else replace(part, ids=ids, route=0, packed=None) for part, ids in parts)
-                message = replace(event.push, tables=tuple(own))
+            message: Message = _whole(event) if event.ids else event.push
         case _:
             message = event
     bulk = [np.ascontiguousarray(array).data for array in arrays(message)]
     return encode(KIND_OF[type(message)], 0, 0, head_bytes(message), bulk, checksum=False)
+
+
+def applied(event: Event) -> Event:
+    """The event with the gradients that were applied, where those that came may have changed since."""
+    if not isinstance(event, PushEvent) or all([part.copy is None for part in event.push.tables]):
+        return event
+    return PushEvent(_whole(event))
+
+
+def _whole(event: PushEvent) -> Push:
+    """The push as one that brings all of its ids, and the gradients that were applied."""
+    parts = []
+    for number, part in enumerate(event.push.tables):
+        ids = event.ids[number] if event.ids else None
+        gradients = part.gradients if part.copy is None else part.copy
+        if ids is not None:
+            part = replace(part, ids=ids, route=0, packed=None, gradients=gradients)
+        elif gradients is not part.gradients:
+            part = replace(part, gradients=gradients)
+        parts.append(part)
+    return replace(event.push, tables=tuple(parts))
 
 
 def check_size(event: Event) -> None:

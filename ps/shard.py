@@ -73,6 +73,7 @@ from embershard.ps.events import (
     Settled,
     TablesRestored,
     Term,
+    applied,
     check_size,
 )
 from embershard.ps.memory import MemoryBudget, resident_memory
@@ -410,7 +411,7 @@ class Shard:
             log.fail(error)
             raise
         if outcome.changed:
-            self._append(event, outcome, log)
+            self._append(applied(event), outcome, log)
         return outcome
 
     def _append(self, event: Event, outcome: Outcome, log: EventLog) -> None:

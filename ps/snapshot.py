@@ -356,13 +356,12 @@ class SnapshotWriter:
         block = rows.block(min(step, len(slots)))
         files = []
         for number, first in enumerate(range(0, len(slots), step)):
-            part = slots[first : first + step]
-            buckets = rows.buckets(part[[0, -1]] if changed_slots is None else part)
-            low, high = int(buckets.min()), int(buckets.max())
+            found = rows.read(slots[first : first + step], block)
+            low, high = rows.bucket_range(found.ids)
             path = f"{prefix}-{number}.safetensors"
             about = {"table": table.spec.name, "first_bucket": str(low), "last_bucket": str(high)}
-            size, digest = self._write_file(storage, path, rows.read(part, block), about)
-            files.append(BlockFile(path, size, digest, len(part), low, high))
+            size, digest = self._write_file(storage, path, found, about)
+            files.append(BlockFile(path, size, digest, len(found.ids), low, high))
         table.thaw(rows)
         blocks = TableBlocks(table.spec, rows.num_state, len(slots), tuple(files))
         if changed is None or changed_slots is None:

@@ -221,15 +221,18 @@ def make_tables(
 def _write_rows(
     disk: Disk, path: Path, number: int, spec: TableSpec, rows: CopyOnWriteRows, slots: Slots, go_on: Callable[[], None]
 ) -> Iterator[RowFile]:
-    step = rows_per_file(rows.dim, rows.num_state)
-    memory = rows.block(min(step, len(slots)))
+    step, about = rows_per_file(rows.dim, rows.num_state), {"table": spec.name}
+    head_bytes = len(block_header(rows.block(min(step, len(slots)))._asdict(), about))
+    # of a whole file: the pieces of its checksums lie across the arrays
+    memory = np.empty(head_bytes + min(step, len(slots)) * (8 + 4 * (rows.dim + rows.num_state)), np.uint8)
     for count, start in enumerate(range(0, len(slots), step)):
         go_on()
-        block = rows.read(slots[start : start + step], memory)
-        header = block_header(block._asdict(), {"table": spec.name})
-        arrays = (array.reshape(-1).view(np.uint8).data for array in block)
-        pieces: list[bytes | memoryview] = [header, *arrays]
-        data = memoryview(b"".join(pieces))  # its checksums' pieces lie across the arrays
+        part = slots[start : start + step]
+        block = rows.read(part, rows.block(len(part), memory[head_bytes:]))
+        header = block_header(block._asdict(), about)
+        first = head_bytes - len(header)  # of fewer rows it may be shorter
+        memory[first:head_bytes] = np.frombuffer(header, np.uint8)
+        data = memory[first : head_bytes + sum(array.nbytes for array in block)].data
         name = f"{number}-{count}.safetensors"
         _write_file(disk, path / name, [data])
         yield RowFile(name, len(data), len(block.ids), _checksums(data))

@@ -17,7 +17,7 @@ from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.outcome import Outcome
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.security.table_quotas import TableQuotas
-from embershard.ps.table.checked import Checked, CheckedBundle, CheckedGradients
+from embershard.ps.table.checked import Checked, CheckedBundle, CheckedGradients, own_gradients
 from embershard.ps.table.table import Applied, Table
 from embershard.ps.table.tables import Tables, apply_parts, single_tables
 
@@ -113,6 +113,8 @@ class Pushes:
             known = known_ids[number] if known_ids else None
             parts.append(self._tables.check_gradients(part, known, room))
             room -= parts[-1].gradients.nbytes
+        if kept or any([part.may_raise for part in parts]):  # then what was not applied is still needed
+            parts = [part._replace(gradients=own_gradients(part), copy=None) for part in parts]
         pending = self._clock.pending
         if self._tables.quotas is not None:
             self._check_quotas(self._tables.quotas, [(part.table, part.ids) for part in single_tables(parts)])

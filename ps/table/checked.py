@@ -42,7 +42,6 @@ class Stopwatch:
 Words = npt.NDArray[np.uint64]
 
 PLAIN = BUILTIN["none"]
-_NO_AGES = np.empty(0, np.float32)
 # How much smaller than its rows a reply counts at most: a user-defined codec may say that millions take no bytes, and
 # all of them are gathered first. int8 makes rows 3.9 times smaller.
 _MOST = 8
@@ -174,11 +173,17 @@ class CheckedGradients(NamedTuple):
     gradients: Floats  # (U, dim)
     lr_scale: float
     ages: Floats | None = None  # (U,) pushes that each row is the sum of; None: one
+    copy: Floats | None = None  # (U, dim), see TableGradients
 
     @property
     def nbytes(self) -> int:
         """The bytes of all of its arrays."""
         return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether a row function may."""
+        return self.table.may_raise
 
 
 class CheckedBundle(NamedTuple):
@@ -190,18 +195,25 @@ class CheckedBundle(NamedTuple):
     ids: Ids  # (U,)
     gradients: Floats  # (U, dim)
     lr_scale: float
+    copy: Floats | None = None  # (U, dim), see TableGradients
 
     @property
     def nbytes(self) -> int:
         """The bytes of all of its arrays."""
         return self.ids.nbytes + self.gradients.nbytes
 
+    @property
+    def may_raise(self) -> bool:
+        """Whether a row function may."""
+        return self.members.may_raise
+
     def split(self) -> list[CheckedGradients]:
         """Gradients of one table each, in views of these arrays."""
         bounds = pairwise([0, *self.ends.tolist()])
+        ids, gradients, copy = self.ids, self.gradients, self.copy
         return [
-            CheckedGradients(table, self.ids[start:end], self.gradients[start:end], self.lr_scale)
-            for table, (start, end) in zip(self.members.tables, bounds, strict=True)
+            CheckedGradients(table, ids[a:b], gradients[a:b], self.lr_scale, copy=None if copy is None else copy[a:b])
+            for table, (a, b) in zip(self.members.tables, bounds, strict=True)
         ]
 
     def sizes(self) -> Iterator[tuple[Table, int]]:
@@ -234,7 +246,7 @@ class CheckedBundle(NamedTuple):
         """
         self.reserve()  # as it is now: other parts of the push may have made rows
         skipped, created = np.zeros((2, len(self.counts)), np.int64)
-        pushed = self.gradients, self.gradients.view(np.int32), _NO_AGES, not self.gradients.flags.writeable
+        pushed = kernels.pushed(self.gradients, self.copy)
         rate = self.lr_scale / divisor
         end = kernels.apply(self.members.addresses, self.ends, self.ids, pushed, rate, (skipped, created))
         assert end == kernels.DONE, "the index of a table of a bundle is full"
@@ -252,6 +264,14 @@ class CheckedBundle(NamedTuple):
 
 
 Checked = CheckedGradients | CheckedBundle
+
+
+def own_gradients(part: Checked) -> Floats:
+    """The gradients, copied now where there is memory for a copy."""
+    if part.copy is None:
+        return part.gradients
+    part.copy[...] = part.gradients
+    return part.copy
 
 
 def read_all(

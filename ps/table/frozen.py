@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.arrays import Floats, Ids
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.errors import SnapshotNotWritten
 from embershard.proto.routing import NUM_BUCKETS
 from embershard.ps.memory import Charge, MemoryBudget
@@ -153,13 +153,24 @@ class CopyOnWriteRows:
             slots = np.arange(self._num_slots, dtype=np.uint32)
         else:
             bits = np.unpackbits(changed.bits, bitorder="little")[: self._num_slots]
-            slots = np.flatnonzero(bits).astype(np.uint32)
+            slots = np.flatnonzero(bits.view(np.bool_)).astype(np.uint32)
         return slots[np.isin(slots, self._free, invert=True)] if self._free.size else slots
 
-    def block(self, count: int) -> RowBlock:
-        """Memory for so many rows."""
-        rows, state = np.empty((count, self.dim), np.float32), np.empty((count, self.num_state), np.float32)
-        return RowBlock(np.empty(count, np.int64), rows, state)
+    def block(self, count: int, memory: Bytes | None = None) -> RowBlock:
+        """Memory for so many rows, by default new; its arrays lie one behind the other."""
+        row_bytes = 8 + 4 * (self.dim + self.num_state)
+        memory = np.empty(count * row_bytes, np.uint8) if memory is None else memory[: count * row_bytes]
+        ids, rows, state = np.split(memory, [8 * count, (8 + 4 * self.dim) * count])
+        return RowBlock(
+            ids.view(np.int64),
+            rows.view(np.float32).reshape(count, self.dim),
+            state.view(np.float32).reshape(count, self.num_state),
+        )
+
+    def bucket_range(self, ids: Ids) -> tuple[int, int]:
+        """The lowest and the highest of the routing's buckets of ids ((n,) int64), one at least."""
+        low, high = frozen_kernels.bucket_range(ids, self._space_key)
+        return int(low), int(high)
 
     def read(self, slots: Slots, into: RowBlock) -> RowBlock:
         """The rows of slots ((n,) uint32), each read once only, in the first places of a block."""

@@ -111,6 +111,16 @@ def find_buckets(store: HashIndex, space_key: np.uint64, slots: Slots, buckets: 
         buckets[i] = mix64(_U(id_), space_key) >> _U(BUCKET_SHIFT)
 
 
+@compiled(types.UniTuple(types.uint64, 2)(_IDS, types.uint64))
+def bucket_range(ids: Ids, space_key: np.uint64) -> tuple[np.uint64, np.uint64]:
+    """The lowest and the highest of the routing's buckets of ids, of which there is one at least."""
+    low, high = _U(NUM_BUCKETS), _0
+    for i in range(ids.size):
+        bucket = mix64(_U(ids[i]), space_key) >> _U(BUCKET_SHIFT)
+        low, high = min(low, bucket), max(high, bucket)
+    return low, high
+
+
 @compiled(types.void(types.uint16[::1], _SLOTS, types.uint32[::1], types.int64[::1]))
 def sort_by_bucket(buckets: npt.NDArray[np.uint16], slots: Slots, out: Slots, starts: Ids) -> None:
     """Sort slots by their buckets into `out`, in order within one; those of bucket b begin at out[starts[b]].

@@ -58,6 +58,7 @@ _U = np.uint64
 _0, _1 = _U(0), _U(1)
 _LINE = 16  # floats per cache line
 _EXPONENT = np.int32(0x7F800000)
+_NO_AGES, _NO_BITS = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
 @inlined
@@ -165,6 +166,19 @@ def _find_or_create(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
     return found if found else _create(store, id_, h)
 
 
+Pushed = tuple[Floats, npt.NDArray[np.int32], Floats, npt.NDArray[np.int32]]
+
+
+def pushed(gradients: Floats, copy: Floats | None = None, ages: Floats | None = None) -> Pushed:
+    """Gradients as `apply` takes them: read-only ones may change, and are copied, to `copy` where there is one."""
+    taken = _NO_BITS
+    if copy is not None:
+        taken = copy.reshape(-1).view(np.int32)
+    elif not gradients.flags.writeable:
+        taken = np.empty(BLOCK * gradients.shape[-1], np.int32)
+    return gradients, gradients.view(np.int32), _NO_AGES if ages is None else ages, taken
+
+
 @inlined
 def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
     """Whether no float of row i has the exponent of NaN and Inf; on bits, so that the loop is a vector loop."""
@@ -190,7 +204,7 @@ def _take_finite(bits: npt.NDArray[np.int32], i: int, taken: npt.NDArray[np.int3
         _IDS,
         _IDS,
         _IDS,
-        types.Tuple((_ROWS, _BITS, _AGES, types.boolean)),
+        types.Tuple((_ROWS, _BITS, _AGES, types.int32[::1])),
         types.float64,
         types.UniTuple(types.int64[::1], 2),
     ),
@@ -201,16 +215,17 @@ def apply(
     tables: Ids,
     ends: Ids,
     ids: Ids,
-    pushed: tuple[Floats, npt.NDArray[np.int32], Floats, bool],
+    pushed: Pushed,
     lr_scale: float,
     counts: tuple[Ids, Ids],
 ) -> int:
     """Update the rows of ids with their gradients, in order, and create those that are new.
 
     tables, ends: as in `gather`. pushed: the gradients (U, dim), their memory as int32, and their ages (U,); (0,) where
-    all are 1: the last float of `hyper` is the age of the row that is updated; and whether another process may change
-    them meanwhile, so that each row is copied before it is checked. counts: of each table, (T,) each, the
-    rows whose gradient is not finite, which are left alone, and the new ones. Returns DONE, or why not.
+    all are 1: the last float of `hyper` is the age of the row that is updated; and () or, where another process may
+    change them meanwhile, memory for a block of rows or for all, to which each is copied before it is checked.
+    counts: of each table, (T,) each, the rows whose gradient is not finite, which are left alone, and the new ones.
+    Returns DONE, or why not.
     """
     tables, ends, ids, skipped, created = (
         detached(tables),
@@ -219,9 +234,10 @@ def apply(
         detached(counts[0]),
         detached(counts[1]),
     )
-    gradients, bits, ages, may_change = detached(pushed[0]), detached(pushed[1]), detached(pushed[2]), pushed[3]
-    taken_bits = np.empty(BLOCK * bits.shape[1] if may_change else 0, np.int32)
+    gradients, bits, ages = detached(pushed[0]), detached(pushed[1]), detached(pushed[2])
+    taken_bits = detached(pushed[3])
     taken = taken_bits.view(np.float32)
+    may_change, takes_all = taken.size > 0, taken.size == bits.size
     hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
     clipped = np.empty(bits.shape[1], np.float32)
@@ -241,10 +257,12 @@ def apply(
             count = min(BLOCK, ends[t] - start)
             _hash_block(store, ids, start, count, hashes, homes)
             pages = store.counters[NUM_PAGES]
+            first_taken = _U(start) * store.dim if takes_all else _0
             for i in range(count):
                 slots[i] = _0
                 if may_change:
-                    is_finite = _take_finite(bits, start + i, window(taken_bits, _U(i) * store.dim, dim))
+                    own = window(taken_bits, first_taken + _U(i) * store.dim, dim)
+                    is_finite = _take_finite(bits, start + i, own)
                 else:
                     is_finite = _is_finite(bits, start + i)
                 if not is_finite:
@@ -274,7 +292,7 @@ def apply(
                 row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
                 grad = window(gradients, _U(start + i) * store.dim, dim)
                 if may_change:
-                    grad = window(taken, _U(i) * store.dim, dim)
+                    grad = window(taken, first_taken + _U(i) * store.dim, dim)
                 if clips:
                     clip_gradient(grad, clipped, rates[1], rates[2])
                     grad = window(clipped, _0, dim)

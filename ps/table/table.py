@@ -52,7 +52,6 @@ _PAGE_BYTES = PAGE_CELLS * 8 + 4
 _BUCKET_BITS = 64 - BUCKET_SHIFT
 _NO_BITS = np.empty(0, np.uint8)
 _NO_RATES = np.zeros(3)
-_NO_AGES = np.empty(0, np.float32)
 
 
 @compiled(ROW_FUNCTION)
@@ -190,6 +189,7 @@ class Table:
         lr_scale: float = 1.0,
         ages: Floats | None = None,
         *,
+        copy: Floats | None = None,
         has_room: bool = False,
     ) -> Applied:
         """Update the rows of ids ((U,) int64) with gradients ((U, dim) float32), creating those that do not exist.
@@ -199,36 +199,34 @@ class Table:
         gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
         the budget has no room for the new rows; nothing is applied then. With `has_room` the caller has seen to it.
         Gradients that are read-only may change meanwhile, as in memory that another process writes: each row is copied
-        before it is checked.
+        before it is checked, to `copy` ((U, dim) float32) where there is one, which has what was applied then.
         """
-        ages = _NO_AGES if ages is None else ages
-        return self._update_rows(ids, gradients, "the gradients", self.addresses, lr_scale, ages, has_room=has_room)
+        rows = kernels.pushed(_array(gradients, np.float32, self.spec.name, "the gradients"), copy, ages)
+        return self._update_rows(ids, rows, "the gradients", self.addresses, lr_scale, has_room=has_room)
 
-    def add(self, ids: Ids, differences: Floats, *, has_room: bool = False) -> Applied:
+    def add(self, ids: Ids, differences: Floats, *, copy: Floats | None = None, has_room: bool = False) -> Applied:
         """Add differences ((U, dim) float32) to the rows of ids ((U,) int64), past the optimizer and its state.
 
-        Rows that do not exist are created. NaN, Inf and errors as in `apply`.
+        Rows that do not exist are created. NaN, Inf, `copy` and errors as in `apply`.
         """
-        return self._update_rows(ids, differences, "the differences", self._add_addresses, has_room=has_room)
+        rows = kernels.pushed(_array(differences, np.float32, self.spec.name, "the differences"), copy)
+        return self._update_rows(ids, rows, "the differences", self._add_addresses, has_room=has_room)
 
     def _update_rows(
         self,
         ids: Ids,
-        rows: Floats,
+        pushed: kernels.Pushed,
         what: str,
         addresses: Ids,
         lr_scale: float = 1.0,
-        ages: Floats = _NO_AGES,
         *,
         has_room: bool,
     ) -> Applied:
         flat = _array(ids, np.int64, self.spec.name, "the ids")
-        rows = _array(rows, np.float32, self.spec.name, what)
-        self._check(flat, rows, what)
+        self._check(flat, pushed[0], what)
         self._before_write(flat, has_room=has_room)
         before = None if self.changes is None else self.gather(flat)
         skipped, created = np.zeros((2, 1), np.int64)
-        pushed = rows, rows.view(np.int32), ages, not rows.flags.writeable
         end = kernels.apply(addresses, np.array([len(flat)]), flat, pushed, lr_scale, (skipped, created))
         self.charge()
         self._record(flat, before)

@@ -54,6 +54,7 @@ from embershard.ps.table.checked import (
     CheckedRead,
     Members,
     Words,
+    own_gradients,
 )
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Applied, Table
@@ -346,8 +347,10 @@ class Tables:
         ends = self._ends(part, ids)
         if kept is None:
             self._check_place(ids, ends, members.space_keys, members.tables)
-        gradients = _matrix(members.tables[0].spec, ids, "gradients", cast(Floats, part.gradients))
-        return CheckedBundle(members, part.counts, ends, ids, gradients, part.lr_scale)
+        spec = members.tables[0].spec
+        gradients = _matrix(spec, ids, "gradients", cast(Floats, part.gradients))
+        copy = None if part.copy is None else part.copy.reshape(gradients.shape)
+        return CheckedBundle(members, part.counts, ends, ids, gradients, part.lr_scale, copy)
 
     def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Checked:
         """Gradients that fit their table, decompressed; their ids are those `kept` from a pull, which has checked them.
@@ -366,7 +369,8 @@ class Tables:
         ids = part.ids if kept is None else kept
         if not part.codec:
             gradients = _matrix(entry.table.spec, ids, "gradients", cast(Floats, part.gradients))
-            return _summed(CheckedGradients(entry.table, ids, gradients, part.lr_scale), unique=part.unique)
+            copy = None if part.copy is None else part.copy.reshape(gradients.shape)
+            return _summed(CheckedGradients(entry.table, ids, gradients, part.lr_scale, copy=copy), unique=part.unique)
         if part.codec != PACKED and ":" not in part.codec:  # the name of a values codec, as a pull has it
             raise InvalidRequest(
                 reason=f"table {part.table!r}: a push has no codec {part.codec[:50]!r}; send float32 without a codec, "
@@ -397,9 +401,9 @@ def _summed(part: CheckedGradients, *, unique: bool) -> CheckedGradients:
     route = make_route(part.ids, 0, Placement.even(1))
     if len(route.ids) == len(part.ids):
         return part
-    rows = sum_rows(route.index, np.ascontiguousarray(part.gradients), len(route.ids))
+    rows = sum_rows(route.index, np.ascontiguousarray(own_gradients(part)), len(route.ids))
     ages = None if part.ages is None else np.bincount(route.index, part.ages).astype(np.float32)
-    return part._replace(ids=route.ids, gradients=rows, ages=ages)
+    return part._replace(ids=route.ids, gradients=rows, ages=ages, copy=None)
 
 
 def single_tables(parts: Sequence[Checked]) -> list[CheckedGradients]:
@@ -413,8 +417,9 @@ def _apply(part: CheckedGradients, difference: bool, divisor: float) -> Applied:
     Whether there is memory was decided when they came (see Pushes): what was accepted is applied, in a replay too.
     """
     if difference:
-        return part.table.add(part.ids, part.gradients, has_room=True)
-    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages, has_room=True)
+        return part.table.add(part.ids, part.gradients, copy=part.copy, has_room=True)
+    rate = part.lr_scale / divisor
+    return part.table.apply(part.ids, part.gradients, rate, part.ages, copy=part.copy, has_room=True)
 
 
 def apply_parts(parts: Sequence[tuple[Checked, bool]], divisor: float = 1.0, *, count: bool = True) -> Applied:

@@ -1,7 +1,7 @@
 """The memory that workers of this machine share with a shard: how much of it is mapped, and what messages say of it.
 
 What lies there may change at any time. So nothing but gradients is read from it, whose values are all allowed, and they
-are copied where they are needed after their reply; and nothing but rows is written there.
+are copied, as they are applied, where they are needed after their reply; and nothing but rows is written there.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class SharedBuffers:
         ]
 
     def read(self, *, copies: bool) -> Request:
-        """As protobuf.read. `copies`: gradients are copied out of shared memory.
+        """As protobuf.read. `copies`: gradients come with memory for a copy.
 
         InvalidRequest where anything but gradients and memory for rows lies there.
         """
@@ -182,7 +182,7 @@ class SharedBuffers:
                     raise InvalidRequest(reason=f"a payload of {part.codec!r} in shared memory; it travels")
                 # read-only: so a table knows that another process may change them
                 gradients = np.frombuffer(self._buffers[number].toreadonly(), np.float32)
-                part = replace(part, gradients=gradients.copy() if copies else gradients)
+                part = replace(part, gradients=gradients, copy=np.empty_like(gradients) if copies else None)
             tables.append(part)
             number += 1
         return replace(push, tables=tuple(tables))

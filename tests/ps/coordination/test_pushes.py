@@ -2,6 +2,8 @@
 
 import re
 import tracemalloc
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from embershard.ps.coordination import pushes as routes_module
 from embershard.ps.coordination.pushes import RouteCache, kept_for
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from harness.held_log import HeldLog
 from harness.raises import raises
 from harness.shards import gradients, ids_of, join, make_shard, push, rows, table
 
@@ -61,6 +64,27 @@ class TestWholeOrNotAtAll:
                     shard.handle(push(*good[:at], self.part("picky", 2.0), *good[at + 1 :], seq=2))
         assert self.records(shard) == before
         assert shard.handle(push(*good, seq=2)).applied == 2 * len(IDS)
+
+    @pytest.mark.parametrize("kind", ["plain", "equal ids", "bundle", "difference", "raises", "waits for its clock"])
+    def test_a_log_has_the_gradients_that_were_applied_of_those_that_may_change(self, shard, kind):
+        if kind == "waits for its clock":
+            shard.handle(join())
+        log, ids, values = HeldLog(), np.arange(600), np.arange(1200, dtype=np.float32)
+        shard.log_to(log, 0)
+        values[500] = np.nan
+        part = TableGradients("plain", ids, values, copy=np.zeros_like(values))
+        values.flags.writeable = False
+        if kind == "equal ids":
+            part = replace(part, ids=ids % 300, unique=False)
+        elif kind == "bundle":
+            part = replace(part, table="", members=("plain", "other"), counts=(290, 310))
+            shard.handle(Declare(table("other", 2)))
+        parts = [self.part("picky", 2.0), part] if kind == "raises" else [part]
+        with suppress(BadOptimizer):
+            shard.handle(push(*parts, difference=kind == "difference"))
+        logged = log.events[-1].push.tables[-1].gradients
+        np.testing.assert_array_equal(logged, values)
+        assert logged.flags.writeable, "a copy"
 
     def test_a_bundle_whose_row_function_raises_leaves_no_trace(self, shard):
         def both(last):
