@@ -18,6 +18,7 @@ from embershard.ps.recovery import recover
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from harness.logged_shard import install
 from harness.logs import Written, begin, open_log, read
 from harness.shards import gradients, join, push, table
 
@@ -89,7 +90,7 @@ def test_inspect_names_the_events_that_no_request_is(tmp_path):
     with pytest.raises(UnknownTable):
         shard.handle(push(gradients([1], name="other"), worker=1))
     shard.advance(shard.system.now() + 1)
-    shard._install(Contents([shard.core.tables.entry("items").table], [], 7, {}))
+    install(shard, log, Contents([shard.core.tables.entry("items").table], [], 7, {}))
     while log.journal.write_group():
         pass
     (found,) = inspected(tmp_path)

@@ -13,6 +13,7 @@ from embershard.proto import errors
 from embershard.proto.clock import SystemClock
 from embershard.proto.messages import Declare
 from embershard.proto.routing import Placement
+from embershard.proto.user_modules import sha256_of_modules
 from embershard.ps import server
 from embershard.ps.journal import disk as disks
 from embershard.ps.journal.disk import LocalDisk
@@ -22,7 +23,7 @@ from embershard.ps.journal.progress import RecoveryProgress
 from embershard.ps.journal.record import encode_segment_header, read_segment_header
 from embershard.ps.journal.segments import is_spare
 from embershard.ps.options import ServerOptions
-from embershard.ps.recovery import recover, sha256_of_modules
+from embershard.ps.recovery import recover
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from harness.logged_shard import LoggedShard

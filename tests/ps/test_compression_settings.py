@@ -9,7 +9,7 @@ from embershard.proto.errors import InvalidRequest, UnknownCodec, UnknownTable
 from embershard.proto.messages import Compress, Compressed, Declare, Leave, Pull, TableCodecs
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.spec import SGD
-from embershard.ps.restore import Contents
+from embershard.ps.restore import Contents, UnloggedRows
 from harness.shards import join, make_shard, table
 
 NOW = 1e9  # after whatever time.monotonic() says
@@ -78,7 +78,7 @@ def test_a_revision_that_no_count_leads_to_is_refused_and_rows_still_come(shard,
     tell(shard, 1, INT8)
     with pytest.raises(InvalidRequest):
         tell(shard, revision, INT8)
-    shard._install(Contents())  # a revision of its own, which every reply has to hold
+    shard._install(Contents(), UnloggedRows([]))  # a revision of its own, which every reply has to hold
     assert head_bytes(shard.handle(Pull(1, ())))
     assert tell(shard) == told(2)
 
@@ -100,7 +100,7 @@ def test_who_joins_late_or_again_is_told_what_its_job_was(shard, worker, epoch, 
 
 def test_what_was_said_of_tables_that_a_snapshot_replaces_is_forgotten(shard):
     tell(shard, 3, INT8)
-    shard._install(Contents())
+    shard._install(Contents(), UnloggedRows([]))
     assert tell(shard) == NOTHING
 
 

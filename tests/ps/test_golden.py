@@ -43,7 +43,7 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.eventually import eventually
-from harness.logged_shard import LoggedShard, bases_of
+from harness.logged_shard import LoggedShard, bases_of, install
 from harness.logs import FOLDER, disk_of, ids, open_log
 from harness.shards import gradients, ids_of, join, make_shard, push, rows, table
 from harness.simulated_disk import SimulatedDisk
@@ -110,7 +110,7 @@ def with_all_events(one, now):
     handle(Declare(table("gone", 1), lineage=7, begins_lineage=True))
     restored = Table(table("adagrad", 2, optimizer=ADAGRAD), OptimizerRegistry().find(ADAGRAD))
     restored.restore(ids_of(1, 2), np.float32([[1, 2], [3, 4]]), np.float32([[4, 4], [9, 9]]))
-    shard._install(Contents([restored], [], 8, {"adagrad": (True, ("", "int8"))}))
+    install(shard, one.log, Contents([restored], [], 8, {"adagrad": (True, ("", "int8"))}))
     handle(Declare(table("plain", 2), lineage=8))
     for worker in range(4):
         handle(join(worker, workers=4, staleness=-1))

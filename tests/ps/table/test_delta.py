@@ -6,7 +6,7 @@ import pytest
 from embershard.proto import spec
 from embershard.proto.codec.payload import decode_elements
 from embershard.proto.messages import DELTA, Load, Pull, TableGradients, TableIds
-from embershard.ps.restore import Contents
+from embershard.ps.restore import Contents, UnloggedRows
 from embershard.ps.table import changes
 from embershard.ps.table.changes import ChangeTracker
 from harness import shards
@@ -149,7 +149,7 @@ def test_where_a_version_is_of_another_life_or_before_a_restore_all_rows_come(sh
     other = make()
     Pusher(other).push(IDS, np.full((len(IDS), DIM), 3, np.float32))
     held = reader.rows.copy()
-    shard._install(Contents([other.core.tables.entry("t").table]))
+    shard._install(Contents([other.core.tables.entry("t").table]), UnloggedRows([]))
     Reader(shard).read()  # from here on the restored rows are watched
     assert reader.read() == reader.rows.size
     assert not np.array_equal(reader.rows, held)

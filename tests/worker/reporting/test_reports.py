@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -23,7 +23,6 @@ from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.compression.settings import Directions, describe_codecs
 from embershard.worker.nn.lr_schedule import Schedule
-from embershard.worker.reporting import log as reporting
 from embershard.worker.reporting.advice import first_warning, waiting_advice
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import TRACED_STEPS, WARM_UP_STEPS, Profile
@@ -286,7 +285,7 @@ def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path, monkeypat
     assert json.loads(log.path.read_text())["record"] == "config"  # before close: flushed
     log.close()
     again = JsonLog(tmp_path / "new" / "folder")
-    monkeypatch.setattr(reporting, "version", Mock(side_effect=PackageNotFoundError))  # a checkout
+    monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))  # a checkout
     show(again)
     records = [json.loads(line) for line in again.path.read_text().splitlines()]
     assert [r["record"] for r in records] == ["config", "config", "train", "eval", "train", "result"]
