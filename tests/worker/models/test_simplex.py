@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from embershard.worker.data.interactions.gowalla import InteractionLists
-from embershard.worker.data.interactions.interactions import Interactions
+from embershard.worker.data.readers.interactions import Interactions
 from embershard.worker.models.retrieval.simplex import SimpleX
 from embershard.worker.models.retrieval.two_tower import TwoTower
 

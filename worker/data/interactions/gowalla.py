@@ -16,19 +16,10 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Field, IdTable, Schema
 from embershard.worker.data.inputs.rows import RowInputs
+from embershard.worker.data.interactions.batches import draw_key, item_ids, list_batch, pair_batch, pair_inputs
 from embershard.worker.data.interactions.files import read_lists
-from embershard.worker.data.interactions.interactions import (
-    Interactions,
-    Ints,
-    check_numbering,
-    draw_key,
-    item_ids,
-    list_batch,
-    pair_batch,
-    pair_inputs,
-    tell_of_repeats,
-)
 from embershard.worker.data.interactions.tables import Names, Pairs
+from embershard.worker.data.readers.interactions import Interactions, Ints, check_numbering, tell_of_repeats
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 from embershard.worker.metrics import Users
 
@@ -83,7 +74,7 @@ class InteractionLists:
             split: Interactions.of(*pairs[split], num_users, num_items) for split in ("valid", "test") if split in pairs
         }
         if negatives:
-            self.train_set.check_negatives(self._where, names)
+            self.train_set.check_negatives(self._where, None if names is None else names.users)
         self._users = self.train_set.users()
         self._taken = dict.fromkeys(self._to_find, self.train_set)  # before each split
         if len(self._to_find) > 1:

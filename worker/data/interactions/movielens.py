@@ -11,14 +11,9 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.inputs.rows import RowInputs
+from embershard.worker.data.interactions.batches import draw_key, pair_batch, pair_inputs
 from embershard.worker.data.interactions.files import read_actions, read_candidates
-from embershard.worker.data.interactions.interactions import (
-    Interactions,
-    check_numbering,
-    draw_key,
-    pair_batch,
-    pair_inputs,
-)
+from embershard.worker.data.readers.interactions import Interactions, check_numbering
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 
 

@@ -17,9 +17,10 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Field, IdTable, Schema
 from embershard.worker.data.inputs.rows import PADDING, ListInput, RowInputs
+from embershard.worker.data.interactions.batches import draw_key
 from embershard.worker.data.interactions.files import read_actions
-from embershard.worker.data.interactions.interactions import Interactions, check_numbering, draw_key
 from embershard.worker.data.interactions.tables import Names, Pairs
+from embershard.worker.data.readers.interactions import Interactions, check_numbering
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 
 Ints = npt.NDArray[np.int64]
@@ -73,7 +74,7 @@ class ActionSequences:
         self._known = Interactions.of(*taken, num_users, self.num_items, by_popularity=by_popularity)
         self._all = Interactions.of(user, item, num_users, self.num_items)
         for taken_items in (self._known, self._all):
-            taken_items.check_negatives(self._where, names)
+            taken_items.check_negatives(self._where, None if names is None else names.users)
         self._trained = np.flatnonzero(counts - held_out >= 2)
         judged = np.flatnonzero(counts >= _EARLIEST)
         if users and users < len(judged):

@@ -11,8 +11,8 @@ from embershard.proto.arrays import Ids
 from embershard.worker.data.batch import Evaluation, Field, Samples, Schema
 from embershard.worker.data.inputs.feature_ids import feature_id
 from embershard.worker.data.inputs.rows import PADDING
-from embershard.worker.data.interactions.interactions import Interactions, tell_of_repeats
 from embershard.worker.data.negatives import ItemPool
+from embershard.worker.data.readers.interactions import Interactions, tell_of_repeats
 from embershard.worker.data.shuffle import check_share
 from embershard.worker.data.stream import BlockSource, StreamDataset, in_batches
 from embershard.worker.metrics import Users

@@ -8,8 +8,8 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.interactions.files import look_at_lists, look_at_ncf
 from embershard.worker.data.interactions.gowalla import InteractionLists
-from embershard.worker.data.interactions.interactions import Interactions
 from embershard.worker.data.interactions.movielens import NcfData
+from embershard.worker.data.readers.interactions import Interactions
 from embershard.worker.metrics import Candidates
 
 FILES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,76 +15,7 @@ from numba import types
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
-from embershard.worker.data.batch import Batch
-from embershard.worker.data.inputs.rows import PADDING, CategoricalInput, ListInput, RowInputs
-from embershard.worker.data.interactions.tables import Names
-
-
-def draw_key(seed: int, epoch: int) -> int:
-    """64-bit key of an epoch's random draws."""
-    return int(np.random.SeedSequence((seed, epoch, 1)).generate_state(1, np.uint64)[0])
-
-
-def pair_batch(data: Interactions, users: Ints, samples: Ints, negatives: int, key: int) -> Batch:
-    """(user, item) pairs of sample numbers: sample p * (1 + negatives) is pair p itself, the next ones its negatives.
-
-    A negative is decided by (key, sample number) alone, so that it does not depend on batch size or worker count.
-    """
-    pair, draw = np.divmod(samples, 1 + negatives)
-    user, item = users[pair], data.items[pair]
-    fake = np.flatnonzero(draw)
-    if len(fake):
-        item[fake] = data.sample_negatives(user[fake], samples[fake], key)
-    ids = np.stack([user, item + data.num_users], axis=1)
-    return Batch(torch.from_numpy(ids), None, torch.from_numpy((draw == 0).astype(np.float32)))
-
-
-def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key: int, *, history: int = 0) -> Batch:
-    """(user, positive, negative, negative, ..., history) of pair numbers, for losses over a list; all labels are 1.
-
-    The history has other items that the user took, with PADDING behind them.
-    """
-    user = users[pairs]
-    draws = pairs[:, None] * (1 + negatives) + np.arange(1, 1 + negatives)
-    sampled = data.sample_negatives(np.repeat(user, negatives), draws.reshape(-1), key).reshape(draws.shape)
-    ids = np.concatenate([user[:, None], data.items[pairs][:, None] + data.num_users, sampled + data.num_users], axis=1)
-    if history:
-        turns = (pairs * 0x9E3779B1 + key % (1 << 31)) >> 8  # another start for each pair and epoch
-        ids = np.concatenate([ids, item_ids(data, data.histories(user, history, turns, data.items[pairs]))], axis=1)
-    return Batch(torch.from_numpy(ids), None, torch.ones(len(pairs), device="cpu"))
-
-
-def pair_inputs(data: Interactions, history: int = 0, names: Names | None = None) -> RowInputs:
-    """Columns of the user and the item, numbers or `names`, and `history`: lists of the items that a user took."""
-    first, values = data.num_users, () if names is None else names.items
-    if names is None:
-        users = CategoricalInput(name="user", ids="global", num_ids=first)
-        items = CategoricalInput(name="item", ids="global", num_ids=data.num_items, first=first)
-    else:  # with an id for those that have none, see InteractionLists
-        users = CategoricalInput(name=names.user_column, ids="vocabulary", values=names.users, num_ids=first)
-        items = CategoricalInput(
-            name=names.item_column, ids="vocabulary", values=values, num_ids=data.num_items + 1, first=first
-        )
-    taken = ListInput(name="history", num_ids=data.num_items, first=first, width=history, keep="spread", values=values)
-    ignored = (names.time_column,) if names is not None and names.time_column is not None else ()
-    return RowInputs(categorical=(users, items), lists=(taken,) if history else (), ignored=ignored)
-
-
-def tell_of_repeats(where: str, split: str, taken: Interactions, users: Ints, items: Ints, remedy: str = "") -> None:
-    """Warn of items to be found, (N,) with their users (N,), that these had `taken` before: a ranking has none."""
-    before = taken.users() * taken.num_items + taken.items
-    if again := int(np.isin(users * taken.num_items + items, before).sum()):
-        _log.warning(
-            "%s: of %s, %d of %d items are among those that their users took before, and count as not found: a ranking "
-            "leaves these out%s", where, split, again, len(items), remedy
-        )  # fmt: skip
-
-
-def item_ids(data: Interactions, items: Ints) -> Ints:
-    """Ids of items, which come behind the users'; PADDING stays."""
-    ids: Ints = np.where(items == PADDING, PADDING, items + data.num_users)
-    return ids
-
+from embershard.worker.data.inputs.rows import PADDING
 
 _log = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
@@ -158,12 +90,12 @@ class Interactions:
         order = np.argsort(~keep, axis=1, kind="stable")
         return np.take_along_axis(np.where(keep, items, PADDING), order, axis=1)
 
-    def check_negatives(self, where: str, names: Names | None = None) -> None:
-        """JobError if a user took every item that can be drawn, so that no negative exists; `names` has its text."""
+    def check_negatives(self, where: str, names: Sequence[str | int] | None = None) -> None:
+        """JobError if a user took every item that can be drawn, so that no negative exists; `names` are the users'."""
         items = len(np.unique(self.items)) if self.by_popularity else self.num_items
         full = np.flatnonzero(np.diff(self.starts) >= items)
         if len(full):
-            user = full[0] if names is None else repr(names.users[full[0]])
+            user = full[0] if names is None else repr(names[full[0]])
             raise JobError(where=where, reason=f"user {user} took all {items} items: no negatives to sample")
 
     def sample_negatives(self, users: Ints, draws: Ints, key: int) -> Ints:
@@ -177,6 +109,16 @@ class Interactions:
             self.starts, self.items, np.uint64(choices), self.by_popularity, users, draws, np.uint64(key), out
         )
         return out
+
+
+def tell_of_repeats(where: str, split: str, taken: Interactions, users: Ints, items: Ints, remedy: str = "") -> None:
+    """Warn of items to be found, (N,) with their users (N,), that these had `taken` before: a ranking has none."""
+    before = taken.users() * taken.num_items + taken.items
+    if again := int(np.isin(users * taken.num_items + items, before).sum()):
+        _log.warning(
+            "%s: of %s, %d of %d items are among those that their users took before, and count as not found: a ranking "
+            "leaves these out%s", where, split, again, len(items), remedy
+        )  # fmt: skip
 
 
 @compiled(_SAMPLE_NEGATIVES)
