@@ -37,7 +37,7 @@ def test_rows_are_split_by_the_finest_time_and_by_no_duration():
 def test_the_job_of_a_folder_trains_on_all_its_files():
     Path("parts").mkdir()
     for part in (1, 2):
-        rows = "".join(f"u{part}{row % 7},{row % 2}\n" for row in range(50))
+        rows = "".join(f"u{part}{row % 25},{row % 2}\n" for row in range(50))
         Path(f"parts/{part}.csv").write_text(f"user,label\n{rows}")
     run("parts")
     job = load_job(Path("job.yaml"))

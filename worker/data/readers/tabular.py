@@ -64,7 +64,7 @@ class OpenTables(Protocol):
 class RowSplit:
     """Describe how the rows of one table are shared out over train, valid and test.
 
-    random: by a hash of all columns that are read; user: by one of `column`, so that a user's rows stay together;
+    random: by a hash of all columns of a table; user: by one of `column`, so that a user's rows stay together;
     time: by `column`, the latest rows to test and those before them to valid. `at` are the times where valid and test
     begin, in place of which `valid` and `test` give shares of the rows.
     """
@@ -305,7 +305,7 @@ class Tabular:
             if self.split.at:
                 remedy = f"; choose data.split.at within the times of column {self.split.column!r}, written as they are"
             elif self.split.by == "random":
-                remedy += ": rows that are equal in all columns that the job reads are in one split"
+                remedy += ": rows with the same features are in one split"
             elif self.split.by == "user":
                 remedy += f": rows with one value of {self.split.column!r} are in one split"
             reason = f"leaves {empty[0]} without a row, of {rows} in {where}{remedy}"
@@ -342,6 +342,8 @@ class Tabular:
         """Which rows each part has; None for all."""
         if self.split is None:
             return {"train": None}
+        if self.split.by == "random":  # by label, too, rows with the same features would be in other splits than those
+            table = table.select(list(self.preprocessor.columns))  # with the other label, and seem to have this one
         places = self.split.places(table, cuts)
         return {part: places == place for place, part in enumerate(self.split.parts)}
 

@@ -150,8 +150,8 @@ class SplitSection(Section):
     """Divide the rows of one table into the splits train, valid and test."""
 
     by: Literal["random", "user", "time"]
-    """random: by a hash of the columns that the job reads; user: all rows of a user in one split; time: the latest rows
-    in test.
+    """random: by a hash of the columns that the features read; user: all rows of a user in one split; time: the latest
+    rows in test.
     """
     column: Name | None = None
     """Column of the user, or of the time."""

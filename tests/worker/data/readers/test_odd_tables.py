@@ -101,18 +101,27 @@ def test_equal_rows_are_in_one_split_whatever_the_order_and_types_of_a_files_col
     for split in ("by: random", "by: user, column: user"):
         (tmp_path / "job.yaml").write_text(
             f"data: {{reader: tabular, train: '*.parquet', split: {{{split}, valid: 0.3}}}}\n"
-            f"features: {{item: {{}}}}\nmodel: {{name: fm}}\n{REST}"
+            f"features: {{item: {{}}, user: {{type: number}}}}\nmodel: {{name: fm}}\n{REST}"
         )
-        data = load_job(tmp_path / "job.yaml").data
-        if "user" not in split:
-            data = data.model_copy(update={"weight": "user"})  # which has numbers
-        dataset = data.open(tmp_path, 0)
+        dataset = load_job(tmp_path / "job.yaml").data.open(tmp_path, 0)
         train, valid = (
             {item for batch in dataset.evaluate(part, 0, 1, 64) for item in batch.ids[:, 0].tolist()}
             for part in ("train", "valid")
         )
         assert len(valid) + len(train) == 400
         assert not train & valid
+
+
+def test_rows_that_differ_in_the_label_alone_are_in_one_random_split(tmp_path):
+    users = [f"u{n // 2 % 60}" for n in range(240)]  # each with both labels
+    dataset = section_of(tmp_path, {"user": users}, "{user: {}}", split={"by": "random", "valid": 0.3}).open(
+        tmp_path, 0
+    )
+    parts = [
+        {i for b in dataset.evaluate(part, 0, 1, 999) for i in b.ids[:, 0].tolist()} for part in ("train", "valid")
+    ]
+    assert len(parts[0] | parts[1]) == 60
+    assert not parts[0] & parts[1]
 
 
 def test_a_field_of_a_struct_is_not_read_with_a_column_of_its_path(tmp_path):
@@ -215,7 +224,7 @@ def test_a_text_of_a_time_in_place_of_a_number_is_refused_with_what_helps_a_time
 
 @pytest.mark.parametrize(
     ("split", "reason"),
-    [({"by": "random"}, "equal in all columns"), ({"by": "user", "column": "user"}, "with one value of 'user'")],
+    [({"by": "random"}, "rows with the same features"), ({"by": "user", "column": "user"}, "with one value of 'user'")],
 )
 def test_a_split_without_a_row_says_which_rows_stay_together(tmp_path, split, reason):
     section = section_of(tmp_path, {"user": ["a"] * 2}, "{user: {}}", split={**split, "valid": 0.01})
