@@ -123,3 +123,11 @@ def test_a_job_file_that_is_there_stays_unless_it_may_be_replaced():
     assert Path("job.yaml").read_text() == "mine"
     run("a.csv", "--replace", "--label", "label", "-o", "job.yaml")
     assert load_job(Path("job.yaml")).features
+
+
+def test_a_place_that_takes_no_job_file_is_refused_with_a_remedy():
+    write_csv(Path("a.csv"))
+    Path("folder").mkdir()
+    for words in (("folder", "--replace"), ("none/job.yaml",)):
+        with pytest.raises(CannotInit, match=f"{words[0]}: cannot be written: .*; name another file with -o"):
+            run("a.csv", "-o", *words)
