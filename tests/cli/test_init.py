@@ -100,6 +100,10 @@ REMEDIES = {
     "twice.csv": ("label,user\n1,a\n0,b\nlabel,user\n", "twice.csv:1: it looks like a row: 'label' is a value"),
     "array.json": ('[{"label": 1}]', "has to be written as lines of objects"),
     "indented.json": ('[\n {\n "label": 1}]', "indented.json:1: no JSON.*each line has to be one object"),
+    "mixed.csv": (
+        "label,x\n1,2\r3\n0,3\n",
+        "mixed.csv: cannot be read as CSV: .*field; save it as text, with the line",
+    ),
     "table.csv": ("PAR1\n", "table.csv: it is a Parquet file, no text: let its name end with .parquet"),
 }
 
