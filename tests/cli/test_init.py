@@ -100,6 +100,10 @@ REMEDIES = {
     "twice.csv": ("label,user\n1,a\n0,b\nlabel,user\n", "twice.csv:1: it looks like a row: 'label' is a value"),
     "array.json": ('[{"label": 1}]', "has to be written as lines of objects"),
     "indented.json": ('[\n {\n "label": 1}]', "indented.json:1: no JSON.*each line has to be one object"),
+    "mixed.csv": (
+        "label,x\n1,2\r3\n0,3\n",
+        "mixed.csv: cannot be read as CSV: .*field; save it as text, with the line",
+    ),
     "table.csv": ("PAR1\n", "table.csv: it is a Parquet file, no text: let its name end with .parquet"),
 }
 
@@ -123,3 +127,11 @@ def test_a_job_file_that_is_there_stays_unless_it_may_be_replaced():
     assert Path("job.yaml").read_text() == "mine"
     run("a.csv", "--replace", "--label", "label", "-o", "job.yaml")
     assert load_job(Path("job.yaml")).features
+
+
+def test_a_place_that_takes_no_job_file_is_refused_with_a_remedy():
+    write_csv(Path("a.csv"))
+    Path("folder").mkdir()
+    for words in (("folder", "--replace"), ("none/job.yaml",)):
+        with pytest.raises(CannotInit, match=f"{words[0]}: cannot be written: .*; name another file with -o"):
+            run("a.csv", "-o", *words)

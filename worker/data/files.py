@@ -55,6 +55,8 @@ def reading(path: File) -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise JobError(where=str(path), reason="no such file; check the path") from None
+    except IsADirectoryError:
+        raise JobError(where=str(path), reason="is a folder, and a file is needed; name one in it") from None
     except OSError as error:
         if error.errno is None:  # not of the system: gzip and Arrow say by it what is wrong with the content
             raise

@@ -44,7 +44,9 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        reason = "not UTF-8 text; save it as UTF-8"
+        if isinstance(error, OSError):
+            reason = f"{error.strerror}; check the path"
         raise JobFileError([Mistake(str(path), "", f"cannot be read: {reason}")]) from None
     source = JobSource.parse(text, str(path))
     if source.mistakes:

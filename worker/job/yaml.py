@@ -54,16 +54,20 @@ class JobSource:
         """The YAML text of the file `name`; what is not YAML is among the mistakes."""
         source = cls(name)
         try:
-            # aliases can nest without bound, and no job needs them; to look for them takes as long as to read the rest
-            for event in _yaml().parse(text) if "*" in text else ():
+            # aliases can nest without bound, tags name types of a program, and no job needs either; to look for them
+            # takes as long as to read the rest
+            for event in _yaml().parse(text) if "*" in text or "!" in text else ():
                 if isinstance(event, AliasEvent):
                     source._add(event.start_mark.line, f"the alias *{event.anchor}: write its value out")
+                elif tag := getattr(event, "tag", None):
+                    source._add(event.start_mark.line, f"the tag {tag}: leave it out")
             values = {} if source.mistakes else _yaml().load(text)
         except YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             said = [part for name in ("context", "problem") if (part := getattr(error, name, None))]
             reason = " ".join(map(str, said or str(error).split()))
-            source._add(mark.line if mark else 0, f"not YAML: {reason}")
+            remedy = "; indent with spaces, not with tabs" if r"'\t'" in reason else ""
+            source._add(mark.line if mark else 0, f"not YAML: {reason}{remedy}")
             return source
         if isinstance(values, dict):
             source.values = values

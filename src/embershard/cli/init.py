@@ -38,7 +38,7 @@ def init(
 ) -> None:
     """Read the first rows of a data file or folder, and write a commented job file that trains on it."""
     if (user is None) != (item is None) or (time is not None and user is None) or (label and user):
-        reason = "interactions have --user and --item, and perhaps --time, and no --label"
+        reason = "give --user and --item together, --time only with them, and --label without them"
         raise typer.BadParameter(reason)
     if out.exists() and not replace:
         raise CannotInit(path=str(out), reason="is there already; name another file with -o, or give --replace")
@@ -48,11 +48,11 @@ def init(
         text = interactions_text(data, look, {"user": user, "item": item, "time": time}, folder)
     else:
         text = job_text(data, look, label, folder)
-    before = out.read_bytes() if out.exists() else None
     try:
-        _write(out, text, before)
+        _write(out, text, out.read_bytes() if out.exists() else None)
     except OSError as error:
-        raise CannotInit(path=str(out), reason=f"cannot be written: {error.strerror}") from None
+        reason = f"cannot be written: {error.strerror}; name another file with -o"
+        raise CannotInit(path=str(out), reason=reason) from None
     except UnicodeEncodeError:  # the bytes of a name that this locale has no characters for
         reason = "cannot be written: the data file's name is not text in this locale; set LC_ALL=C.UTF-8"
         raise CannotInit(path=str(out), reason=reason) from None

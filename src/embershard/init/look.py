@@ -209,7 +209,9 @@ def _text(path: Path, most: int) -> Look:
     try:
         rows = list(csv.reader(io.StringIO(decoded), delimiter=delimiter))[: most + 1]
     except csv.Error as error:
-        raise CannotInit(path=str(path), reason=f"cannot be read as CSV: {error}") from None
+        said = str(error).partition(" - ")[0]  # what follows is advice for a programmer
+        reason = f"cannot be read as CSV: {said}; save it as text, with the line ends of Unix or Windows"
+        raise CannotInit(path=str(path), reason=reason) from None
     names = [name or f"(column {place})" for place, name in enumerate(rows[0] if rows else (), 1)]
     rows = [row for row in rows[1:] if len(row) == len(names)]
     if len(set(names)) < len(names):

@@ -386,7 +386,14 @@ def test_all_mistakes_are_named_at_once_each_with_line_and_field(folder):
         ("a: 1\na: 2\n", 'job.yaml:2: not YAML: while constructing a mapping found duplicate key "a"'),
         ("a: &x 1\nb: *x\n", "job.yaml:2: the alias *x: write its value out"),
         ("a: 1\n? [1]\n: 2\n", "job.yaml:2: not YAML: a key must be a word"),
-        ("a: !!python/object/apply:os.system [ls]\n", "job.yaml:1: a: unknown field"),
+        ("a: !!python/object/apply:os.system [ls]\n", "job.yaml:1: the tag "),
+        ("workers: 1\nshards: !x 1\n", "job.yaml:2: the tag !x: leave it out"),
+        ("a: wow!\n", "job.yaml:1: a: unknown field"),
+        (
+            "a:\n\tb: 1\n",
+            "job.yaml:2: not YAML: while scanning for the next token found character '\\t' that cannot "
+            "start any token; indent with spaces",
+        ),
     ],
 )
 def test_what_is_no_mapping_of_sections_is_refused(folder, text, want):

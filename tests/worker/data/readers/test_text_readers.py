@@ -41,6 +41,12 @@ def test_global_ids_are_read_as_they_stand(tmp_path, name, text):
     assert batch.dense is None
 
 
+@pytest.mark.parametrize("reader", [CtrCsv, CtrCsvStream])
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, reader):
+    with pytest.raises(JobError, match=rf"{tmp_path}: is a folder, and a file is needed"):
+        reader({"train": tmp_path})
+
+
 def test_hashed_ids_differ_between_columns_and_a_missing_value_has_its_own(tmp_path):
     path = write(tmp_path / "a.csv", 'label,a,b\n1,x,x\n0,,"y,z"\n')
     data = CtrCsv({"train": path})
