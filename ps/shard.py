@@ -197,11 +197,11 @@ class Shard:
         """Whether a pull or push takes a millisecond at most: few floats, no codec, and no clock that may close."""
         if not isinstance(request, (Pull, Push)) or self._may_apply_clock(request):
             return False
-        if any(part.codec for part in request.tables):
+        if any([part.codec for part in request.tables]):
             return False
         if isinstance(request, Push):
-            return sum(part.gradients.size for part in request.tables) <= _QUICK_FLOATS
-        return sum(map(self.core.tables.num_floats, request.tables)) <= _QUICK_FLOATS
+            return sum([part.gradients.size for part in request.tables]) <= _QUICK_FLOATS
+        return sum([self.core.tables.num_floats(part) for part in request.tables]) <= _QUICK_FLOATS
 
     def _may_apply_clock(self, request: Pull | Push) -> bool:
         """Whether all workers' gradients of a clock may be applied first: by a push, or because a lease has ended."""

@@ -8,7 +8,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -478,7 +478,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _answer(self, frame: Frame) -> None:
         header, buffers = frame
-        self._received_frame(header.bulk_bytes)
+        bulk_bytes = header.bulk_bytes
+        self._received_frame(bulk_bytes)
         kind = REQUEST_KINDS.get(header.kind)
         if kind is None:
             self._refuse(header, _unknown(header))
@@ -488,7 +489,7 @@ class Connection(asyncio.BufferedProtocol):
         shared = SharedBuffers(kind, header, buffers) if header.uses_memory else None
         if shared is not None:
             self._server.counters.received_bytes += shared.read_bytes
-        frame_bytes, shared_bytes = len(header.head) + header.bulk_bytes, 0 if shared is None else shared.read_bytes
+        frame_bytes, shared_bytes = len(header.head) + bulk_bytes, 0 if shared is None else shared.read_bytes
         is_small = frame_bytes <= AT_ONCE_BYTES.get(kind, -1) and shared_bytes <= AT_ONCE_SHARED_BYTES
 
         def read_request() -> Request:
@@ -541,13 +542,16 @@ class Connection(asyncio.BufferedProtocol):
             counters.answered(kind, time.monotonic() - arrived, error)
 
         def send(future: Future[Pieces]) -> None:
-            if future.cancelled():  # its deadline passed: nobody waits for it
+            try:  # one look at it, of which each takes its lock
+                pieces = future.result()
+            except CancelledError:  # its deadline passed: nobody waits for it
                 self._server.call(counters.expired, kind)
                 if shared is not None:  # but to use its memory again
                     self._server.call(self._send, self._error(header, ShuttingDown()))
-                return
-            error = future.exception()
-            self._server.call(finish, future.result() if error is None else self._error(header, error), error)
+            except BaseException as error:
+                self._server.call(finish, self._error(header, error), error)
+            else:
+                self._server.call(finish, pieces, None)
 
         return send
 
