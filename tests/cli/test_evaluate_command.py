@@ -108,11 +108,15 @@ def test_a_checkpoint_has_the_figures_that_its_run_has_reported(trained, sets):
     last = evaluate("checkpoints", "--latest", sets=sets)
     assert last["valid"] == notes.evaluations[-1].figures["valid"] != best["valid"]
     assert evaluate(f"checkpoints/{LAST}", sets=sets)["valid"] == last["valid"]
-    evaluate("checkpoints", "--calibration-plot", "curve.svg", sets=sets)
-    assert f"valid, {best['valid']['samples']:,.0f} samples" in Path("curve.svg").read_text()
     Path("run").mkdir()
     Path("checkpoints").rename("run/best")
     assert evaluate("run", sets=sets)["valid"] == best["valid"]
+
+
+def test_a_calibration_plot_is_of_the_samples_that_were_scored(trained):
+    trained("strategy=local")
+    found = evaluate("checkpoints", "--calibration-plot", "curve.svg", sets=("strategy=local",))
+    assert f"valid, {found['valid']['samples']:,.0f} samples" in Path("curve.svg").read_text()
 
 
 @pytest.mark.parametrize("sets", CASES.values(), ids=CASES)

@@ -68,7 +68,7 @@ def test_an_open_shard_with_many_tables_leaves_room_for_the_rest():
 
 
 def test_it_stands_still_while_it_is_paused(addresses):
-    app = TopApp(Sampler(addresses, interval=0.02))
+    app = TopApp(Sampler(addresses, interval=0.05))
 
     async def use() -> None:
         async with app.run_test() as pilot:

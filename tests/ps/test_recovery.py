@@ -184,7 +184,7 @@ class CrashingJob(RandomJob):
 @pytest.mark.parametrize("staleness", [0, 2, -1])
 def test_every_acknowledged_push_is_there_once_whenever_the_process_or_the_machine_ends(mode, staleness):
     crashes = lost = bases = gathered = 0
-    for seed in range(1, 4):
+    for seed in range(1, 3):
         job = CrashingJob(seed, staleness, OPTIMIZERS[(seed + staleness) % len(OPTIMIZERS)], mode).run(100)
         job.crash()
         crashes, lost, bases = crashes + job.crashes, lost + job.lost, bases + job.bases
@@ -192,8 +192,8 @@ def test_every_acknowledged_push_is_there_once_whenever_the_process_or_the_machi
         assert job.acknowledged
         assert job.shard.core.clock.updates.version >= TERM_VERSIONS
         assert job.shard.greeting.lineage == seed + 1
-    assert crashes > 10
-    assert bases > 3
+    assert crashes > 6
+    assert bases > 2
     assert gathered or staleness
     assert lost  # some events were not safe yet, and their pushes came again
 

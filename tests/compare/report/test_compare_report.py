@@ -79,7 +79,7 @@ def one_seed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     (folder / "pictures").mkdir()
     (folder / "pictures" / "auc-of-an-earlier-report.svg").write_text("<svg/>")
-    write_report(fake_results((NONE, INT8), seeds=(1,)), folder)
+    write_report(fake_results((NONE, INT8), seeds=(1,), links=ONLY_UNLIMITED), folder)
     return folder
 
 

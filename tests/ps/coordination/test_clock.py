@@ -735,5 +735,5 @@ class ClockModel(RuleBasedStateMachine):
         assert self.job.row(1) == [row, row]
 
 
-ClockModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+ClockModel.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestClockModel = ClockModel.TestCase

@@ -33,7 +33,7 @@ def check(dim, pushes):
     return gathered
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_sums_have_the_bits_of_the_reference(data):
     dim = data.draw(st.sampled_from(sorted(TABLES)))

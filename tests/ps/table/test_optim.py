@@ -67,7 +67,7 @@ class TestAgainstTorch:
         table, rng, all_ids = make_table(getattr(spec, name)(**settings), dim), np.random.default_rng(3), np.arange(10)
         weights = [torch.nn.Parameter(row) for row in torch.from_numpy(table.gather(all_ids))]
         theirs = [in_torch(name, settings, weight) for weight in weights]
-        for step in range(15):
+        for step in range(10):
             ids = np.flatnonzero(rng.random(10) < 0.4)
             gradients = normal(len(ids), dim, seed=step)
             table.apply(ids, gradients)

@@ -134,7 +134,7 @@ class TestAgainstTheReference:
 class TestIndex:
     def test_rows_stay_put_through_many_doublings(self):
         table, rng = counting(), np.random.default_rng(1)
-        ids = rng.permutation(np.arange(-1_500_000, 1_500_000) * 7919)
+        ids = rng.permutation(np.arange(-600_000, 600_000) * 7919)
         values = rng.standard_normal((len(ids), 1)).astype(np.float32)
         for start in range(0, len(ids), 100_000):
             part = slice(start, start + 100_000)
@@ -318,7 +318,7 @@ def test_rows_restored_while_a_thread_takes_their_memory_are_what_was_given(monk
     assert not any(thread.name == "populate" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 448, 449, 5_000, 2_000_000])
+@pytest.mark.parametrize("num_rows", [0, 1, 448, 449, 5_000, 500_000])
 def test_rows_are_found_in_an_index_that_is_as_wide_as_they_need_from_the_first_on(num_rows):
     tables, ids = (compiled(1), compiled(1)), np.arange(num_rows) * 7
     values = np.arange(num_rows, dtype=np.float32)[:, None]

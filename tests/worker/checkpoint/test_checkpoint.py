@@ -576,8 +576,10 @@ def write_lines(path, lines):
         path.write_text("label,user\n" + "".join(line + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("ending", "change"),
+    [*(("csv", change) for change in CHANGES), ("jsonl", "edited"), ("parquet", "moved"), ("parquet", "grown")],
+)
 def test_a_resumed_run_says_that_the_files_of_train_have_changed(tmp_path, ending, change):
     job_file, data = tmp_path / "job.yaml", tmp_path / f"a.{ending}"
     job_file.write_text(TABLES.replace("TRAIN", data.name).replace("FOLDER", str(tmp_path / "kept")))

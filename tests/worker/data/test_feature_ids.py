@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import embershard as es
@@ -32,6 +32,7 @@ def test_golden_values_that_trained_models_depend_on():
     assert hash_numbers("user", np.array([0, 1, -1])).tolist() == users
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=5), st.lists(st.one_of(st.none(), st.text(max_size=30)), min_size=1, max_size=20))
 def test_hash_equals_its_definition(feature, texts):
     found = hash_texts(feature, pa.array(texts, pa.string()))

@@ -93,8 +93,9 @@ def check_equal(*results):
         assert all(torch.equal(mine, its) for mine, its in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(30,), (4, 5), (0,), ()], ids=str)
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("shards", "shape"), [(1, (30,)), (2, (30,)), (3, (4, 5)), (1, (0,)), (3, (0,)), (2, ())], ids=str
+)
 def test_a_bundle_trains_to_the_bits_of_one_table_at_a_time(shards, shape, seen):
     data = batches(shape=shape)
     expected = train(Model, shards, data)

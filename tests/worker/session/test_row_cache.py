@@ -18,7 +18,7 @@ def values(ids, clock):
     return np.stack([ids, np.full(len(ids), clock), -ids], axis=1).astype(np.float32)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(room=st.integers(1, 40), staleness=st.integers(1, 4), steps=STEPS)
 def test_a_copy_is_of_its_id_and_never_older_than_the_bound(room, staleness, steps):
     cache = RowCache(room, DIM, staleness)

@@ -347,7 +347,7 @@ IN_ONNX = {  # model -> (its section, its data)
     "din": ({"target": "item", "history": "history", "hidden": [8]}, lambda folder: lists_of(LISTS)),
     "two_tower": ({"hidden": [6]}, lambda folder: interactions(folder, negatives=2)),
     "simplex": ({"pooling": "user_attention"}, lambda folder: interactions(folder, negatives=2, history=4)),
-    "sasrec": ({"blocks": 2}, actions),
+    "sasrec": ({"blocks": 1}, actions),
 }
 
 

@@ -52,7 +52,7 @@ MODELS = {
 def test_the_same_seed_gives_the_same_run_with_prefetch_or_without(make_session, name):
     def figures(shards, **train):
         session = make_session(shards)
-        found = run(session, click_job(name, model=MODELS[name], train=train), dataset(1000))[0]
+        found = run(session, click_job(name, model=MODELS[name], train=train), dataset(500))[0]
         assert session.missed_reads == 0
         return found.figures, found.steps
 
@@ -75,11 +75,11 @@ def test_dropout_differs_between_workers_and_not_between_runs(make_session):
 @pytest.mark.parametrize("splits", [("valid", "test"), ("test", "valid")])
 def test_the_reported_figures_are_those_of_the_best_evaluation(make_session, splits):
     found = click_job(train={"epochs": 6}, evaluate={"metric": "logloss"})
-    result, notes = run(make_session(), found, dataset(splits=splits))
+    result, notes = run(make_session(), found, dataset(600, splits))
     losses = [e.figures["valid"]["logloss"] for e in notes.evaluations]
     best = int(np.argmin(losses))
     assert result.figures == notes.evaluations[best].figures
-    assert (result.best_epoch, result.best_step) == (best + 1, 20 * (best + 1))
+    assert (result.best_epoch, result.best_step) == (best + 1, 6 * (best + 1))
     assert [e.improved for e in notes.evaluations] == [loss == min(losses[: i + 1]) for i, loss in enumerate(losses)]
 
 
@@ -102,15 +102,15 @@ def test_an_evaluation_is_better_by_more_than_min_delta(make_session, min_delta,
 @pytest.mark.parametrize(
     ("train", "every", "steps"),
     [
-        ({"epochs": 3}, None, [20, 40, 60]),
-        ({"epochs": 5}, 2, [40, 80, 100]),
-        ({"steps": 50}, None, [50]),
-        ({"steps": 50}, 15, [15, 30, 45, 50]),
-        ({"samples": 4950}, 2000, [20, 40, 50]),
+        ({"epochs": 3}, None, [4, 8, 12]),
+        ({"epochs": 5}, 2, [8, 16, 20]),
+        ({"steps": 10}, None, [10]),
+        ({"steps": 10}, 3, [3, 6, 9, 10]),
+        ({"samples": 990}, 400, [4, 8, 10]),
     ],
 )
 def test_evaluations_come_when_the_job_says(make_session, train, every, steps):
-    _, notes = run(make_session(), click_job("lr", train=train, evaluate={"every": every}))
+    _, notes = run(make_session(), click_job("lr", train=train, evaluate={"every": every}), dataset(400))
     assert [e.step for e in notes.evaluations] == steps
     assert notes.begun == list(range(len(steps)))
 

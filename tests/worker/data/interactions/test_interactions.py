@@ -122,6 +122,7 @@ def test_a_user_who_took_everything_has_no_negatives_and_a_worker_needs_a_sample
     assert NcfData(prefix, negatives=0).num_samples("train") == 12
 
 
+@pytest.mark.long
 def test_movielens(real_data):
     data = NcfData(real_data("ncf-ml-1m") / "ml-1m")
     popularity = torch.from_numpy(np.bincount(data.train_set.items, minlength=3706))
@@ -236,6 +237,7 @@ def test_no_items_and_too_many_workers(files):
         InteractionLists.read(*files)
 
 
+@pytest.mark.long
 def test_gowalla(real_data):
     folder = real_data("gowalla")
     data = InteractionLists.read(folder / "train.txt", folder / "test.txt", negatives=4)
