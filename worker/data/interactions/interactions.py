@@ -69,13 +69,13 @@ def pair_inputs(data: Interactions, history: int = 0, names: Names | None = None
     return RowInputs(categorical=(users, items), lists=(taken,) if history else (), ignored=ignored)
 
 
-def tell_of_repeats(where: str, split: str, taken: Interactions, users: Ints, items: Ints, remedy: str = "") -> None:
+def tell_of_repeats(where: str, split: str, taken: Interactions, users: Ints, items: Ints) -> None:
     """Warn of items to be found, (N,) with their users (N,), that these had `taken` before: a ranking has none."""
     before = taken.users() * taken.num_items + taken.items
     if again := int(np.isin(users * taken.num_items + items, before).sum()):
         _log.warning(
             "%s: of %s, %d of %d items are among those that their users took before, and count as not found: a ranking "
-            "leaves these out%s", where, split, again, len(items), remedy
+            "leaves these out", where, split, again, len(items)
         )  # fmt: skip
 
 

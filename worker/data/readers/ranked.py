@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -11,12 +12,12 @@ from embershard.proto.arrays import Ids
 from embershard.worker.data.batch import Evaluation, Field, Samples, Schema
 from embershard.worker.data.inputs.feature_ids import feature_id
 from embershard.worker.data.inputs.rows import PADDING
-from embershard.worker.data.interactions.interactions import Interactions, tell_of_repeats
 from embershard.worker.data.negatives import ItemPool
 from embershard.worker.data.shuffle import check_share
 from embershard.worker.data.stream import BlockSource, StreamDataset, in_batches
 from embershard.worker.metrics import Users
 
+_log = logging.getLogger(__name__)
 _NONE = np.empty(0, np.int64)
 _Pairs = tuple[Ids, Ids]  # (N,) ids of users and (N,) keys of items
 
@@ -46,7 +47,8 @@ class RankedStream(StreamDataset):
         pairs = {split: self._observed(split) for split in self._sources}
         for rows in catalogue:
             pool.observe(self._whole(rows))
-        self._user_ids, self._taken = _NONE, dict[str, Interactions]()
+        self._user_ids = _NONE
+        self._taken: dict[str, Ids] = {}  # before each split: number of a user * items + place of an item, ascending
         if self._user is not None:
             self._remember(self._user, pairs)
 
@@ -68,7 +70,7 @@ class RankedStream(StreamDataset):
             if len(rows):
                 batch, seen = rows.batch(), (_NONE, _NONE)
                 if self._user is not None:
-                    seen = self._taken[split].of_users(self._numbers(rows.ids[:, self._user.start]))
+                    seen = self._seen(split, self._numbers(rows.ids[:, self._user.start]))
                 places = self._pool.places(self._pool.keys(rows))
                 yield Users(batch.ids, *seen, np.arange(len(rows)), places, batch.dense)
 
@@ -90,11 +92,24 @@ class RankedStream(StreamDataset):
         for split in self.splits:
             wanted = np.isin(before, self._user_ids) & (before != nobody)
             own, places = self._numbers(before[wanted]), self._pool.places(keys_before[wanted])
-            taken = self._taken[split] = Interactions.of(own, places, len(self._user_ids), len(self._pool))
+            taken = self._taken[split] = np.unique(own * len(self._pool) + places)
             users, keys = pairs[split]
-            to_find = self._numbers(users), self._pool.places(keys)
-            tell_of_repeats(self._source(split).where, split, taken, *to_find, "; to rank them, remove evaluate.user")
+            to_find = self._numbers(users) * len(self._pool) + self._pool.places(keys)
+            if again := int(np.isin(to_find, taken).sum()):
+                _log.warning(
+                    "%s: of %s, %d of %d items are among those that their users took before, and count as not found: a "
+                    "ranking leaves these out; to rank them, remove evaluate.user",
+                    self._source(split).where, split, again, len(to_find)
+                )  # fmt: skip
             before, keys_before = np.concatenate([before, users]), np.concatenate([keys_before, keys])
+
+    def _seen(self, split: str, users: Ids) -> tuple[Ids, Ids]:
+        """(S,) positions in `users`, and (S,) places of items: what users with these numbers took before a split."""
+        taken, num_items = self._taken[split], len(self._pool)
+        starts, ends = np.searchsorted(taken, users * num_items), np.searchsorted(taken, (users + 1) * num_items)
+        counts = ends - starts
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(np.arange(len(users)), counts), taken[np.repeat(starts, counts) + within] % num_items
 
     def _numbers(self, users: Ids) -> Ids:
         """(N,) numbers of the ids of users who are evaluated."""
