@@ -6,7 +6,7 @@ import pytest
 
 from embershard.proto import user_modules
 from embershard.proto.errors import BadModule, UserCodeFailed
-from embershard.proto.user_modules import files_of, find, members_of, user_code, where_defined
+from embershard.proto.user_modules import files_of, find, members_of, user_code, version_of, where_defined
 
 MODULE = """\
 import torch
@@ -93,3 +93,7 @@ def test_packages_that_are_installed_in_the_folder_of_a_users_module_are_not_his
     finally:
         for name in ("mine_beside_venv", "his_of_venv", "helper_beside_venv"):
             del sys.modules[name]
+
+
+def test_a_package_that_is_not_installed_has_an_unknown_version():
+    assert (version_of("pytest"), version_of("no-such-package")) == (pytest.__version__, "unknown")

@@ -13,6 +13,7 @@ from ruamel.yaml.events import AliasEvent
 
 Location = tuple[str | int, ...]  # the sections that a field is in, and its name
 Problems = Iterator[tuple[Location, str]]  # which field contradicts others, and why
+_PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class JobSource:
             for event in _yaml().parse(text) if "*" in text or "!" in text else ():
                 if isinstance(event, AliasEvent):
                     source._add(event.start_mark.line, f"the alias *{event.anchor}: write its value out")
-                elif tag := getattr(event, "tag", None):
+                elif (tag := getattr(event, "tag", None)) and str(tag) not in _PLAIN_TAGS:
                     source._add(event.start_mark.line, f"the tag {tag}: leave it out")
             values = {} if source.mistakes else _yaml().load(text)
         except YAMLError as error:
