@@ -113,7 +113,8 @@ class Pushes:
             known = known_ids[number] if known_ids else None
             parts.append(self._tables.check_gradients(part, known, room))
             room -= parts[-1].gradients.nbytes
-        if kept or any([part.may_raise for part in parts]):  # then what was not applied is still needed
+        has_copies = any([part.copy is not None for part in parts])
+        if has_copies and (kept or any([part.may_raise for part in parts])):  # then what is not applied is needed, too
             parts = [part._replace(gradients=own_gradients(part), copy=None) for part in parts]
         pending = self._clock.pending
         if self._tables.quotas is not None:

@@ -43,7 +43,7 @@ def test_interactions_need_a_user_an_item_and_one_time(words, reason):
         run("plays.parquet", *words)
     for wrong in (("--user", "user_id"), ("--time", "time"), ("--user", "u", "--item", "i", "--label", "label")):
         done = CliRunner().invoke(cli.app, ["init", "plays.parquet", *wrong])
-        assert (done.exit_code, "have --user and --item" in done.output) == (2, True)
+        assert (done.exit_code, "--user and --item" in done.output) == (2, True)
     run("plays.parquet", "--user", "user_id", "--item", "item", "--time", "seen_at")
 
 

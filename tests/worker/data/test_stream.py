@@ -252,7 +252,7 @@ NO_TEXT = [
     ("a.gz", GZIPPED[: len(GZIPPED) // 2], "cut or broken"),
     ("a.gz", GZIPPED[:20] + bytes([GZIPPED[20] ^ 255]) + GZIPPED[21:], "cut or broken"),
     ("a.gz", GZIPPED[:-6], "cut or broken"),
-    (".", None, "cannot be read"),
+    (".", None, "is a folder"),
 ]
 
 
