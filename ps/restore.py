@@ -157,7 +157,7 @@ class Restores:
         reader, silent = self.reader, now - self._asked_at
         if reader is None or reader.installed or silent <= WATCHED_SECONDS:
             return
-        if reader.is_installing:
+        if reader.is_installing and not self._tables_in_the_way(reader.request):
             with suppress(EmbershardError):  # the log has no room yet
                 reader.install(self._install)
         elif silent > HELD_SECONDS:
@@ -194,11 +194,13 @@ class Restores:
         )
 
     def _check(self, request: Restore) -> None:
-        names = self._names()
-        installed = self.reader is not None and self.reader.installed
-        if names and not request.replace and not installed:
+        if names := self._tables_in_the_way(request):
             more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
             raise TablesInTheWay(tables=", ".join(sorted(names)[:_NAMES_SHOWN]) + more)
+
+    def _tables_in_the_way(self, request: Restore) -> Sequence[str]:
+        installed = self.reader is not None and self.reader.installed
+        return () if request.replace or installed else self._names()
 
 
 class SnapshotReader:

@@ -617,6 +617,17 @@ class TestRestore:
                 one.write()
         assert pulled(one.shard) == pulled(pushed())
 
+    def test_a_restore_whose_client_has_ended_removes_no_table_that_was_declared_since(self, folder, monkeypatch):
+        monkeypatch.setattr(restores, "_PIECE_BYTES", 2**12)
+        one, request = LoggedShard(SimulatedDisk()), restore_from(folder)
+        run(one.shard, request)
+        assert one.shard.handle(request(step="install")).state == "installing"
+        one.begun()
+        for silent in range(1, 100):
+            one.shard.advance(time.monotonic() + silent)
+            one.write()
+        assert (one.shard.core.tables.names(), one.shard._restores.reader) == (["items"], None)
+
     @pytest.mark.parametrize("fails", [False, True])
     def test_a_snapshot_that_has_ended_keeps_no_table_that_a_restore_replaces(self, folder, fails, monkeypatch):
         shard = pushed()
