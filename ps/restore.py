@@ -7,6 +7,7 @@ import logging
 import posixpath
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 # A client asks four times a second, and gives a silent shard up after so long: what a dead one's restore has read is
 # dropped then. One that comes later begins it again.
 HELD_SECONDS = 60.0
-WATCHED_SECONDS = 5.0  # after which the restore of a client that does not ask gives way to another's
+# After which the restore of a client that does not ask gives way to another's; one that is being put in place goes on
+# without its client, since other shards may have their rows.
+WATCHED_SECONDS = 5.0
 _PIECE_BYTES = 16 * 2**20  # of an event of restored rows
 _NAMES_SHOWN = 5
 
@@ -150,9 +153,14 @@ class Restores:
         )
 
     def advance(self, now: float) -> None:
-        """Drop what was read for a client that asks no more."""
-        reader = self.reader
-        if reader is not None and not reader.installed and now - self._asked_at > HELD_SECONDS:
+        """Put in place, or drop, what was read for a client that asks no more."""
+        reader, silent = self.reader, now - self._asked_at
+        if reader is None or reader.installed or silent <= WATCHED_SECONDS:
+            return
+        if reader.is_installing and not self._tables_in_the_way(reader.request):
+            with suppress(EmbershardError):  # the log has no room yet
+                reader.install(self._install)
+        elif silent > HELD_SECONDS:
             _log.warning(
                 "the restore of %s is dropped: its client has not asked for it for %.0f s", reader.request.url,
                 HELD_SECONDS,
@@ -186,11 +194,13 @@ class Restores:
         )
 
     def _check(self, request: Restore) -> None:
-        names = self._names()
-        installed = self.reader is not None and self.reader.installed
-        if names and not request.replace and not installed:
+        if names := self._tables_in_the_way(request):
             more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
             raise TablesInTheWay(tables=", ".join(sorted(names)[:_NAMES_SHOWN]) + more)
+
+    def _tables_in_the_way(self, request: Restore) -> Sequence[str]:
+        installed = self.reader is not None and self.reader.installed
+        return () if request.replace or installed else self._names()
 
 
 class SnapshotReader:

@@ -201,7 +201,11 @@ class Table:
         Gradients that are read-only may change meanwhile, as in memory that another process writes: each row is copied
         before it is checked, to `copy` ((U, dim) float32) where there is one, which has what was applied then.
         """
-        rows = kernels.pushed(_array(gradients, np.float32, self.spec.name, "the gradients"), copy, ages)
+        gradients = _array(gradients, np.float32, self.spec.name, "the gradients")
+        if self.may_raise:  # a user's function may also write to its gradient, of which a log needs what came
+            gradients = gradients.view()
+            gradients.flags.writeable = False
+        rows = kernels.pushed(gradients, copy, ages)
         return self._update_rows(ids, rows, "the gradients", self.addresses, lr_scale, has_room=has_room)
 
     def add(self, ids: Ids, differences: Floats, *, copy: Floats | None = None, has_room: bool = False) -> Applied:

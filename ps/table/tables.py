@@ -210,12 +210,13 @@ class Tables:
             raise TableMismatch(table=spec.name, difference=difference)
         if job_goes_on and 0 not in (entry.num_rows, request.num_rows) and entry.num_rows != request.num_rows:
             raise OtherRows(table=spec.name, want=entry.num_rows, got=request.num_rows)
-        before = entry.dense, entry.codecs
+        before = entry.dense, entry.codecs, entry.num_rows
         entry.dense = entry.dense or request.dense
         if request.worker != READ_ONLY_WORKER:
             entry.codecs, entry.num_rows = codecs, request.num_rows or entry.num_rows
         again = loader is not None and entry.loader == loader
-        return Declared(created=again, loading=entry.loader is not None), before != (entry.dense, entry.codecs)
+        changed = before != (entry.dense, entry.codecs, entry.num_rows)
+        return Declared(created=again, loading=entry.loader is not None), changed
 
     def only_compares(self, request: Declare) -> bool:
         """Whether `declare` would change nothing; it may raise TableMismatch, and changes nothing then."""

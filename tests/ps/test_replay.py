@@ -12,12 +12,15 @@ from collections import Counter
 import msgpack
 import pytest
 
+from embershard.proto.codec.name import CodecName
+from embershard.proto.messages import Declare
 from embershard.ps.core import Core
 from embershard.ps.events import PushEvent
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from harness.events import again
-from harness.random_job import OPTIMIZERS, RandomJob, contents, empty_core, replay, state_of
+from harness.random_job import OPTIMIZERS, RandomJob, Recorder, contents, empty_core, replay, state_of
+from harness.shards import join, make_shard, table
 
 
 def again_from(base: Core, events) -> Core:
@@ -57,3 +60,14 @@ def test_a_replay_of_the_events_has_the_same_bits_also_from_the_middle_on(optimi
     # each kind of event came, so that its replay was tried
     requests = "Load Declare CompressRequest JoinRequest LeaveRequest Rendezvous TakeSplitRequest"
     assert set(f"PushEvent Expired Settled {requests}".split()) <= set(seen), seen
+
+
+def test_a_replay_accepts_the_number_of_rows_that_was_said_while_no_worker_was_here():
+    log = Recorder()
+    shard = make_shard(now=0.0, log=log)
+    shard.handle(join(lease_ms=1000), 0.0)
+    shard.handle(Declare(table(), num_rows=7), 0.0)
+    shard.handle(Declare(table(), worker=1, num_rows=8), 2.0)  # the lease of the only member has ended
+    shard.handle(join(lease_ms=1000), 2.0)
+    shard.handle(Declare(table(pull_codec=CodecName.parse("fp16s")), num_rows=8), 2.0)
+    replay(empty_core(), [again(event) for event in log.events], log.outcomes)

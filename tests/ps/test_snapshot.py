@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import msgpack
@@ -601,6 +602,31 @@ class TestRestore:
         want = pulled(shard)
         one.disk.kill()
         assert pulled(LoggedShard(one.disk).shard) == want == pulled(pushed())
+
+    def test_a_restore_that_is_being_put_in_place_goes_on_although_its_client_has_ended(self, folder, monkeypatch):
+        monkeypatch.setattr(restores, "_PIECE_BYTES", 2**12)
+        one, request = LoggedShard(SimulatedDisk()).begun(), restore_from(folder, replace=True)
+        run(one.shard, request)
+        assert one.shard.handle(request(step="install")).state == "installing"
+        one.disk.before = refuse_writes
+        for silent in range(1, 100):
+            one.shard.advance(time.monotonic() + silent)
+            if silent == restores.HELD_SECONDS:
+                one.disk.before = lambda operation, path: None
+            with suppress(OSError):
+                one.write()
+        assert pulled(one.shard) == pulled(pushed())
+
+    def test_a_restore_whose_client_has_ended_removes_no_table_that_was_declared_since(self, folder, monkeypatch):
+        monkeypatch.setattr(restores, "_PIECE_BYTES", 2**12)
+        one, request = LoggedShard(SimulatedDisk()), restore_from(folder)
+        run(one.shard, request)
+        assert one.shard.handle(request(step="install")).state == "installing"
+        one.begun()
+        for silent in range(1, 100):
+            one.shard.advance(time.monotonic() + silent)
+            one.write()
+        assert (one.shard.core.tables.names(), one.shard._restores.reader) == (["items"], None)
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_a_snapshot_that_has_ended_keeps_no_table_that_a_restore_replaces(self, folder, fails, monkeypatch):

@@ -355,8 +355,10 @@ def _restore(client: Client, request: Restore, check: Callable[[int], None], wai
             client.lineage.check()  # the shards have another one now
             client.connections.restoring.clear()
         except BaseException as error:
-            cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
-            client.connections.call(cancel, timeout=_CANCEL_TIMEOUT, awaits_recovery=False)
+            if isinstance(error, EmbershardError) or request.id not in client.connections.restoring:
+                cancel = dict.fromkeys(client.placement.shards, replace(request, step="cancel"))
+                client.connections.call(cancel, timeout=_CANCEL_TIMEOUT, awaits_recovery=False)
+            # else a Ctrl-C, after which the shards put the rows in place without us: some of them may have done it
             if not left or not isinstance(error, SnapshotUnknown):
                 client.connections.restoring.clear()
                 raise

@@ -30,6 +30,7 @@ def picky(row, state, grad, hyper):
     for j in range(row.size):
         state[j] += 1
         row[j] -= hyper[0] * grad[j]
+        grad[j] = 0
 """
 IDS = np.arange(200, dtype=np.int64)  # more than the kernels have in flight at once
 
@@ -85,6 +86,12 @@ class TestWholeOrNotAtAll:
         logged = log.events[-1].push.tables[-1].gradients
         np.testing.assert_array_equal(logged, values)
         assert logged.flags.writeable, "a copy"
+
+    def test_a_log_has_the_gradients_that_came_although_a_row_function_writes_to_its_own(self, shard):
+        log = HeldLog()
+        shard.log_to(log, 0)
+        shard.handle(push(self.part("picky")))
+        assert log.events[-1].push.tables[0].gradients.all()
 
     def test_a_bundle_whose_row_function_raises_leaves_no_trace(self, shard):
         def both(last):

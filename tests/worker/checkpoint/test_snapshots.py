@@ -585,3 +585,18 @@ def test_while_one_shard_has_no_room_the_others_see_that_its_restore_goes_on(mak
 
     wires.wires[1].before = full
     assert restore_snapshot(wires.client(), str(tmp_path)).rows == len(IDS)
+
+
+def test_a_ctrl_c_while_shards_put_restored_rows_in_place_does_not_cancel_that(make_wires, tmp_path, monkeypatch):
+    take_snapshot(trained(), str(tmp_path))
+    wires, await_all = make_wires(2), client_side._await
+
+    def stop(client, watch, kind, state, wait_timeout):
+        if state == "installed":
+            raise KeyboardInterrupt
+        return await_all(client, watch, kind, state, wait_timeout)
+
+    monkeypatch.setattr(client_side, "_await", stop)
+    with pytest.raises(KeyboardInterrupt):
+        restore_snapshot(wires.client(), str(tmp_path))
+    assert all(wire.shard._restores.reader.installed for wire in wires.wires)
