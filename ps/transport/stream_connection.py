@@ -81,7 +81,7 @@ UNSENT_BYTES = MAX_MESSAGE_BYTES
 # keep other frames from arriving, and larger pulls took a fifth more CPU there: the system maps memory for their rows
 # anew. A push has its memory already, and 64 rows of dim 64 are more than a pull may have.
 AT_ONCE_BYTES: dict[type[Request], int] = {Pull: 2**14, Push: 2**16}
-# Gradients that lie in shared memory do not count with these, up to this size: with a log they are copied first.
+# Gradients that lie in shared memory do not count with these, up to this size: with a log they are copied, too.
 AT_ONCE_SHARED_BYTES = 2**19
 # a TLS record with the alert handshake_failure: what a server says that speaks no TLS
 _HANDSHAKE_FAILURE = bytes([0x15, 3, 1, 0, 2, 2, 40])

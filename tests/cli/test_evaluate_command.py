@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from embershard.cli.app import app
 from embershard.local_shards import local
 from embershard.proto.errors import JobError, SnapshotNotFound
-from embershard.worker.checkpoint.checkpoint import BadCheckpoint, OtherJob
+from embershard.worker.checkpoint.checkpoint import BadCheckpoint, OtherJob, with_preprocessing
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
 from embershard.worker.trained.evaluation import open_file
@@ -222,6 +222,29 @@ def test_a_new_table_is_scored_alone_with_what_was_learnt_from_the_rows_to_train
     found = open_file(job.model_copy(update={"data": job.data.fit(Path(), 0)}), Path(), Path("new"))
     assert found.splits == ("test",)
     assert sum(len(batch.labels) for batch in found.evaluate("test", 0, 1, 10)) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"train": "all.csv", "split": {"by": "time", "column": "at", "at": ["5"]}},
+        {"train": "old.csv", "test": "late.csv"},
+    ],
+)
+def test_a_new_table_of_features_is_ranked_among_all_items_but_those_that_were_trained_on(data):
+    old, late = ["ann,x,1", "ann,y,2", "bob,x,3", "bob,z,4"], ["ann,z,5", "bob,v,6"]
+    for name, rows in {"all.csv": old + late, "old.csv": old, "late.csv": late}.items():
+        Path(name).write_text("\n".join(["user,item,at", *rows, ""]))
+    Path("new.csv").write_text("user,item\nann,z\n")
+    model, data = {"name": "feature_towers", "item": "item"}, {"reader": "tabular", "label": [], **data}
+    job = make_job(model=model, data=data, features={"user": {}, "item": {}}, evaluate={"user": "user"})
+    job = with_preprocessing(job, Path())
+    own, found = job.data.open(Path(), 0), open_file(job, Path(), Path("new.csv"))
+    assert found.splits == ("test",)
+    assert found.items[0][:, 1].tolist() == own.items[0][:, 1].tolist()
+    (users,) = found.users("test", 0, 1, 9)
+    assert users.seen_item.tolist() == next(own.users("test", 0, 1, 1)).seen_item.tolist()
+    assert (len(users.seen_item), users.relevant_item[0] in users.seen_item) == (2, False)
 
 
 OWN_READER = """import numpy as np

@@ -200,6 +200,8 @@ def test_columns_whose_numbers_have_other_decimals_than_the_rest_are_left_out_an
         "# lat: left out, its numbers have a decimal point, as 0.25, and those of price a decimal comma, as 0,5" in text
     )
     assert "# size: left out, its numbers have a decimal point, as 1.75, and a decimal comma, as 0,75" in text
+    with pytest.raises(CannotInit, match=r"label 'lat' have a decimal point, as 0\.25, .* price a decimal comma"):
+        run("a.csv", "--label", "lat", "-o", "other.yaml")
 
 
 def test_a_decimal_comma_behind_tabs_is_found():

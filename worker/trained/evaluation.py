@@ -71,15 +71,15 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
         raise JobError(where="--on", reason=reason)
     path = path.absolute()
     changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
-    if isinstance(data, TabularSection):
-        changes = {"test": (str(path),), "split": None}  # which would make test of the rows of train
+    if isinstance(data, TabularSection):  # what was not trained on is ranked, too, and not left out of a ranking
+        items = (*data.catalogue, *(data.train if data.split is not None else ()), *data.valid, *data.test)
+        changes = {"test": (str(path),), "catalogue": items}
     if isinstance(data, ListsSection):
         data = data.without_held_out()  # what was not trained on is not left out of a ranking
     if "valid" in fields:
         changes["valid"] = () if isinstance(getattr(data, "valid", None), tuple) else None
-    for name in ("halve_valid_by", "split"):
-        if name in fields:
-            changes[name] = None
+    if "halve_valid_by" in fields:
+        changes["halve_valid_by"] = None
     own = None
     if not data.hashed and getattr(data, "num_ids", None) is None:  # only its files say how many ids the model has
         own = job.data.open(base, job.train.seed)

@@ -19,6 +19,9 @@ def find_label(data: Path, look: Look, label: str | None) -> str:
     if label is not None:
         if label not in look.columns:
             raise CannotInit(path=str(data), reason=f"no column {label!r} (there are: {known})")
+        if label in look.unlike and not label_values(look.columns[label], named=True):
+            reason = f"the numbers of the label {label!r} have {look.unlike[label]}: write all alike"
+            raise CannotInit(path=str(data), reason=reason)
         return label
     binary = [name for name, values in look.columns.items() if {*map(_as_label, values)} == {0.0, 1.0}]
     two = [name for name, values in look.columns.items() if label_values(values)]

@@ -236,7 +236,7 @@ class Tabular:
             pre = pre.with_fitted(fitted)
         whole = replace(self, preprocessor=pre)
         counts = fitted.get("samples", {})
-        counts = {part: count for part, count in counts.items() if self.split is not None or part == "train"}
+        counts = {part: count for part, count in counts.items() if part in self._shared_out or part == "train"}
         sources = whole._sources(whole._samples, counts)
         numbers = tuple(name for name, feature in pre.features.items() if feature.is_dense)
         if self.ranked:
@@ -338,6 +338,13 @@ class Tabular:
     def _parts(self) -> tuple[str, ...]:
         return ("train",) if self.split is None else self.split.parts
 
+    @property
+    def _shared_out(self) -> tuple[str, ...]:
+        """The parts that have rows of the files of train by the split; beside files of other parts train alone."""
+        if self.split is None:
+            return ()
+        return self.split.parts if len(self.files) == 1 else ("train",)
+
     def _masks(self, table: pa.Table, cuts: Sequence[float]) -> dict[str, npt.NDArray[np.bool_] | None]:
         """Which rows each part has; None for all."""
         if self.split is None:
@@ -348,7 +355,7 @@ class Tabular:
         return {part: places == place for place, part in enumerate(self.split.parts)}
 
     def _samples(self, table: pa.Table, part: str) -> Samples:
-        mask = self._masks(table, self.preprocessor.fitted["cuts"])[part] if self.split is not None else None
+        mask = self._masks(table, self.preprocessor.fitted["cuts"])[part] if part in self._shared_out else None
         chosen = _chosen(table, mask)
         with _rows_of(mask):
             ids, dense = self.preprocessor(_columns(chosen, self.preprocessor))
@@ -359,8 +366,13 @@ class Tabular:
         self, to_samples: Callable[[pa.Table, str], Samples], counts: Mapping[str, int] = {}
     ) -> Mapping[str, TableSource]:
         """The files of each split; of one table, each split reads the same ones."""
-        files = self.files if self.split is None else dict.fromkeys(self.split.parts, self.files["train"])
-        return self.open_tables(files, self.how, self._wanted(), to_samples, counts)
+        if self.split is None:
+            return self.open_tables(self.files, self.how, self._wanted(), to_samples, counts)
+        files = dict.fromkeys(self._shared_out, self.files["train"])
+        own = self.open_tables(files, self.how, self._wanted(), to_samples, counts)
+        if len(self.files) == 1:
+            return own
+        return {**replace(self, split=None)._sources(to_samples), **own}  # others need no column to be split by
 
     def _wanted(self) -> Wanted:
         """Column -> its kind in text, and who reads it."""

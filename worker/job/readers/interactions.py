@@ -129,7 +129,8 @@ class ListsSection(_InteractionsSection):
             if self.valid and self.hold_out is not None:
                 return "hold_out", "takes valid from train: remove it, or valid"
             if self._held_out and self.columns.time is None:
-                return "columns", "has no time, by which each user's latest items are held out: name it, or give test"
+                remedy = "remove hold_out" if self.test else "give test"
+                return "columns", f"has no time, by which each user's latest items are held out: name it, or {remedy}"
             if self.history and "history" in (self.columns.user, self.columns.item):
                 return "history", "adds a list of this name to requests, which columns has already: rename the column"
             return super().problem()

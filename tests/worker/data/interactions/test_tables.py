@@ -287,7 +287,7 @@ NO_TIME = {"user": "who", "item": "what"}
         (LISTS | {"valid": "plays.csv", "hold_out": 1}, "data.hold_out: takes valid from train: remove it, or valid"),
         (
             LISTS | {"columns": NO_TIME, "test": "plays.csv", "hold_out": 1},
-            "data.columns: has no time, by which each user's latest items are held out",
+            "data.columns: has no time, by which each user's latest items are held out: name it, or remove hold_out",
         ),
         (LISTS | {"columns": {**COLUMNS, "item": "history"}, "history": 2}, "data.history: adds a list of this name"),
         (LISTS | {"columns": NO_TIME | {"time": "what"}}, "data.columns: names one column twice"),
