@@ -1,6 +1,7 @@
 """What ends a command from outside."""
 
 import signal
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +9,13 @@ from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import restore, snapshot
-from embershard.cli.signals import ended_by_signals
+from embershard.cli.signals import check_interrupt, ended_by_signals, note_interrupts
 from embershard.deploy.supervisor import LocalShards
 
 
 @pytest.fixture(autouse=True)
 def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -25,6 +26,17 @@ def test_a_signal_unwinds_a_command_and_is_its_exit_code(number):
     with pytest.raises(SystemExit) as ended, ended_by_signals():
         signal.raise_signal(number)
     assert ended.value.code == 128 + number
+
+
+def test_a_ctrl_c_that_code_of_a_library_does_not_pass_on_is_seen_at_the_next_look():
+    note_interrupts()
+    check_interrupt()
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        check_interrupt()
+    note_interrupts()  # of another command
+    check_interrupt()
 
 
 def test_a_command_that_nohup_started_goes_on_where_its_terminal_is_closed():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from embershard.cli.monitoring import say
 from embershard.cli.recovery import Recoveries
 from embershard.cli.scaling import WorkerScaling
+from embershard.cli.signals import check_interrupt
 from embershard.deploy.attempts import (
     AttemptPolicy,
     Attempts,
@@ -196,6 +197,7 @@ class LocalJob:
         self, local: LocalShards | None, running: LocalWorkers, scaling: WorkerScaling | None
     ) -> EmbershardError | None:
         """Watch the job while its workers train; the failure of a shard, which is returned, ends the wait for them."""
+        check_interrupt()
         self.recoveries.look()
         if scaling is not None:
             scaling.look(running)

@@ -41,6 +41,27 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_interrupts: list[int] = []  # each Ctrl-C since `note_interrupts`
+
+
+def note_interrupts() -> None:
+    """Have `check_interrupt` know of every Ctrl-C from here on, unless it is ignored or handled in another way."""
+    _interrupts.clear()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def check_interrupt() -> None:
+    """KeyboardInterrupt after a Ctrl-C that was raised in code of a library, and that this code did not pass on."""
+    if _interrupts:
+        raise KeyboardInterrupt
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
 def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -39,7 +39,7 @@ from embershard.cli.recovery import Recoveries
 from embershard.cli.scaling import check_scales, parse_workers
 from embershard.cli.security import TokenFileOption, token_words
 from embershard.cli.shards import is_from_environment, shards_option
-from embershard.cli.signals import ParentPidOption, end_with_parent, ended_by_signals
+from embershard.cli.signals import ParentPidOption, end_with_parent, ended_by_signals, note_interrupts
 from embershard.cli.tls import ServerNameOption, TLSOption, check_certificates, tls_of, tls_words
 from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.panel import LocalPanel
@@ -148,6 +148,7 @@ def train(
 
     If a shard or a worker is lost, a job with checkpoints continues from the latest one (train.recover).
     """
+    note_interrupts()
     if log_format == "json":
         log_as_json(sys.stdout)
     end_with_parent(parent_pid)
