@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 # A client asks four times a second, and gives a silent shard up after so long: what a dead one's restore has read is
 # dropped then. One that comes later begins it again.
 HELD_SECONDS = 60.0
-# After which the restore of a client that does not ask gives way to another's; one that is being put in place goes on
-# without its client, since other shards may have their rows.
+# If a client does not ask for so long, another client's restore may replace its own; one that is being put in place
+# goes on without its client, since other shards may have their rows.
 WATCHED_SECONDS = 5.0
 _PIECE_BYTES = 16 * 2**20  # of an event of restored rows
 _NAMES_SHOWN = 5
@@ -73,7 +73,7 @@ class RestoredPiece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its arrays."""
+        """Count the bytes of the ids, rows and states, which the event log needs room for."""
         return self.ids.nbytes + self.rows.nbytes + self.state.nbytes
 
 

@@ -168,7 +168,7 @@ class Bases:
             _log.error("no base of the event log was written: no memory for a thread: %s", error)
 
     def close(self, timeout: float) -> None:
-        """Take none any more; one that is not written is given up."""
+        """Take none any more; one that is not written yet is dropped."""
         self._retry_at = float("inf")
         writer, thread = self._writer, self._thread
         if writer is not None:

@@ -281,7 +281,7 @@ class Saver:
         `best`: the evaluation just made is the best. `due`: the job's plan has a checkpoint here. The first worker
         writes it, in a thread of its own: from here on it may train. `wait` until it is written; else the next one
         does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before. One that a shard
-        does not know any more, as it was started anew or began another client's snapshot, is given up: its rows have
+        does not know any more, as it was started anew or began another client's snapshot, is dropped: its rows have
         changed since. A job that waits for it takes it again.
         """
         if best:
@@ -320,7 +320,7 @@ class Saver:
             )
 
     def _settle(self, folder: CheckpointFolder) -> bool:
-        """Wait for a checkpoint that is being written; False where it was given up.
+        """Wait for a checkpoint that is being written; False if it was dropped.
 
         Another error is raised on all workers of a job that wants checkpoints.
         """
